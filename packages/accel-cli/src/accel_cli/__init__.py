@@ -1,0 +1,1 @@
+"""The accelerate command line and the launchers."""

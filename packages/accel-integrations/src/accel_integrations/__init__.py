@@ -1,0 +1,1 @@
+"""Ways to train: engines, number formats, prepared optimizers and compilation behind one interface."""

@@ -1,0 +1,165 @@
+"""The interface of a way of training."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_integrations.precision.precision import Precision
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+    from accel_integrations.prepared.prepared import Prepared
+    from accel_integrations.prepared.scheduler import AcceleratedScheduler
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.gradient_state import GradientState
+    from accel_state.mesh import DataPlace
+    from accel_state.settings.handlers import Handlers
+
+
+@dataclass(slots=True)
+class EngineContext:
+    """Everything an engine may ask about the run; one instance per accelerator."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+    handlers: Handlers
+    prepared: Prepared
+    device_placement: bool = True
+    step_scheduler_with_optimizer: bool = True
+    split_batches: bool = False
+    """True when a loader's batch is shared between the processes rather than multiplied by them."""
+
+
+class Engine(ABC):
+    """One way of training: wraps what was prepared and takes the steps.
+
+    The bodies here are plain single-process PyTorch. A concrete engine is final (no engine inherits from another) and
+    overrides what differs; reading its file shows exactly that difference.
+    """
+
+    name: ClassVar[str]
+    accepts_transforms: ClassVar[bool] = True
+    """False where the library behind the engine brings its own parallelism."""
+    averages_parameters: ClassVar[bool] = False
+    """True when replicas hold full parameters, so that `LocalSGD` may average them."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self.context = context
+        self.gradient_state = context.gradient_state
+        self.precision: Precision = self.make_precision(context.state.mixed_precision)
+
+    # ---- before anything starts ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse impossible combinations.
+
+        Raises:
+            ValueError: Naming the settings in conflict and the allowed ones.
+        """
+
+    @abstractmethod
+    def make_precision(self, wanted: str) -> Precision:
+        """The precision object for `mixed_precision=wanted` under this engine."""
+
+    @abstractmethod
+    def data_place(self) -> DataPlace:
+        """Which slice of the data this process reads."""
+
+    # ---- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare(self, objects: Sequence[Any], prepare_each: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+        """Prepare the objects of one `prepare` call, in their order.
+
+        Args:
+            objects: What the user gave.
+            prepare_each: Prepares every object on its own; engines that pair models with optimizers do their part
+                before and after calling it, or instead of it.
+        """
+        return prepare_each(objects)
+
+    @abstractmethod
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        """Place the model and wrap it for this way of training; `evaluation` models get no gradient machinery."""
+
+    @abstractmethod
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
+        """Wrap an optimizer."""
+
+    @abstractmethod
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Wrap a learning-rate scheduler, tied to the prepared optimizers it drives."""
+
+    def finish_loader(self, loader: Any) -> Any:
+        """The last touch on a prepared data loader (XLA's device loader, sequence-parallel adapters)."""
+        return loader
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The model that went into `prepare_model`."""
+        return model
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accumulate the gradients of `loss` (0-dim, already divided for accumulation)."""
+        self.precision.scale(loss).backward(**kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which `backward` exchanges no gradients."""
+        return nullcontext()
+
+    def sync_next_backward(self, model: nn.Module) -> None:
+        """Make the next `backward` exchange gradients although its forward ran under `no_sync`."""
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """A context in which processes may run out of batches at different steps."""
+        warnings.warn(
+            f"Joining uneven inputs has no effect with the {self.name!r} engine: remove join_uneven_inputs, or launch "
+            "more than one process.",
+            stacklevel=3,
+        )
+        return nullcontext()
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Take a step; False when it was skipped because gradients were not finite."""
+        return self.precision.step(optimizer, closure)
+
+    def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Bring the gradients of plain torch optimizers back to their true size, before clipping or reading them."""
+        for optimizer in optimizers:
+            self.precision.unscale(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """Scale gradients so that their joint norm is at most `max_norm`; returns the norm before (0-dim)."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp every gradient element to `[-clip_value, clip_value]`."""
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Sum of a window's weight over the processes whose gradients are averaged (0-dim float64 in and out)."""
+        return weight
+
+    @property
+    def num_averaged(self) -> int:
+        """Over how many processes this engine averages gradients."""
+        return 1
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole model's tensors under their plain names, on every process that needs them."""
+        return self.unwrap(model).state_dict()
+
+    def close(self) -> None:
+        """Let go of what this engine holds of the process group, so that the process can exit cleanly."""

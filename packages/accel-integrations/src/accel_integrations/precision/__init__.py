@@ -1,0 +1,1 @@
+"""Number formats: each precision object knows how the forward, the loss and the step are to be treated."""

@@ -1,0 +1,62 @@
+"""The interface of a number format."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel_state.settings.handlers import AutocastKwargs
+
+
+class Precision(ABC):
+    """One number format. The neutral bodies are full precision: nothing is converted, scaled or skipped.
+
+    A concrete precision overrides only what it changes, is final, and is chosen by `Engine.make_precision`.
+    """
+
+    name: ClassVar[str]
+    """The value of `mixed_precision` it serves: "no", "bf16", "fp16" or "fp8"."""
+
+    scaler: torch.amp.GradScaler | None = None
+    """The loss scaler, when the format needs one. Read by others as `accelerator.scaler`."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Replace layers by ones of this format, before anything is sharded. Returns the model to go on with."""
+        return model
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Make `model.forward` compute in this format and return float32 outputs. Changes and returns `model`."""
+        return model
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A context in which operations run in this format; `handler` overrides the configured one."""
+        return nullcontext()
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to call `backward` on."""
+        return loss
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients held by a plain torch optimizer back to their true size; once per step."""
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Take the optimizer's step.
+
+        Returns:
+            False when the step was skipped because gradients were not finite.
+        """
+        optimizer.step(closure) if closure is not None else optimizer.step()
+        return True
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint must keep of this object, None when nothing."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

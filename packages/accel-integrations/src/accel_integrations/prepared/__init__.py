@@ -1,0 +1,1 @@
+"""What came through `prepare`."""

@@ -1,0 +1,1 @@
+"""Experiment tracking, progress bars and profiling that behave on many processes."""

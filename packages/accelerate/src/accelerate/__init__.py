@@ -1,0 +1,1 @@
+"""Run PyTorch training on any hardware, at any scale, without changing the program."""

@@ -1,0 +1,32 @@
+"""Every test starts from nothing and must leave nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.leaks import leaked_process_group, reset_state, restore_environment
+
+
+@pytest.fixture(autouse=True)
+def clean_process() -> Iterator[None]:
+    """Reset the shared states around each test; fail one that leaves a process group open."""
+    before = dict(os.environ)
+    reset_state()
+    yield
+    reset_state()
+    restore_environment(before)
+    if leaked_process_group():
+        import torch.distributed as dist
+
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group open")
+
+
+def pytest_sessionfinish() -> None:
+    """Let the pooled ranks exit by themselves, so that their coverage is written."""
+    from tests.support.ranks import POOL
+
+    POOL.close(politely=True)

@@ -1,0 +1,44 @@
+"""The rank pool itself: bodies really run in a group, and failures name their rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.ranks import POOL, ranks
+
+
+@ranks(1, 2, 4)
+def test_a_body_runs_in_a_group(rank: int, world: int) -> None:
+    total = torch.tensor([rank + 1])
+    dist.all_reduce(total)
+    assert dist.get_world_size() == world
+    assert total.item() == world * (world + 1) // 2
+
+
+@ranks(2)
+@pytest.mark.parametrize("value", [3, 5])
+def test_ranks_share_fixtures_and_parameters(rank: int, value: int, tmp_path: Path) -> None:
+    (tmp_path / str(rank)).write_text(str(value))
+    dist.barrier()
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [str(value)] * 2
+
+
+@ranks(2)
+def _fails_on_rank_one(rank: int, world: int) -> None:
+    if rank == 1:
+        raise ValueError("only here")
+    dist.barrier()
+
+
+def test_a_failure_names_its_rank_and_the_pool_recovers() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 1 of 2.*ValueError: only here"):
+        _fails_on_rank_one()
+    test_a_body_runs_in_a_group(world=2)
+
+
+def test_pool_is_one() -> None:
+    assert len(POOL.workers) <= 4

@@ -1,0 +1,114 @@
+#!/usr/bin/env python3
+"""The one entry to everything a developer runs: `uv run tools/dev.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ROOT / "packages"
+
+
+def run(*command: str, **environment: str) -> int:
+    """Run a command from the repository root, shown as typed."""
+    print("$", " ".join(command), flush=True)
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, check=False).returncode
+
+
+def test(arguments: list[str]) -> int:
+    """Run the tests; further arguments go to pytest."""
+    return run(sys.executable, "-m", "pytest", *arguments, OMP_NUM_THREADS="1")
+
+
+def cover(arguments: list[str]) -> int:
+    """Run the tests and report what they covered, per package."""
+    for old in ROOT.glob(".coverage*"):
+        old.unlink()
+    code = run(sys.executable, "-m", "coverage", "run", "-m", "pytest", *arguments, OMP_NUM_THREADS="1")
+    run(sys.executable, "-m", "coverage", "combine", "-q")
+    for package in sorted(PACKAGES.iterdir()):
+        print(f"--- {package.name}")
+        run(sys.executable, "-m", "coverage", "report", f"--include={package}/*", "--skip-covered")
+    return code
+
+
+def lint(arguments: list[str]) -> int:
+    """Check style, format and that packages import one another one way only."""
+    return (
+        run("ruff", "check", *arguments, ".")
+        | run("ruff", "format", "--check", ".")
+        | run("lint-imports", "--no-cache")
+    )
+
+
+def types(arguments: list[str]) -> int:
+    """Check types over the packages."""
+    return run(sys.executable, "-m", "mypy", *arguments)
+
+
+def stubs(arguments: list[str]) -> int:
+    """Write the `.pyi` files of the umbrella's lazy packages."""
+    return run(sys.executable, "tools/make_stubs.py", *arguments)
+
+
+def versions(arguments: list[str]) -> int:
+    """Check that every package's bounds on its siblings admit the versions in this workspace."""
+    return run(sys.executable, "tools/check_versions.py", *arguments)
+
+
+def bench(arguments: list[str]) -> int:
+    """Measure against the raw floor and against accelerate 1.15, in an environment of its own."""
+    return run(sys.executable, "-m", "tools.bench", *arguments)
+
+
+def wheels(arguments: list[str]) -> int:
+    """Build all packages and try each one alone in an empty environment."""
+    return run(sys.executable, "tools/check_wheels.py", *arguments)
+
+
+def shape(arguments: list[str]) -> int:
+    """Show the longest files and functions: a guide to the eye, never a gate."""
+    sources = sorted(PACKAGES.glob("*/src/**/*.py"))
+    files = sorted(((len(path.read_text().splitlines()), path) for path in sources), reverse=True)
+    functions = sorted((entry for path in sources for entry in _functions(path)), reverse=True)
+    print("Longest files")
+    for lines, path in files[:15]:
+        print(f"{lines:6}  {path.relative_to(PACKAGES)}")
+    print("Longest functions, without their docstrings")
+    for lines, where in functions[:15]:
+        print(f"{lines:6}  {where}")
+    print(f"{sum(lines for lines, _ in files)} lines in {len(files)} files")
+    return 0
+
+
+def _functions(path: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            documentation = ast.get_docstring(node, clean=False) or ""
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - documentation.count("\n")
+            yield lines, f"{path.relative_to(PACKAGES)}:{node.lineno} {node.name}"
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    command.__name__: command for command in (test, cover, lint, types, stubs, versions, bench, wheels, shape)
+}
+
+
+def main() -> int:
+    """Run one command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=(command.__doc__ or "").splitlines()[0], add_help=False)
+    chosen, rest = parser.parse_known_args()
+    return COMMANDS[chosen.command](rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
