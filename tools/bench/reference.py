@@ -1,0 +1,35 @@
+"""accelerate 1.15 in an environment of its own, with the same torch as ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-reference"
+
+
+def reference_python() -> Path:
+    """The interpreter that has accelerate 1.15; its environment is made on first use."""
+    python = FOLDER / "bin" / "python"
+    if not python.exists():
+        subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(FOLDER)], check=True)
+        wanted = ["accelerate==1.15.0", f"torch=={version('torch')}", f"numpy=={version('numpy')}"]
+        subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), *wanted], check=True)
+    return python
+
+
+def run_json(python: Path | str, script: Path | str, *arguments: str, **environment: str) -> Any:
+    """Run a script with one torch thread and return what its last line of output says, read as JSON."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run(
+        [str(python), str(script), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
