@@ -1,0 +1,36 @@
+"""Packages agree on one another's versions, and the check would notice if they did not."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+from tools.check_versions import problems
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+
+
+def projects() -> dict[str, dict[str, object]]:
+    return {path.parent.name: tomllib.loads(path.read_text())["project"] for path in PACKAGES.glob("*/pyproject.toml")}
+
+
+def test_the_workspace_agrees() -> None:
+    assert problems(projects()) == []
+
+
+def test_a_raised_version_is_noticed() -> None:
+    changed = projects()
+    changed["accel-state"]["version"] = "0.2.0"
+    assert any("accel-ops needs accel-state" in line for line in problems(changed))
+
+
+def test_a_missing_upper_bound_is_noticed() -> None:
+    changed = projects()
+    changed["accel-ops"]["dependencies"] = ["accel-state>=0.1"]
+    assert problems(changed) == ["accel-ops needs accel-state>=0.1: a sibling needs an upper bound"]
+
+
+def test_the_umbrella_satisfies_the_field() -> None:
+    from packaging.specifiers import SpecifierSet
+
+    assert str(projects()["accelerate"]["version"]) in SpecifierSet(">=1.13")
