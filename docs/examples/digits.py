@@ -8,6 +8,7 @@ The batch size is the global one, so any number of processes trains the same mod
 """
 
 import argparse
+import shutil
 
 import torch
 from accelerate.utils import ProjectConfiguration, set_seed, tqdm
@@ -81,7 +82,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--output", default="runs/digits", help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, not from the start")
     args = parser.parse_args()
 
     accelerator = Accelerator(
@@ -90,6 +91,8 @@ def main() -> None:
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         project_config=ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2),
     )
+    if accelerator.is_main_process and not args.resume:
+        shutil.rmtree(args.output, ignore_errors=True)  # start over
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -1,1 +1,14 @@
 """Experiment tracking, progress bars and profiling that behave on many processes."""
+
+from accel_state.lazy import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "accel_tracking.tracker": "GeneralTracker on_main_process",
+        "accel_tracking.registry": "filter_trackers get_available_trackers register_tracker_class",
+        "accel_tracking.tracker_set": "TrackerSet",
+        "accel_tracking.progress": "tqdm",
+        "accel_tracking.profiling": "record_profile",
+    },
+)

@@ -1,1 +1,38 @@
 """Run PyTorch training on any hardware, at any scale, without changing the program."""
+
+from importlib import import_module
+from typing import Any
+
+from accel_state.lazy import lazy_exports
+
+__version__ = "2.0.0"
+
+EXPORTS = {
+    "accelerate.accelerator": "Accelerator",
+    "accel_data.skipping": "skip_first_batches",
+    "accel_cli.notebook": "debug_launcher notebook_launcher",
+    "accel_ops.memory": "find_executable_batch_size",
+    "accel_ops.random": "synchronize_rng_states",
+    "accel_state.enums": "DDPCommunicationHookType DistributedType",
+    "accel_state.libraries": "is_rich_available",
+    "accel_state.mesh": "ParallelismConfig",
+    "accel_state.processes": "PartialState",
+    "accel_state.settings.data": "DataLoaderConfiguration",
+    "accel_state.settings.ddp": "DistributedDataParallelKwargs",
+    "accel_state.settings.deepspeed": "DeepSpeedPlugin",
+    "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
+    "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs",
+    "accel_state.settings.profile": "ProfileKwargs",
+}
+SUBMODULES = (
+    "accelerator", "checkpointing", "data_loader", "launchers", "local_sgd", "logging", "memory_utils", "optimizer",
+    "parallelism_config", "scheduler", "state", "tracking", "utils",
+)  # fmt: skip
+
+_export, __dir__, __all__ = lazy_exports(__name__, EXPORTS)
+
+
+def __getattr__(name: str) -> Any:
+    if name in SUBMODULES:  # `import accelerate` is enough to write `accelerate.utils.gather`
+        return import_module(f"{__name__}.{name}")
+    return _export(name)

@@ -1,0 +1,1 @@
+"""What a model folder looks like, and how it is written."""

@@ -1,0 +1,235 @@
+"""Options as rows of a table, and the parser that is built from them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.environment import str_to_bool
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One command-line option and everything that is known about it.
+
+    Attributes:
+        flags: Its spellings, the long one last (`"-q --quiet"`), separated by blanks; a bare word is a positional
+            argument. Empty for an option that only a configuration file can set.
+        help: What it does, for `--help`.
+        default: The value when nobody gives one.
+        type: Turns text into the value.
+        choices: The values that are allowed.
+        action: As in argparse.
+        nargs: As in argparse.
+        dest: Name in the parsed result; made from the long flag when empty.
+        metavar: Placeholder in `--help`.
+        environment: The variable that hands the value to the script, if there is one. Several names separated by
+            blanks take the items of a sequence.
+        spelled: How the variable writes the value; an empty text leaves the variable alone.
+        required: Whether the option must be given.
+    """
+
+    flags: str
+    help: str
+    default: Any = None
+    type: Callable[[str], Any] | None = str
+    choices: tuple[str, ...] | None = None
+    action: str = "store"
+    nargs: str | None = None
+    dest: str = ""
+    metavar: str | None = None
+    environment: str = ""
+    spelled: Callable[[Any], str] = str
+    required: bool = False
+
+    @property
+    def name(self) -> str:
+        """The attribute of the parsed result that holds the value."""
+        return self.dest or self.flags.split()[-1].lstrip("-").replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        """True when the flag takes no value."""
+        return self.action in ("store_true", "store_false")
+
+    def add_to(self, container: Any) -> None:
+        """Add the option to an argparse parser or group."""
+        if not self.flags:
+            return
+        words: dict[str, Any] = {"help": self.help, "action": self.action, "default": self.default}
+        if not self.is_switch:
+            wanted = {"type": self.type, "choices": self.choices, "nargs": self.nargs, "metavar": self.metavar}
+            words |= {key: value for key, value in wanted.items() if value is not None}
+        if self.flags.startswith("-"):
+            words |= {"dest": self.name, "required": self.required}
+        container.add_argument(*self.flags.split(), **words)
+
+
+def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Option:
+    """Row of a flag that takes no value and means yes."""
+    return Option(flags, help, default=default, type=None, action="store_true", **rest)
+
+
+def truth(text: str) -> bool:
+    """Read yes, true, on, 1 and their opposites; `bool("false")` would be True."""
+    return bool(str_to_bool(text, to_bool=True))
+
+
+truth.__name__ = "bool"  # argparse puts this word into its error message
+
+
+def lower(value: Any) -> str:
+    """Spell truth values in lower case and leave other texts alone."""
+    text = str(value)
+    return text.lower() if text.lower() in ("true", "false") else text
+
+
+def only_if_on(word: str) -> Callable[[Any], str]:
+    """Spell a switch as `word` when it is on, and not at all when it is off."""
+    return lambda value: word if value else ""
+
+
+def add_options(container: Any, options: Iterable[Option]) -> None:
+    """Add all rows to an argparse parser or group."""
+    for option in options:
+        option.add_to(container)
+
+
+def spellings(flags: Iterable[str]) -> list[str]:
+    """Every way a flag may be written: `--num_processes` is `--num-processes` too."""
+    both = [(flag, "--" + flag[2:].replace("_", "-") if flag.startswith("--") else flag) for flag in flags]
+    return list(dict.fromkeys(spelling for pair in both for spelling in pair))
+
+
+class CommandHelp(argparse.HelpFormatter):
+    """Help that shows one spelling of each flag."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        # argparse would import shutil for the width, and would do so for every option that is added
+        super().__init__(prog, max_help_position=32, width=_terminal_width(), **settings)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        spelled = action.option_strings
+        twins = {spelling for flag in spelled if "_" in flag for spelling in spellings([flag]) if spelling != flag}
+        if not twins:
+            return super()._format_action_invocation(action)
+        action.option_strings = [flag for flag in spelled if flag not in twins]
+        try:
+            return super()._format_action_invocation(action)
+        finally:
+            action.option_strings = spelled
+
+
+class CommandArgumentGroup(argparse._ArgumentGroup):
+    """A group of options in which every flag may be written with underscores or hyphens."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an option under both spellings of its flags."""
+        return super().add_argument(*spellings(args), **kwargs)
+
+
+class _Noted:
+    """Mixed into argparse's actions: notes in `nondefault` which values were given."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        super().__call__(parser, namespace, values, option_string)  # type: ignore[misc]
+        namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}  # type: ignore[attr-defined]
+
+
+NOTED_ACTIONS = {
+    word: type(f"Noted{action.__name__}", (_Noted, action), {})
+    for word, action in {
+        "store": argparse._StoreAction,
+        "store_true": argparse._StoreTrueAction,
+        "store_false": argparse._StoreFalseAction,
+        "append": argparse._AppendAction,
+    }.items()
+}
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser in which every flag may be written with underscores or hyphens.
+
+    Args:
+        *args: As for `argparse.ArgumentParser`.
+        notes_given: Whether the result gets an attribute `nondefault`, the set of names given on the command line.
+        shown_with: Group title -> the flag that makes `--help` show the group. Other groups are always shown.
+        **kwargs: As for `argparse.ArgumentParser`.
+    """
+
+    def __init__(
+        self, *args: Any, notes_given: bool = False, shown_with: Mapping[str, str] | None = None, **kwargs: Any
+    ) -> None:
+        kwargs.setdefault("formatter_class", CommandHelp)
+        super().__init__(*args, **kwargs)
+        self.shown_with = dict(shown_with or {})
+        self._words: list[str] = []
+        if notes_given:
+            for word, action in NOTED_ACTIONS.items():
+                self.register("action", word, action)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        """Add an option under both spellings of its flags."""
+        return super().add_argument(*spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
+        """Add a group whose options have both spellings, too."""
+        group = CommandArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, remembering the words so that `--help` can show what fits them."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def format_help(self) -> str:
+        """Build the help text without the groups that do not concern the other flags given."""
+        given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
+        hidden = {title: flag for title, flag in self.shown_with.items() if flag.strip("-") not in given}
+        every_group = self._action_groups
+        self._action_groups = [group for group in every_group if group.title not in hidden]
+        try:
+            text = super().format_help()
+        finally:
+            self._action_groups = every_group
+        if not hidden:
+            return text
+        rows = "".join(f"  {flag} --help".ljust(34) + f"{title}\n" for title, flag in hidden.items())
+        return f"{text}\nmore options:\n{rows}"
+
+
+def make_parser(
+    subparsers: Any, command: str, help: str, options: Iterable[Option] = (), **settings: Any
+) -> CommandParser:
+    """Build the parser of one command.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, to make it a command of a program; None for a parser
+            of its own.
+        command: Name of the command.
+        help: One line on what the command does.
+        options: Rows to add.
+        **settings: Passed on to the parser.
+    """
+    settings.setdefault("description", help)
+    if subparsers is None:
+        parser = CommandParser(prog=f"accelerate {command}", **settings)
+    else:
+        parser = subparsers.add_parser(command, help=help, **settings)
+    add_options(parser, options)
+    return parser
+
+
+def _terminal_width() -> int:
+    columns = os.environ.get("COLUMNS", "")
+    if columns.isdigit() and int(columns) > 0:
+        return int(columns) - 2
+    try:
+        return min(os.get_terminal_size().columns, 120) - 2
+    except OSError:
+        return 98

@@ -1,0 +1,1 @@
+"""The file in which a machine's launch settings are kept."""

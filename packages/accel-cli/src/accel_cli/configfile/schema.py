@@ -1,0 +1,203 @@
+"""What a settings file may say."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, fields
+from enum import Enum
+from typing import Any, ClassVar, Self
+
+from accel_cli.errors import UsageError, did_you_mean
+from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+
+
+@dataclass
+class BaseConfig:
+    """Settings that every kind of launch has.
+
+    Args:
+        compute_environment: Where processes run.
+        distributed_type: How they work together.
+        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; None leaves it open.
+        use_cpu: Whether to train on the CPU.
+        debug: Whether to check shapes before collective operations.
+    """
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    distributed_types: ClassVar[type[Enum]] = DistributedType
+    section_names: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        self.compute_environment = _member(ComputeEnvironment, self.compute_environment, "compute_environment")
+        self.distributed_type = _member(self.distributed_types, self.distributed_type, "distributed_type")
+        for section in (*self.section_names, "dynamo_config"):
+            if getattr(self, section, None) is None:
+                setattr(self, section, {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, without what is None or an empty section."""
+        values = {key: value.value if isinstance(value, Enum) else value for key, value in self.__dict__.items()}
+        return {key: value for key, value in values.items() if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
+        """Complete what a file says, and turn old spellings into today's.
+
+        Args:
+            config_dict: The content of a file; it is not changed.
+
+        Raises:
+            ValueError: Without a `distributed_type`.
+        """
+        values = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in config_dict.items()}
+        environment = values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
+        if "distributed_type" not in values:
+            raise UsageError("The settings have no `distributed_type`: add for example `distributed_type: 'NO'`.")
+        alone = values["distributed_type"] in (DistributedType.NO, "NO")
+        if alone and environment != ComputeEnvironment.AMAZON_SAGEMAKER:
+            values.setdefault("num_processes", 1)
+        half = values.pop("fp16", False)
+        values.setdefault("mixed_precision", "fp16" if half else None)
+        if "dynamo_backend" in values:
+            backend = values.pop("dynamo_backend")
+            values["dynamo_config"] = {} if str(backend).upper() == "NO" else {"dynamo_backend": backend}
+        for switch in ("use_cpu", "debug", "enable_cpu_affinity"):
+            values.setdefault(switch, False)
+        return values
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any], source: str) -> Self:
+        """Make settings from what a file says.
+
+        Args:
+            values: The content of the file.
+            source: The file, for error messages.
+
+        Raises:
+            ValueError: For keys that do not exist, values that are not allowed, or settings that are missing.
+        """
+        values = cls.process_config(values)
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(str(key) for key in set(values) - set(known))
+        if unknown:
+            hint = did_you_mean(unknown[0], known)
+            raise UsageError(f"{source} has unknown keys: {unknown}. Correct or remove them.{hint}")
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
+        if missing:
+            raise UsageError(f"{source} lacks {', '.join(missing)}.")
+        try:
+            return cls(**values)
+        except UsageError as error:
+            raise UsageError(f"{source}: {error}") from None
+
+    @classmethod
+    def from_json_file(cls, json_file: str | None = None) -> Self:
+        """Read a JSON file; the default file when none is named."""
+        return cls._from_file(json_file, "json")
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | None = None) -> Self:
+        """Read a YAML file; the default file when none is named."""
+        return cls._from_file(yaml_file, "yaml")
+
+    @classmethod
+    def _from_file(cls, path: str | None, format: str) -> Self:
+        from accel_cli.configfile.read import read_values
+
+        values, source = read_values(path, format)
+        return cls.from_values(values, source)
+
+    def to_json_file(self, json_file: str) -> None:
+        """Write the settings as JSON, whole or not at all."""
+        from accel_cli.configfile.write import write_json
+
+        write_json(json_file, self.to_dict())
+
+    def to_yaml_file(self, yaml_file: str) -> None:
+        """Write the settings as YAML, whole or not at all."""
+        from accel_cli.configfile.write import write_yaml
+
+        write_yaml(yaml_file, self.to_dict())
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """Settings for machines of one's own.
+
+    The sections (`fsdp_config`, ...) are dictionaries of launch options; the other fields are launch options, too.
+    """
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] = None  # type: ignore[assignment]  # the field is public interface
+    tpu_vm: list[str] = None  # type: ignore[assignment]
+    tpu_env: list[str] = None  # type: ignore[assignment]
+    dynamo_config: dict[str, Any] | None = None
+
+    section_names: ClassVar[tuple[str, ...]] = (
+        "fp8_config", "deepspeed_config", "fsdp_config", "parallelism_config", "megatron_lm_config", "mpirun_config",
+        "dynamo_config",
+    )  # fmt: skip
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """Settings for jobs on Amazon SageMaker."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = "accelerate-sagemaker-1"
+    pytorch_version: str = "1.10.2"
+    transformers_version: str = "4.17.0"
+    py_version: str = "py38"
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+    distributed_types: ClassVar[type[Enum]] = SageMakerDistributedType
+
+
+# an unquoted NO is false in YAML
+_UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no", "dynamo_backend": "NO"}
+
+
+def _member(kind: type[Enum], word: Any, key: str) -> Any:
+    if isinstance(word, kind):
+        return word
+    try:
+        return kind(str(word).upper())
+    except ValueError:
+        known = [member.value for member in kind]
+        hint = did_you_mean(str(word).upper(), known)
+        raise UsageError(f"{key}: {word!r} is not one of {', '.join(known)}.{hint}") from None

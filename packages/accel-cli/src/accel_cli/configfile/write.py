@@ -1,0 +1,100 @@
+"""Writing a settings file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_cli.configfile.location import default_json_config_file
+from accel_cli.configfile.schema import ClusterConfig
+from accel_cli.errors import UsageError
+from accel_state.enums import ComputeEnvironment, DistributedType
+
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def write_json(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
+    """Write sorted JSON."""
+    _write_atomically(Path(path), json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def write_yaml(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
+    """Write sorted YAML."""
+    import yaml
+
+    _write_atomically(Path(path), yaml.safe_dump(values))
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_json_config_file
+) -> Path | Literal[False]:
+    """Write settings that use all accelerators of this machine, or its CPU when there are none.
+
+    Args:
+        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        save_location: The file to write, normally the default settings file. Missing folders are made.
+
+    Returns:
+        The path, or False when a file was there already: it is left as it is.
+
+    Raises:
+        ValueError: For another number format.
+
+    Example:
+        ```python
+        from accelerate.utils import write_basic_config
+
+        write_basic_config(mixed_precision="bf16")
+        ```
+    """
+    precision = str(mixed_precision).lower()
+    if precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}.")
+    path = Path(save_location).expanduser()
+    if path.exists():
+        print(f"{path} exists already and stays as it is: name another file, or remove this one first.")
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, _this_machine(precision).to_dict())
+    return path
+
+
+def _this_machine(mixed_precision: str) -> ClusterConfig:
+    """Describe a launch on everything this machine has."""
+    from accel_state.devices import detect_device_kind
+
+    kind = detect_device_kind()
+    num_devices = 0 if kind.name == "cpu" else kind.device_count()
+    several = num_devices > 1
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=kind.distributed_type if several else DistributedType.NO,
+        mixed_precision=mixed_precision,
+        use_cpu=num_devices == 0,
+        debug=False,
+        num_processes=max(1, num_devices),
+    )
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write beside the file, then rename: readers see the old content or the new, never a part."""
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent or Path())
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(draft, 0o666 & ~_umask())
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

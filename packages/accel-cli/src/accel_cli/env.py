@@ -1,0 +1,130 @@
+"""The command `accelerate env`: what a bug report should say."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from accel_cli.arguments import CommandParser, Option, make_parser
+
+HELP = "Print versions, devices and settings, for a bug report."
+PACKAGES = ("numpy", "safetensors", "transformers", "deepspeed")  # looked up, never imported
+
+SETTINGS_FILE = Option("--config_file", "Settings file to show instead of the default one.", metavar="FILE")
+
+
+def env_command_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate env`."""
+    parser = make_parser(subparsers, "env", HELP, [SETTINGS_FILE])
+    if subparsers is not None:
+        parser.set_defaults(func=env_command)
+    return parser
+
+
+def env_command(args: Namespace) -> dict[str, Any]:
+    """Print and return what is known about this installation.
+
+    Args:
+        args: With `config_file`, the settings file to show, or None for the default one.
+
+    Raises:
+        FileNotFoundError: When the settings file that was named does not exist.
+    """
+    settings = _settings(args.config_file)
+    facts: dict[str, Any] = {**describe()}
+    print("\nCopy and paste the text below into your report\n")
+    for name, value in facts.items():
+        print(f"- {name}: {value}")
+    title = "`Accelerate` default config" if args.config_file is None else "`Accelerate` config passed"
+    facts[title] = settings
+    print(f"- {title}:")
+    print("\n".join(f"\t- {key}: {value}" for key, value in settings.items()) or "\tNot found")
+    return facts
+
+
+def describe() -> dict[str, str]:
+    """Return versions and devices as text. What cannot be found out says why; nothing is raised."""
+    facts = {name: _safely(ask) for name, ask in FACTS.items()}
+    for package in PACKAGES:
+        if (version := _version(package)) != "not installed":
+            facts[f"{package} version"] = version
+    return facts
+
+
+def _settings(path: str | None) -> dict[str, Any]:
+    from accel_cli.configfile.location import default_config_path
+    from accel_cli.configfile.read import load_config_from_file
+
+    if path is None and not os.path.isfile(default_config_path(os.environ)):
+        return {}
+    return load_config_from_file(path).to_dict()
+
+
+def _safely(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as error:  # a broken installation is just when this command is needed
+        return f"cannot be found out ({type(error).__name__}: {error})"
+
+
+def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _platform() -> str:
+    import platform
+
+    return platform.platform()
+
+
+def _python() -> str:
+    import platform
+
+    return f"{platform.python_version()} ({platform.python_implementation()})"
+
+
+def _location() -> str:
+    import shutil
+
+    return shutil.which("accelerate") or "not on the PATH"
+
+
+def _memory() -> str:
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{pages / 1024**3:.2f} GB"
+
+
+def _torch() -> str:
+    import torch
+
+    return str(torch.__version__)
+
+
+def _accelerators() -> str:
+    from accel_state.devices import detect_device_kind
+
+    kind = detect_device_kind()
+    if kind.name == "cpu":
+        return "none"
+    module = kind.module()
+    name = module.get_device_name() if hasattr(module, "get_device_name") else ""
+    return f"{kind.device_count()} x {kind.name} {name}".rstrip()
+
+
+FACTS: dict[str, Callable[[], str]] = {
+    "`Accelerate` version": lambda: _version("accelerate"),
+    "Platform": _platform,
+    "`accelerate` location": _location,
+    "Python version": _python,
+    "PyTorch version": _torch,
+    "PyTorch accelerators": _accelerators,
+    "CPU cores": lambda: str(os.cpu_count()),
+    "System RAM": _memory,
+}

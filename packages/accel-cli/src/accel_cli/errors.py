@@ -1,0 +1,34 @@
+"""What the commands say instead of a traceback."""
+
+from __future__ import annotations
+
+
+class UsageError(ValueError):
+    """The command line, the configuration file or the environment asks for something that cannot be done.
+
+    The program prints the message on one line and ends with a non-zero status.
+    """
+
+
+class MissingFileError(UsageError, FileNotFoundError):
+    """A file that was named does not exist."""
+
+
+class NotInThisReleaseError(UsageError):
+    """The command or launch mode is known, but this release cannot do it yet."""
+
+
+def did_you_mean(word: str, known: list[str]) -> str:
+    """Build the hint that ends an error message about an unknown name.
+
+    Args:
+        word: What was given.
+        known: The names that would have been right.
+
+    Returns:
+        `" Did you mean 'train.py'?"`, or an empty text when nothing is close.
+    """
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

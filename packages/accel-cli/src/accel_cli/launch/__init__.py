@@ -1,0 +1,1 @@
+"""`accelerate launch`: from a command line to running processes."""

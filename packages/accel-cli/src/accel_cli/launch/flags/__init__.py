@@ -1,0 +1,1 @@
+"""The options of `accelerate launch`, one row each."""

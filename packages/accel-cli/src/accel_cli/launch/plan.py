@@ -1,0 +1,112 @@
+"""The plan of a launch: which command runs, in which environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.resolve import chosen_devices
+
+USUAL_PORT = 29500
+
+# options that torch's launcher has under the same name
+PASSED_ON = ("tee", "log_dir", "role", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a launch will do.
+
+    Attributes:
+        runner: Who carries it out: `"simple"` or `"torchrun"`.
+        argv: The command; typed into a shell with `environment`, it does the same.
+        environment: Variables to set, on top of those that are there.
+        port_may_change: Whether another port may be taken when somebody is faster.
+        quiet: Whether to say nothing of our own when the script fails.
+    """
+
+    runner: str
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+    port_may_change: bool = False
+    quiet: bool = False
+
+
+def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> Plan:
+    """Turn settings into a plan. Nothing is started, read or asked.
+
+    Args:
+        settings: What `resolve` gave.
+        environ: The variables that are set already; one that the user set is not overwritten by a mere default.
+    """
+    environ = os.environ if environ is None else environ
+    alone = settings.runner == "simple"
+    return Plan(
+        runner=settings.runner,
+        argv=tuple(script_command(settings) if alone else torchrun_command(settings)),
+        environment=environment(settings, environ) | (single_environment(settings) if alone else {}),
+        port_may_change=not alone and settings.num_machines == 1 and not settings.port_was_named,
+        quiet=bool(settings.quiet),
+    )
+
+
+def environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that tell the script of the settings."""
+    variables = {}
+    for group in GROUPS:
+        for option, variable, text in group.variables(settings):
+            if not option or option in settings.sources or variable not in environ:
+                variables[variable] = text
+    if settings.use_cpu:
+        variables["ACCELERATE_USE_CPU"] = "True"
+    elif devices := chosen_devices(settings):
+        variables[settings.visible_devices_variable] = ",".join(devices)
+    return variables
+
+
+def single_environment(settings: Namespace) -> dict[str, str]:
+    """Return what a process needs besides when nobody but us starts it."""
+    variables = {"ACCELERATE_USE_CPU": str(settings.use_cpu)}
+    if settings.use_cpu:
+        variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
+    if settings.inside_mpi:
+        variables["MASTER_ADDR"] = settings.main_process_ip or "127.0.0.1"
+        variables["MASTER_PORT"] = str(settings.main_process_port or USUAL_PORT)
+    return variables
+
+
+def script_command(settings: Namespace) -> list[str]:
+    """Return the command that runs the script in one process."""
+    python = [] if settings.no_python else [sys.executable or "python3"]
+    module = ["-m"] if settings.module else []
+    return [*python, *module, settings.training_script, *settings.training_script_args]
+
+
+def torchrun_command(settings: Namespace) -> list[str]:
+    """Return the command that runs the script in several processes, under torch's elastic agent."""
+    words = {"nnodes": settings.num_machines, "nproc_per_node": settings.num_processes // settings.num_machines}
+    if settings.num_machines > 1:
+        words["node_rank"] = settings.machine_rank
+    words |= _meeting_point(settings)
+    for name in PASSED_ON:
+        value = getattr(settings, name)
+        if value != OPTIONS[name].default:
+            words[name] = value
+    flags = [f"--{name}={value}" for name, value in words.items()]
+    kind = ["--module"] if settings.module else ["--no_python"] if settings.no_python else []
+    script = [settings.training_script, *settings.training_script_args]
+    return [sys.executable or "python3", "-m", "torch.distributed.run", *flags, *kind, *script]
+
+
+def _meeting_point(settings: Namespace) -> dict[str, object]:
+    """Say where the processes find one another: an address and a port, or a rendezvous endpoint."""
+    address = settings.main_process_ip or "127.0.0.1"
+    port = settings.main_process_port or USUAL_PORT
+    one_network = settings.num_machines == 1 or settings.same_network
+    if settings.rdzv_backend == "static" and one_network:
+        return {"master_addr": address, "master_port": port}
+    return {"rdzv_endpoint": f"{address}:{port}"}

@@ -1,0 +1,1 @@
+"""What carries out a plan: one module per way of starting processes."""

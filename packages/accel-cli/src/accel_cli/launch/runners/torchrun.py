@@ -1,0 +1,100 @@
+"""Several processes, started and watched by torch's elastic agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from argparse import Namespace
+from typing import Any
+
+from accel_cli.errors import UsageError
+from accel_cli.launch.machine import free_port, network_variables
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners.simple import exit_status
+
+TRIES = 3
+
+
+def run(plan: Plan) -> int:
+    """Run the script in all processes of this machine and wait.
+
+    Returns:
+        0 when all of them ended well, else the exit status of the one that failed first.
+    """
+    from torch.distributed import DistError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from accel_state.environment import patch_environment
+
+    if plan.quiet:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    arguments = torchrun.get_args_parser().parse_args(plan.argv[3:])
+    variables = dict(plan.environment)
+    if "ACCELERATE_USE_CPU" not in variables:
+        _check_devices(int(arguments.nproc_per_node), variables)
+        variables |= network_variables()
+    with patch_environment(**variables):
+        try:
+            _run_agent(torchrun, arguments, plan)
+        except ChildFailedError as error:
+            return _report(error, plan)
+        except SignalException as signal:  # the agent has ended the processes
+            return 128 + int(signal.sigval)
+        except (DistError, RendezvousError) as error:
+            raise UsageError(_no_meeting(arguments, error)) from error
+    return 0
+
+
+def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:
+    """Run the agent; where the port was our choice, choose again when another program was faster."""
+    for attempt in range(TRIES):
+        try:
+            return torchrun.run(Namespace(**vars(arguments)))
+        except RuntimeError as error:
+            if not plan.port_may_change or "EADDRINUSE" not in str(error) or attempt == TRIES - 1:
+                raise
+            arguments.master_port = free_port()
+    return None
+
+
+def _check_devices(wanted: int, variables: dict[str, str]) -> None:
+    """Refuse to put two processes on one accelerator. A machine without any trains on its CPU."""
+    from accel_state.devices import detect_device_kind
+
+    kind = detect_device_kind()
+    if kind.name == "cpu" or kind.visible_devices_variable in variables or "ACCELERATE_TORCH_DEVICE" in os.environ:
+        return
+    found = kind.device_count()
+    if 0 < found < wanted:
+        raise UsageError(
+            f"{wanted} processes need {wanted} {kind.name} devices, and this machine has {found}: "
+            f"give --num_processes {found}, or --cpu."
+        )
+
+
+def _no_meeting(arguments: Namespace, error: Exception) -> str:
+    """Say why the processes could not find one another."""
+    if "EADDRINUSE" in str(error):
+        return (
+            f"Port {arguments.master_port} of this machine is taken: give another --main_process_port, or 0 for a "
+            "free one."
+        )
+    where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    return f"The processes could not meet at {where}: {str(error).splitlines()[0]}"
+
+
+def _report(error: Any, plan: Plan) -> int:
+    """Say in one line which process failed first; what went wrong there stands above, in its own output."""
+    rank, failure = error.get_first_failure()
+    status = exit_status(failure.exitcode) or 1
+    if not plan.quiet:
+        print(
+            f"accelerate launch: process {rank} (pid {failure.pid}) failed with exit status {status}; "
+            "the others were ended.",
+            file=sys.stderr,
+        )
+    return status

@@ -1,0 +1,135 @@
+"""The program `accelerate`: finds the command and lets it run."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from accel_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of the program.
+
+    Attributes:
+        module: Where it is defined; imported only when the command is asked for.
+        parser: Name of the function there that builds its parser.
+        run: Name of the function there that carries it out.
+        help: What it does, in a few words.
+    """
+
+    module: str
+    parser: str
+    run: str
+    help: str
+
+    def make_parser(self, subparsers: Any = None) -> Any:
+        """Build the parser, as a command of a program or of its own."""
+        return getattr(import_module(self.module), self.parser)(subparsers)
+
+    def execute(self, args: Namespace) -> int:
+        """Carry the command out and return the exit status."""
+        result = getattr(import_module(self.module), self.run)(args)
+        return result if isinstance(result, int) else 0
+
+
+LATER = "accel_cli.later"
+
+COMMANDS: dict[str, Command] = {
+    "config": Command("accel_cli.config", "get_config_parser", "run", "Write the launch settings of this machine."),
+    "estimate-memory": Command(
+        LATER, "estimate_command_parser", "refuse", "Estimate the memory that a model needs (not in this release)."
+    ),
+    "env": Command(
+        "accel_cli.env", "env_command_parser", "env_command", "Print versions, devices and settings, for a bug report."
+    ),
+    "launch": Command(
+        "accel_cli.launch.command", "launch_command_parser", "run", "Run a script on one process or many."
+    ),
+    "merge-weights": Command(
+        LATER, "merge_command_parser", "refuse", "Merge the weights of a sharded checkpoint (not in this release)."
+    ),
+    "tpu-config": Command(LATER, "tpu_command_parser", "refuse", "Run commands on a TPU pod (not in this release)."),
+    "test": Command(
+        LATER, "test_command_parser", "refuse", "Check that launching works on this machine (not in this release)."
+    ),
+    "to-fsdp2": Command(
+        LATER, "to_fsdp2_command_parser", "refuse", "Convert a settings file to FSDP 2 (not in this release)."
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program.
+
+    Args:
+        argv: The words of the command line without the program's name; those of this process when None.
+
+    Returns:
+        The exit status for the shell: 0 when all went well, 1 without a command, 2 for what cannot be done,
+        otherwise that of the script.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        return run_command(words[0], words[1:])
+    parser = full_parser(with_options=not words)
+    parser.parse_args(words)  # exits for --help and for an unknown command
+    parser.print_help()
+    return 1
+
+
+def run_command(name: str, words: Sequence[str] | None = None) -> int:
+    """Parse the words that belong to one command and carry it out; those of this process when None."""
+    command = COMMANDS[name]
+    args = command.make_parser().parse_args(words)
+    try:
+        return command.execute(args)
+    except UsageError as error:
+        print(f"accelerate {name}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def full_parser(*, with_options: bool = True) -> Any:
+    """Build the parser of the whole program.
+
+    Args:
+        with_options: Whether the commands have their options; the names are enough for the list in `--help`.
+    """
+    from accel_cli.arguments import CommandParser, make_parser
+
+    parser = CommandParser(
+        "accelerate", usage="accelerate <command> [<args>]", description="Start and configure training programs.",
+        allow_abbrev=False,
+    )  # fmt: skip
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    for name, command in COMMANDS.items():
+        if with_options:
+            command.make_parser(commands)
+        else:
+            make_parser(commands, name, command.help)
+    return parser
+
+
+def console(name: str) -> Callable[[], int]:
+    """Make the entry point of a program that is one command only."""
+
+    def entry() -> int:
+        return run_command(name)
+
+    entry.__doc__ = f"Run `accelerate {name}`."
+    return entry
+
+
+launch_main = console("launch")
+config_main = console("config")
+env_main = console("env")
+estimate_main = console("estimate-memory")
+merge_main = console("merge-weights")
+tpu_main = console("tpu-config")
+test_main = console("test")
+to_fsdp2_main = console("to-fsdp2")

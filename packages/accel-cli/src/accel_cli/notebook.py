@@ -1,0 +1,291 @@
+"""Starting processes from a running program: notebooks, debugging, tests."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from accel_cli.errors import NotInThisReleaseError, UsageError
+from accel_cli.launch.flags.general import PRECISIONS
+from accel_cli.launch.machine import free_port, is_free, network_variables
+from accel_state.enums import DistributedType
+from accel_state.environment import are_libraries_initialized, patch_environment
+
+ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import starts CUDA
+USUAL_PORT = "29500"
+
+
+class PrepareForLaunch:
+    """A function that first tells its process who it is; what starts processes calls it with their number.
+
+    Args:
+        launcher: The function to call.
+        distributed_type: How the processes work together.
+        debug: Whether to join a gloo group through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: DistributedType | str = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Call the function as process `index` of this machine, with `args`."""
+        if self.debug or self.distributed_type not in (DistributedType.NO, DistributedType.XLA):
+            rank = int(os.environ.get("NPROC", "1")) * int(os.environ.get("NODE_RANK", "0")) + index
+            os.environ.update(LOCAL_RANK=str(index), RANK=str(rank))
+        os.environ["FORK_LAUNCHED"] = "1"
+        if not self.debug:
+            self.launcher(*args)
+            return
+        self._join(index)
+        self.launcher(*args)
+        self._leave()
+
+    def _join(self, index: int) -> None:
+        import torch.distributed as dist
+
+        world_size = int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
+        dist.init_process_group("gloo", rank=index, store=store, world_size=world_size)
+
+    def _leave(self) -> None:
+        """Leave the group together: one that goes first takes the others' connections with it."""
+        import torch.distributed as dist
+
+        from accel_state.shutdown import close_process_group
+
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # another process failed, and its error is the one to show
+                close_process_group()
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Iterable[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = USUAL_PORT,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a training function on several processes from inside a notebook.
+
+    The processes are forked, so the function may use everything the notebook has defined. It must create its
+    `Accelerator` itself. On a machine without accelerators the processes train on the CPU.
+
+    Args:
+        function: The training function.
+        args: Its positional arguments.
+        num_processes: How many processes to start on this machine. May be left out on Colab, where it is 1.
+        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        use_port: Port at which the processes meet; `"0"` for any free one.
+        master_addr: Address of machine 0.
+        node_rank: Number of this machine, from 0.
+        num_nodes: How many machines take part.
+        rdzv_backend: How processes find one another.
+        rdzv_endpoint: Where they do; `master_addr:use_port` when empty.
+        rdzv_conf: More on that.
+        rdzv_id: Name of the job.
+        max_restarts: How often to start all processes again after a failure.
+        monitor_interval: Seconds between looks at the processes.
+        log_line_prefix_template: What stands before each line of output.
+
+    Raises:
+        ValueError: For arguments that cannot be carried out, or when an `Accelerator` exists already.
+        RuntimeError: When CUDA was used before: it does not survive a fork.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: When a process fails; it shows the
+            traceback of the first one.
+
+    Example:
+        ```python
+        from accelerate import Accelerator, notebook_launcher
+
+
+        def train(learning_rate):
+            accelerator = Accelerator()
+            accelerator.print(f"{accelerator.num_processes} processes, {learning_rate=}")
+
+
+        notebook_launcher(train, args=(0.1,), num_processes=2)
+        ```
+    """
+    _refuse_tpu()
+    if num_processes is None and not _in_colab():
+        raise UsageError("num_processes is missing: say how many processes to start.")
+    num_processes = 1 if num_processes is None else num_processes
+    _check_arguments(num_processes, mixed_precision, node_rank, num_nodes)
+    if num_processes <= 1 and num_nodes == 1:
+        _run_here(function, args, mixed_precision)
+        return
+
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from accel_state.devices import detect_device_kind
+
+    kind = detect_device_kind()
+    on_cpu = kind.name == "cpu"
+    _check_unused(kind)
+    port = _port(use_port, num_nodes)
+    variables = _variables(mixed_precision) | {
+        "NPROC": str(num_processes),
+        "NODE_RANK": str(node_rank),
+        "WORLD_SIZE": str(num_nodes * num_processes),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": port,
+        "MIXED_PRECISION": mixed_precision,
+    }
+    variables |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else network_variables()
+    rendezvous = dict(rdzv_conf or {})
+    if rdzv_backend == "static":
+        rendezvous.setdefault("rank", node_rank)
+    config = LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=num_processes,
+        run_id=rdzv_id,
+        rdzv_backend=rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
+        rdzv_configs=rendezvous,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        start_method="fork",
+        log_line_prefix_template=log_line_prefix_template,
+    )
+    print(f"Starting {num_processes} processes on {'the CPU' if on_cpu else kind.name}.")
+    with patch_environment(**variables):
+        elastic_launch(config, function)(*args)
+
+
+def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
+    """Run a training function on several CPU processes, for debugging and tests.
+
+    Args:
+        function: The training function.
+        args: Its positional arguments.
+        num_processes: How many processes to start.
+
+    Raises:
+        ValueError: When `num_processes` is below 1.
+        torch.multiprocessing.ProcessRaisedException: When a process fails; it shows the traceback.
+
+    Example:
+        ```python
+        from accelerate import Accelerator, debug_launcher
+
+
+        def train():
+            print(Accelerator().process_index)
+
+
+        debug_launcher(train)
+        ```
+    """
+    if num_processes < 1:
+        raise UsageError(f"num_processes must be at least 1, got {num_processes}.")
+    from torch.multiprocessing import start_processes
+
+    with tempfile.NamedTemporaryFile() as meeting_point:
+        variables = {
+            "WORLD_SIZE": str(num_processes),
+            "LOCAL_WORLD_SIZE": str(num_processes),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": USUAL_PORT,
+            "ACCELERATE_MIXED_PRECISION": "no",
+            "ACCELERATE_DEBUG_RDV_FILE": meeting_point.name,
+            "ACCELERATE_USE_CPU": "yes",
+            "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+        }
+        with patch_environment(**variables):
+            launcher = PrepareForLaunch(function, debug=True)
+            start_processes(launcher, args=tuple(args), nprocs=num_processes, start_method="fork")
+
+
+def test_launch() -> None:  # not a test: the name is public interface
+    """Check that a process knows who it is."""
+    from accel_state.processes import PartialState
+
+    PartialState()
+
+
+def _run_here(function: Callable[..., Any], args: Iterable[Any], mixed_precision: str) -> None:
+    """Run the function in this process."""
+    from accel_state.devices import detect_device_kind
+
+    kind = detect_device_kind()
+    if kind.name == "mps":
+        os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] = "1"
+    print(f"Starting on {'the CPU' if kind.name == 'cpu' else f'one {kind.name} device'}.")
+    with patch_environment(**_variables(mixed_precision)):
+        function(*args)
+
+
+def _variables(mixed_precision: str) -> dict[str, str]:
+    """Name the number format, unless it is the default: then a variable that the user set still counts."""
+    return {} if mixed_precision == "no" else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+
+
+def _check_arguments(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: int) -> None:
+    if mixed_precision not in PRECISIONS:
+        raise UsageError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}.")
+    if num_processes < 0:
+        raise UsageError(f"num_processes must not be negative, got {num_processes}.")
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(
+            f"node_rank must be between 0 and {num_nodes - 1} for num_nodes={num_nodes}, got {node_rank}."
+        )
+
+
+def _check_unused(kind: Any) -> None:
+    """Refuse what a fork would copy in a state that cannot be used."""
+    processes = sys.modules.get("accel_state.processes")
+    if processes is not None and processes.PartialState._shared_state:
+        raise UsageError(
+            "An Accelerator or PartialState exists in this process already. Restart the notebook, and create it only "
+            "inside the function that is launched."
+        )
+    if kind.name == "cpu":
+        return
+    started = are_libraries_initialized(*ON_CUDA_WHEN_IMPORTED)
+    if started:
+        raise RuntimeError(
+            f"{' and '.join(started)} was imported and has started CUDA, which does not survive a fork. Restart the "
+            "notebook, and import it only inside the function that is launched."
+        )
+    if getattr(kind.module(), "is_initialized", bool)():
+        raise RuntimeError(
+            f"{kind.name} was used in this process already and does not survive a fork. Restart the notebook, and put "
+            "nothing on the device before launching."
+        )
+
+
+def _port(wanted: str | int, num_nodes: int) -> str:
+    port = int(wanted)
+    if port == 0 or (str(wanted) == USUAL_PORT and num_nodes == 1 and not is_free(port)):
+        return str(free_port())
+    return str(port)
+
+
+def _in_colab() -> bool:
+    return "google.colab" in sys.modules
+
+
+def _refuse_tpu() -> None:
+    in_notebook = _in_colab() or any(name.startswith("KAGGLE") for name in os.environ)
+    on_tpu = os.environ.get("TPU_NAME") is not None or os.environ.get("PJRT_DEVICE", "") == "TPU"
+    if in_notebook and on_tpu:
+        raise NotInThisReleaseError("This release cannot start TPU processes yet.")

@@ -1,0 +1,39 @@
+"""Checksums that notice damage, fast enough to be taken of everything.
+
+CRC-32 runs at several GB/s where SHA-256 runs at two, and any tool can repeat it. It guards against truncated, torn and
+rotten files, not against an attacker, who would write a fitting checksum.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from typing import Any
+
+BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read and being summed
+
+
+def extend_checksum(checksum: int, data: Any) -> int:
+    """The checksum of everything so far followed by `data` (any contiguous buffer); begin with 0."""
+    return zlib.crc32(data, checksum)
+
+
+def format_checksum(checksum: int) -> str:
+    """A checksum as eight hexadecimal digits."""
+    return f"{checksum:08x}"
+
+
+def checksum_file(path: str | os.PathLike[str]) -> str:
+    """The checksum of a file's content, as eight hexadecimal digits.
+
+    Other threads can work meanwhile: reading and summing both release the interpreter.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    checksum, block = 0, bytearray(BLOCK_BYTES)
+    view = memoryview(block)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(block):
+            checksum = extend_checksum(checksum, view[:count])
+    return format_checksum(checksum)

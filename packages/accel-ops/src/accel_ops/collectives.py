@@ -1,0 +1,304 @@
+"""Collectives over nested structures: at most two messages, however many tensors there are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from accel_ops.gathering import gather_leaves
+from accel_ops.nested import flatten, rebuild, recursively_apply
+from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.transport import Transport, transport_of
+from accel_ops.verification import verify_operation
+from accel_state.enums import DistributedType
+from accel_state.processes import PartialState
+
+MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor cannot be padded and is kept as it is."""
+
+
+def gather(tensor: Any) -> Any:
+    """Join tensors of all processes along their first dimension, which may differ between processes.
+
+    Args:
+        tensor: A tensor or nested structure of tensors. 0-dim tensors count as ones of shape (1,).
+
+    Returns:
+        The same structure; with one process, `tensor` itself.
+
+    Raises:
+        TypeError: When a leaf is no tensor.
+        DistributedOperationException: On all processes, when structures, dtypes or sizes other than the first differ.
+
+    Example:
+        ```python
+        losses = gather(loss)  # shape (num_processes,)
+        ```
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return tensor
+    return gather_leaves(tensor, "gather", state)
+
+
+def gather_object(object: Any) -> Any:  # the keyword is part of the interface
+    """Collect the items of picklable lists (or other iterables) of all processes in one list.
+
+    Args:
+        object: On each process, an iterable of picklable items.
+
+    Returns:
+        The items in the order of processes; with one process, `object` itself.
+
+    Raises:
+        TypeError: When it cannot be iterated, such as a number: wrap it in a list.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return object
+    _refuse_xla(state, "gather_object")
+    if not hasattr(object, "__iter__"):
+        raise TypeError(
+            f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
+        )
+    gathered: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(gathered, object)
+    return [item for items in gathered for item in items]
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
+    """Add tensors up over processes, or average them.
+
+    Args:
+        tensor: A tensor or nested structure of tensors, of the same shapes everywhere; not changed.
+        reduction (`"mean"`, `"sum"` or `"none"`): "none" is "sum" under another name.
+        scale (`float`): A factor for the result; XLA only.
+
+    Returns:
+        The same structure with results of the same dtypes; averages of integers become floats.
+
+    Raises:
+        TypeError: When a leaf is no tensor.
+        ValueError: For another `reduction`.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r} is unknown: choose 'mean', 'sum' or 'none'.")
+    state = PartialState()
+    leaves, _ = flatten(tensor, "reduce")
+    if state.num_processes == 1:
+        return rebuild(tensor, [leaf.clone() for leaf in leaves])
+    if not leaves:
+        return tensor
+    transport = transport_of(state)
+    wire = transport.wire_device(state)
+    sums = _sum([leaf.detach().to(wire) for leaf in leaves], transport, state.num_processes)
+    if state.distributed_type == DistributedType.XLA:
+        sums = [total * scale for total in sums]
+    if reduction == "mean":
+        sums = [total / state.num_processes for total in sums]
+    return rebuild(tensor, (total.to(leaf.device) for total, leaf in zip(sums, leaves, strict=True)))
+
+
+def _sum(leaves: list[torch.Tensor], transport: Transport, world: int) -> list[torch.Tensor]:
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        by_dtype.setdefault(leaf.dtype, []).append(index)
+    if len(by_dtype) > MAX_REDUCED_DTYPES:
+        layout = layout_of(signature_of(leaves))
+        rows = transport.all_gather(pack(leaves, layout), world)
+        per_process = [unpack(row, layout) for row in rows]
+        return [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*per_process, strict=True)]
+    sums = list(leaves)
+    for members in by_dtype.values():
+        total = transport.all_reduce(torch.cat([leaves[index].reshape(-1) for index in members]))
+        pieces = torch.split_with_sizes_copy(total, [leaves[index].numel() for index in members])
+        for index, piece in zip(members, pieces, strict=True):
+            sums[index] = piece.view(leaves[index].shape)
+    return sums
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Give all processes the values of one.
+
+    Args:
+        tensor: A tensor or nested structure of tensors, of the same shapes everywhere; overwritten on the others.
+        from_process (`int`): Whose values.
+
+    Returns:
+        `tensor`, with those values.
+
+    Raises:
+        TypeError: When a leaf is no tensor.
+        ValueError: When there is no such process.
+    """
+    state = PartialState()
+    leaves, _ = flatten(tensor, "broadcast")
+    if not 0 <= from_process < state.num_processes:
+        raise ValueError(
+            f"from_process={from_process!r}: there are processes 0 to {state.num_processes - 1} in this run."
+        )
+    if state.num_processes == 1 or not leaves:
+        return tensor
+    transport = transport_of(state)
+    wire = transport.wire_device(state)
+    layout = layout_of(signature_of(leaves))
+    if layout.num_bytes == 0:
+        return tensor
+    is_source = state.process_index == from_process
+    moved = [leaf.detach().to(wire) for leaf in leaves] if is_source else []
+    buffer = pack(moved, layout) if is_source else torch.empty(layout.num_bytes, dtype=torch.uint8, device=wire)
+    buffer = transport.broadcast(buffer, from_process, state.process_index)
+    if not is_source:
+        with torch.no_grad():
+            for leaf, received in zip(leaves, unpack(buffer, layout), strict=True):
+                leaf.detach().copy_(received)
+    return tensor
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give all processes the picklable items of one process's list.
+
+    Args:
+        object_list: Lists of equal length; overwritten on the other processes.
+        from_process (`int`): Whose items.
+
+    Returns:
+        `object_list`.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return object_list
+    _refuse_xla(state, "broadcast_object_list")
+    device = transport_of(state).wire_device(state)
+    dist.broadcast_object_list(object_list, src=from_process, device=device)
+    return object_list
+
+
+def _refuse_xla(state: PartialState, operation: str) -> None:
+    if state.distributed_type == DistributedType.XLA:
+        raise NotImplementedError(f"{operation} cannot send Python objects between XLA devices: send tensors instead.")
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, int]:
+    """Tell every process the shape and dtype of a tensor that one process has.
+
+    Args:
+        tensor: The tensor there, None elsewhere.
+
+    Returns:
+        Its shape, and its dtype as a number of `TENSOR_INT_TO_DTYPE`.
+    """
+    _, shape, dtype = _find_holder(tensor)
+    return torch.Size(shape), TENSOR_TYPE_TO_INT[dtype]
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Give every process a tensor that one process has.
+
+    Args:
+        tensor: The tensor there, None elsewhere; no process but that one needs to know its shape.
+
+    Returns:
+        The tensor, on each process's device.
+
+    Raises:
+        ValueError: On all processes, when none or several have one.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        if tensor is None:
+            raise ValueError("copy_tensor_to_devices got None on the only process: pass the tensor.")
+        return tensor.to(state.device)
+    holder, shape, dtype = _find_holder(tensor)
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype)
+    return broadcast(tensor.to(state.device), from_process=holder)
+
+
+def _find_holder(tensor: torch.Tensor | None) -> tuple[int, Sequence[int], torch.dtype]:
+    offered = gather_object([None if tensor is None else (tuple(tensor.shape), tensor.dtype)])
+    holders = [rank for rank, found in enumerate(offered) if found is not None]
+    if len(holders) != 1:
+        raise ValueError(
+            f"One process must have the tensor and all others None, but processes {holders} have one."
+            if holders
+            else "One process must have the tensor, but all have None."
+        )
+    return holders[0], *offered[holders[0]]
+
+
+@verify_operation
+def _sizes_everywhere(tensor: torch.Tensor, state: PartialState) -> torch.Tensor:
+    return gather_leaves(tensor, "pad_across_processes", state)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Fill tensors up to the largest size that one dimension has on any process.
+
+    Args:
+        tensor: A tensor or nested structure of tensors.
+        dim (`int`): The dimension; tensors without it are kept as they are.
+        pad_index: What to fill up with.
+        pad_first (`bool`): Fill up at the beginning.
+
+    Returns:
+        The same structure; leaves that are large enough already are not copied.
+
+    Raises:
+        TypeError: When a leaf is no tensor.
+        DistributedOperationException: On all processes, when the numbers of tensors differ.
+    """
+    state = PartialState()
+    leaves, _ = flatten(tensor, "pad_across_processes")
+    if state.num_processes == 1 or not leaves:
+        return tensor
+    own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
+    everywhere = _sizes_everywhere(torch.tensor([own]), state)
+    largest = iter(everywhere.amax(0).tolist())
+    return recursively_apply(lambda leaf: _fill_up(leaf, dim, next(largest), pad_index, pad_first), tensor)
+
+
+def _fill_up(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    if leaf.is_nested:
+        warnings.warn(
+            "A nested tensor cannot be padded and is kept as it is: turn it into a padded one first "
+            "(torch.nested.to_padded_tensor).",
+            CannotPadNestedTensorWarning,
+            stacklevel=5,
+        )
+        return leaf
+    if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = size - leaf.shape[dim]
+    filling = leaf.new_full(shape, pad_index)
+    return torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes are here."""
+    PartialState().wait_for_everyone()
+
+
+TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {
+    torch.float32: 1,
+    torch.float64: 2,
+    torch.float16: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}

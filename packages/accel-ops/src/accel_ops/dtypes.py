@@ -1,0 +1,100 @@
+"""Half precision in, float32 out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import update_wrapper
+from typing import Any
+
+import torch
+
+from accel_ops.nested import honor_type
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Turn the float16 and bfloat16 tensors of a nested structure into float32; the rest is kept as it is."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.float() if tensor.dtype in HALF else tensor
+    if isinstance(tensor, (tuple, list)):
+        return honor_type(tensor, (convert_to_fp32(item) for item in tensor))
+    if isinstance(tensor, Mapping):
+        made: Any = type(tensor)
+        return made({key: convert_to_fp32(item) for key, item in tensor.items()})
+    return tensor
+
+
+class ConvertOutputsToFp32:
+    """A forward whose outputs are float32.
+
+    Args:
+        model_forward: The forward to call.
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it and convert what it returns."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        """Refuse.
+
+        Raises:
+            pickle.PicklingError: Always: the context in which the forward runs cannot be stored.
+        """
+        import pickle
+
+        raise pickle.PicklingError(
+            "A model prepared for mixed precision cannot be pickled: pass accelerator.unwrap_model(model, "
+            "keep_fp32_wrapper=False)."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a forward so that its outputs are float32; `__wrapped__` leads back to it."""
+    converting = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converting(*args, **kwargs)
+
+    forward.__wrapped__ = converting  # type: ignore[attr-defined]
+    return forward
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - the name of the interface
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> Iterator[None]:
+    """Have parameters that DeepSpeed's stage 3 spread over processes in one piece; without it, do nothing.
+
+    Args:
+        params: The parameters.
+        modifier_rank (`int`, *optional*): The process whose changes are kept.
+        fwd_module (`torch.nn.Module`, *optional*): As for `deepspeed.zero.GatheredParameters`.
+        enabled (`bool`): False does nothing.
+    """
+    with _gathering(params, modifier_rank, fwd_module, enabled):
+        yield
+
+
+def _gathering(params: Any, modifier_rank: int | None, fwd_module: Any, enabled: bool) -> AbstractContextManager[Any]:
+    from contextlib import nullcontext
+
+    from accel_state.accelerator_state import AcceleratorState
+
+    if not AcceleratorState._shared_state:
+        return nullcontext()
+    plugin = AcceleratorState().deepspeed_plugin
+    if plugin is None or plugin.zero_stage != 3:
+        return nullcontext()
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled
+    )
+    return context

@@ -1,0 +1,241 @@
+"""Files and folders that are on the disk, not only in memory, when a call returns."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accel_ops.checksum import extend_checksum, format_checksum
+
+StrPath = str | os.PathLike[str]
+
+LARGE_WRITE_BYTES = 1 << 20  # smaller writes are gathered; a second thread sums what the first one writes
+AT_FDCWD = -100
+RENAME_EXCHANGE = 2
+
+
+def fsync_file(path: StrPath) -> None:
+    """Wait until a file's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_folder(path: StrPath) -> None:
+    """Wait until a folder's list of names is on the disk. Does nothing where folders cannot be opened (Windows)."""
+    if sys.platform == "win32":
+        return
+    fsync_file(path)
+
+
+def make_folder(path: StrPath) -> Path:
+    """Create a folder and its missing parents so that they survive a power cut; fine if it exists."""
+    folder = Path(path)
+    missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
+    for ancestor in reversed(missing):
+        ancestor.mkdir(exist_ok=True)
+        fsync_folder(ancestor.parent)
+    return folder
+
+
+class DurableFile:
+    """A new binary file whose size and checksum are known, and which is on the disk, once closed.
+
+    An error while writing is kept and raised by `close`, and what is written after it is dropped: serializers that call
+    back from C++ turn an exception into one that no longer says that the disk was full.
+
+    Args:
+        path: Must not exist.
+        sync: Called with the open descriptor instead of `os.fsync`, and takes over closing it. Lets a caller wait for
+            several files at once.
+    """
+
+    def __init__(self, path: StrPath, sync: Callable[[int], None] | None = None) -> None:
+        self.path = Path(path)
+        self.num_bytes = 0
+        self.error: OSError | None = None
+        self._checksum = 0
+        self._small = bytearray()
+        self._sync = sync
+        self._summing: ThreadPoolExecutor | None = None
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of the content, once closed."""
+        return format_checksum(self._checksum)
+
+    def write(self, data: Any) -> int:
+        """Append a contiguous buffer of any item type; returns its length in bytes."""
+        view = memoryview(data).cast("B")
+        try:
+            if len(view) < LARGE_WRITE_BYTES:
+                self._small += view
+            if len(view) >= LARGE_WRITE_BYTES or len(self._small) >= LARGE_WRITE_BYTES:
+                self._write_small()
+            if len(view) >= LARGE_WRITE_BYTES:
+                self._write_large(view)
+        except OSError as error:
+            self.error = self.error or error
+        return len(view)
+
+    def _write_small(self) -> None:
+        """Write what small writes have gathered."""
+        if self._small and self.error is None:
+            self._checksum = extend_checksum(self._checksum, self._small)
+            self._append(memoryview(self._small))
+        self._small = bytearray()
+
+    def _write_large(self, view: memoryview) -> None:
+        """Write a buffer while another thread sums it; it belongs to the caller again afterwards."""
+        if self.error is not None:
+            return
+        self._summing = self._summing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
+        summed = self._summing.submit(extend_checksum, self._checksum, view)
+        try:
+            self._append(view)
+        finally:
+            self._checksum = summed.result()
+
+    def _append(self, view: memoryview) -> None:
+        self.num_bytes += len(view)
+        while view:
+            view = view[os.write(self._descriptor, view) :]
+
+    def flush(self) -> None:
+        """Nothing to do before `close`; here because serializers call it."""
+
+    def close(self) -> None:
+        """Bring the content to the disk.
+
+        Raises:
+            OSError: Something could not be written.
+        """
+        try:
+            self._write_small()
+        except OSError as error:
+            self.error = error
+        if self.error is not None:
+            self.discard()
+            raise self.error
+        if (descriptor := self._release()) < 0:
+            return
+        if self._sync is not None:
+            self._sync(descriptor)
+            return
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def discard(self) -> None:
+        """Close without waiting for the disk; the caller removes the file."""
+        if (descriptor := self._release()) >= 0:
+            os.close(descriptor)
+
+    def _release(self) -> int:
+        if self._summing is not None:
+            self._summing.shutdown()
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    def __enter__(self) -> DurableFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or self.error is not None:
+            self.close()  # an error it kept says more than what a serializer made of it
+        else:
+            self.discard()
+
+
+_WRITING: set[Path] = set()  # temporary files of this process, so that leftovers with its number can be told apart
+
+
+@contextlib.contextmanager
+def write_atomically(path: StrPath) -> Iterator[DurableFile]:
+    """Write a file that appears under its name, or replaces what has that name, only when it is complete.
+
+    A link is followed, so what it points to is replaced. A pipe or device is written to directly.
+
+    Yields:
+        The file to write to.
+
+    Raises:
+        OSError: It could not be written; what had the name before is untouched.
+
+    Example:
+        ```python
+        with write_atomically("notes.txt") as file:
+            file.write(b"all or nothing")
+        ```
+    """
+    target = Path(os.path.realpath(path))
+    if target.exists() and not stat.S_ISREG(target.stat().st_mode):
+        if target.is_dir():
+            raise IsADirectoryError(
+                errno.EISDIR, "Cannot write a file: this is a folder. Name a file in it", str(path)
+            )
+        with open(target, "wb") as device:
+            yield device  # type: ignore[misc]  # has all that a serializer needs
+        return
+    _remove_leftovers(target)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
+    _WRITING.add(temporary)
+    try:
+        with DurableFile(temporary) as file:
+            yield file
+        if target.exists():
+            os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    finally:
+        _WRITING.discard(temporary)
+    fsync_folder(target.parent)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove what processes killed in `write_atomically(target)` left behind."""
+    name = re.compile(rf"\.{re.escape(target.name)}\.(\d+)-[0-9a-f]{{8}}\.writing")
+    for entry in os.listdir(target.parent):
+        match, path = name.fullmatch(entry), target.with_name(entry)
+        if match and path not in _WRITING and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        return True
+    return True
+
+
+def exchange_folders(first: StrPath, second: StrPath) -> None:
+    """Let two existing folders of one file system swap their names in one indivisible step.
+
+    Raises:
+        OSError: The system or file system cannot do this (`ENOSYS`, `EINVAL`, `EBUSY`, `EXDEV`); nothing has changed.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        raise OSError(errno.ENOSYS, "this system cannot exchange folders")
+    if rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(first), None, str(second))

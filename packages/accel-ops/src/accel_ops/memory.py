@@ -1,0 +1,179 @@
+"""Memory: letting go of it, and finding a batch size that fits into it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_state.devices import detect_device_kind
+from accel_state.logging import get_logger
+from accel_state.processes import PartialState
+
+logger = get_logger(__name__)
+
+OUT_OF_MEMORY_MESSAGES = (
+    "out of memory",  # any device's allocator, among them XPU's and CUDA's
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when it finds no room for its work space
+    "DefaultCPUAllocator: can't allocate memory",
+    "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # Gaudi
+)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Give unused memory that torch reserved on the device back to its driver.
+
+    Args:
+        garbage_collection (`bool`): Collect unreachable objects first.
+    """
+    if garbage_collection:
+        gc.collect()
+    detect_device_kind().empty_cache()
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Let go of objects and of the memory they held.
+
+    Args:
+        objects: To be given up; the caller must assign the result to the same names.
+
+    Returns:
+        One None for each object.
+
+    Example:
+        ```python
+        model, optimizer = release_memory(model, optimizer)
+        ```
+    """
+    released: list[None] = [None] * len(objects)
+    del objects
+    clear_device_cache(garbage_collection=True)
+    return released
+
+
+def should_reduce_batch_size(exception: Exception) -> bool:
+    """Whether an error says that memory ran out."""
+    if isinstance(exception, torch.OutOfMemoryError):
+        return True
+    if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
+        return False
+    return any(message in str(exception.args[0]) for message in OUT_OF_MEMORY_MESSAGES)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+) -> Any:
+    """Decorate a function of a batch size so that it is tried with ever smaller ones until memory suffices.
+
+    With several processes all try the same sizes: when memory runs out on one, all try the next. Therefore all
+    processes must call the function.
+
+    Args:
+        function: Takes the batch size as its first argument, which callers leave out.
+        starting_batch_size (`int`): The first to try.
+        reduce_batch_size_fn (*optional*): Returns the next to try; nine tenths of the last one when None.
+
+    Returns:
+        The decorated function.
+
+    Raises:
+        TypeError: From the decorated function, when the batch size was passed, or none can be taken.
+        RuntimeError: From the decorated function, when the size has come down to zero.
+
+    Example:
+        ```python
+        @find_executable_batch_size(starting_batch_size=256)
+        def train(batch_size, model):
+            ...
+
+        train(model)
+        ```
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+        )
+    batch_size = starting_batch_size
+
+    def reduce_to_nine_tenths() -> int:
+        return int(batch_size * 0.9)
+
+    next_size = reduce_batch_size_fn or reduce_to_nine_tenths
+
+    @functools.wraps(function)
+    def search(*args: Any, **kwargs: Any) -> Any:
+        nonlocal batch_size
+        batch_size = starting_batch_size
+        _check_arguments(function, args)
+        clear_device_cache(garbage_collection=True)
+        while batch_size > 0:
+            result, failure = _attempt(function, batch_size, args, kwargs)
+            if not _failed_anywhere(failure is not None):
+                return result
+            del result
+            clear_device_cache(garbage_collection=True)
+            previous, batch_size = batch_size, next_size()
+            logger.info("Memory ran out with a batch size of %d, trying %d", previous, batch_size)
+        raise RuntimeError(
+            f"No executable batch size found for {function.__name__}: started at {starting_batch_size} and reached "
+            "zero. Use a smaller model, or more memory."
+        )
+
+    return search
+
+
+def _attempt(
+    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, str | None]:
+    """Call the function; when memory runs out, return the message without the traceback, which would hold memory."""
+    try:
+        return function(batch_size, *args, **kwargs), None
+    except Exception as error:
+        if should_reduce_batch_size(error):
+            return None, str(error)
+        raise
+
+
+def _failed_anywhere(failed: bool) -> bool:
+    """Whether an attempt failed on any process, known to all."""
+    if not PartialState._shared_state or PartialState().num_processes == 1:
+        return failed
+    from accel_ops.collectives import reduce
+
+    state = PartialState()
+    return bool(reduce(torch.tensor(int(failed), device=state.device), reduction="sum").item())
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    names = list(inspect.signature(function).parameters)
+    if len(names) < len(args) + 1:
+        shown = ", ".join(f"{name}={value!r}" for name, value in zip(names[1:], args[1:], strict=False))
+        raise TypeError(
+            f"{function.__name__}() is called with a batch size as its first argument by find_executable_batch_size: "
+            f"leave it out of the call, as in `{function.__name__}({shown})`."
+        )
+
+
+def get_xpu_available_memory(device_index: int) -> int:
+    """Free memory of an Intel GPU in bytes."""
+    memory_info = getattr(torch.xpu, "mem_get_info", None)
+    if memory_info is None:
+        raise RuntimeError(f"torch {torch.__version__} cannot tell the free memory of XPU {device_index}: update it.")
+    return int(memory_info(device_index)[0])
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes for people, such as `"1.25 GB"`."""
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024.0:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024.0
+    return f"{round(size, 2)} PB"

@@ -1,0 +1,78 @@
+"""Questions about models: compiled? made of repeated blocks? holding distributed tensors?"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, Literal, overload
+
+from torch import nn
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether it is what `torch.compile(module)` returned."""
+    dynamo = sys.modules.get("torch._dynamo")  # whoever has compiled something has imported it
+    return dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether any of its submodules is compiled."""
+    return "torch._dynamo" in sys.modules and any(is_compiled_module(part) for part in module.modules())
+
+
+def is_repeated_blocks(module: nn.Module) -> bool:
+    """Whether it is a list of several modules of one class, such as a transformer's layers."""
+    return (
+        isinstance(module, nn.ModuleList)
+        and len(module) > 1
+        and all(isinstance(part, module[0].__class__) for part in module)
+    )
+
+
+def has_repeated_blocks(module: nn.Module) -> bool:
+    """Whether any of its submodules is a list of several modules of one class."""
+    return any(is_repeated_blocks(part) for part in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether any parameter is a distributed tensor."""
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Over how many processes the model is tensor parallel, as transformers notes it; None when it is not."""
+    size = getattr(model, "tp_size", None)
+    return size if isinstance(size, int) else None
+
+
+@overload
+def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[False] = False) -> list[nn.Module]: ...
+@overload
+def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[True]) -> list[tuple[str, nn.Module]]: ...
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
+    """All modules of a model, each after the modules inside it; the model itself comes last.
+
+    Args:
+        model: The model.
+        return_fqns (`bool`): Return pairs of dotted name and module.
+    """
+    found = list(_bottom_up(model, ""))
+    return found if return_fqns else [module for _, module in found]
+
+
+def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a hook keeps the module's parameters elsewhere and brings them for each forward."""
+    return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The qualified name of a class or function, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or getattr(named, "__name__", named))

@@ -1,0 +1,157 @@
+"""Nested structures: lists, tuples, named tuples and mappings with tensors at the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether it is a `torch.Tensor`."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Whether it is a tensor on an Intel GPU."""
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Make an object of the type of `obj` (a list, tuple or named tuple) from the items of `generator`."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to every leaf of a nested structure.
+
+    Args:
+        func: Called as `func(leaf, *args, **kwargs)`.
+        data: Nested lists, tuples, named tuples and mappings.
+        test_type: Tells which objects are leaves; tensors unless given.
+        error_on_other_type (`bool`): Refuse anything else; otherwise it is kept as it is.
+
+    Returns:
+        The results in a structure of the same types.
+
+    Raises:
+        TypeError: For another object, with `error_on_other_type`.
+    """
+    if isinstance(data, (tuple, list)):
+        items = (
+            recursively_apply(
+                func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
+            )
+            for item in data
+        )
+        return honor_type(data, items)
+    if isinstance(data, Mapping):
+        made: Callable[[Any], Any] = type(data)
+        return made(
+            {
+                key: recursively_apply(
+                    func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
+                )
+                for key, item in data.items()
+            }
+        )
+    if test_type(data):
+        return func(data, *args, **kwargs)
+    if error_on_other_type:
+        name = getattr(func, "__name__", "this operation")
+        raise TypeError(
+            f"{name} got {data!r} of type {type(data).__name__}: only tensors, and nested lists, tuples and "
+            "dictionaries of tensors, can be handled."
+        )
+    return data
+
+
+def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
+    """Take a nested structure of tensors apart.
+
+    Args:
+        data: Nested lists, tuples, named tuples and mappings of tensors.
+        operation: On whose behalf, for the error.
+
+    Returns:
+        The leaves in order, and a hashable description of the structure around them.
+
+    Raises:
+        TypeError: When a leaf is no tensor.
+    """
+    if isinstance(data, torch.Tensor):
+        return [data], ()
+    leaves: list[torch.Tensor] = []
+    structure: list[Any] = []
+    _visit(data, leaves, structure, operation)
+    return leaves, tuple(structure)
+
+
+def _visit(data: Any, leaves: list[torch.Tensor], structure: list[Any], operation: str) -> None:
+    if isinstance(data, torch.Tensor):
+        leaves.append(data)
+    elif isinstance(data, Mapping):
+        structure.append((len(leaves), *data))
+        for item in data.values():
+            _visit(item, leaves, structure, operation)
+    elif isinstance(data, (list, tuple)):
+        structure.append((len(leaves), len(data)))
+        for item in data:
+            _visit(item, leaves, structure, operation)
+    else:
+        raise TypeError(
+            f"{operation} got {data!r} of type {type(data).__name__}: only tensors, and nested lists, tuples and "
+            "dictionaries of tensors, travel between processes. Convert it to a tensor, or gather it as an object."
+        )
+
+
+def rebuild(data: Any, leaves: Iterable[Any]) -> Any:
+    """Put leaves, in the order of `flatten`, into a structure like `data`."""
+    if isinstance(data, torch.Tensor):
+        return next(iter(leaves))
+    remaining = iter(leaves)
+    return recursively_apply(lambda _: next(remaining), data)
+
+
+def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
+    """Copy `source` into `destination`, dictionaries within dictionaries included; returns `destination`."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            merge_dicts(value, destination.setdefault(key, {}))
+        else:
+            destination[key] = value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Follow a dotted path of attributes, such as `"encoder.layer.0"`."""
+    for name in attr.split("."):
+        obj = getattr(obj, name)
+    return obj

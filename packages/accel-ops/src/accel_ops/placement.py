@@ -1,0 +1,55 @@
+"""Moving nested structures between devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accel_ops.nested import honor_type
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+) -> Any:
+    """Move everything that can be moved to a device.
+
+    Args:
+        tensor: A tensor, any object with a `to` method, or a nested structure of such; the rest is kept as it is.
+        device: Where to.
+        non_blocking (`bool`): Let the copy overlap with other work, where the object can do that.
+        skip_keys (`str` or list of `str`, *optional*): Entries of mappings that stay where they are.
+
+    Returns:
+        The same structure on the device.
+    """
+    if isinstance(tensor, torch.Tensor) or hasattr(tensor, "to"):
+        try:
+            return tensor.to(device, non_blocking=non_blocking)
+        except TypeError:  # a `to` of the user's own that knows no such argument
+            return tensor.to(device)
+    if isinstance(tensor, (tuple, list)):
+        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
+    if isinstance(tensor, Mapping):
+        skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
+        made: Any = type(tensor)
+        return made(
+            {
+                key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
+                for key, item in tensor.items()
+            }
+        )
+    return tensor
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in a nested structure; None when there is no tensor."""
+    if isinstance(data, torch.Tensor):
+        return data.device
+    items = data.values() if isinstance(data, Mapping) else data if isinstance(data, (tuple, list)) else ()
+    for item in items:
+        device = find_device(item)
+        if device is not None:
+            return device
+    return None

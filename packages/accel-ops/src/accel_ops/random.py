@@ -1,0 +1,140 @@
+"""Seeds and random states: set, shared between processes, captured and restored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from accel_ops.collectives import broadcast
+from accel_state.devices import DEVICE_KINDS, DeviceKind
+from accel_state.enums import RNGType
+from accel_state.libraries import is_numpy_available
+from accel_state.processes import PartialState
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, numpy's and torch's random generators, on all devices.
+
+    Args:
+        seed (`int`): The seed.
+        device_specific (`bool`): Add the rank, so that processes draw different numbers.
+        deterministic (`bool`): Make torch use deterministic algorithms, or fail where there is none.
+    """
+    if device_specific:
+        seed += PartialState().process_index
+    random.seed(seed)
+    if is_numpy_available():
+        import numpy as np
+
+        np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # all devices that torch knows
+    for kind in _generators():
+        seed_all = getattr(kind.rng_module(), "manual_seed_all", None)
+        if seed_all is not None:
+            seed_all(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _generators() -> list[DeviceKind]:
+    """The available kinds of devices with a generator of their own."""
+    return [kind for kind in DEVICE_KINDS if kind.name != "cpu" and kind.is_available() and kind.rng_module()]
+
+
+def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
+    """Give a random generator the same state on all processes: that of the first.
+
+    Args:
+        rng_type (`RNGType`, *optional*): "torch", the name of a device, or "generator".
+        generator (`torch.Generator`, *optional*): The one meant by "generator".
+
+    Raises:
+        ValueError: For "generator" without one.
+    """
+    name = getattr(rng_type, "value", rng_type)
+    if name == RNGType.GENERATOR.value and generator is None:
+        raise ValueError("rng_type='generator' needs the generator to synchronise: pass generator=...")
+    state = PartialState()
+    if state.num_processes == 1:
+        return
+    owner = _owner(name, generator)
+    shared = owner.get_state() if isinstance(owner, torch.Generator) else owner.get_rng_state()
+    shared = shared if isinstance(shared, torch.Tensor) else torch.tensor(shared)
+    device = shared.device
+    shared = broadcast(shared.to(state.device)).to(device)
+    if isinstance(owner, torch.Generator):
+        owner.set_state(shared)
+    else:
+        owner.set_rng_state(shared)
+
+
+def _owner(name: Any, generator: torch.Generator | None) -> Any:
+    """What has the state: a generator, or a module with `get_rng_state` and `set_rng_state`."""
+    if name == RNGType.GENERATOR.value:
+        return generator
+    if name == RNGType.TORCH.value:
+        return torch
+    for kind in DEVICE_KINDS:
+        if kind.name == name and kind.is_available() and kind.rng_module() is not None:
+            return kind.rng_module()
+    raise ValueError(f"rng_type={name!r} names a device that this machine does not have: leave it out of rng_types.")
+
+
+def synchronize_rng_states(rng_types: Sequence[str | RNGType], generator: torch.Generator | None = None) -> None:
+    """Give several random generators the same state on all processes.
+
+    Args:
+        rng_types (list of `str` or `RNGType`): Which.
+        generator (`torch.Generator`, *optional*): The one meant by "generator".
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+    for rng_type in rng_types:
+        synchronize_rng_state(RNGType(rng_type), generator=generator)
+
+
+def capture_rng_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators, as plain containers, arrays and tensors.
+
+    Returns:
+        A dictionary for `restore_rng_state`; the keys are those of a checkpoint's random states.
+    """
+    states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    if is_numpy_available():
+        import numpy as np
+
+        states["numpy_random_seed"] = np.random.get_state()
+    for kind in _generators():
+        module = kind.rng_module()
+        capture = getattr(module, "get_rng_state_all", module.get_rng_state)
+        states[_key(kind)] = capture()
+    return states
+
+
+def restore_rng_state(states: Mapping[str, Any]) -> None:
+    """Go on drawing random numbers where `capture_rng_state` was called.
+
+    States of devices that this machine does not have are left out.
+    """
+    if "random_state" in states:
+        version, numbers, gauss = states["random_state"]
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy_random_seed" in states and is_numpy_available():
+        import numpy as np
+
+        np.random.set_state(states["numpy_random_seed"])
+    if "torch_manual_seed" in states:
+        torch.set_rng_state(states["torch_manual_seed"].cpu())
+    for kind in _generators():
+        module, state = kind.rng_module(), states.get(_key(kind))
+        if state is not None:
+            restore = getattr(module, "set_rng_state_all", module.set_rng_state)
+            restore(state)
+
+
+def _key(kind: DeviceKind) -> str:
+    return "xm_seed" if kind.name == "xla" else f"torch_{kind.name}_manual_seed"

@@ -1,0 +1,236 @@
+"""Replacing what a folder holds so that, whatever happens, either the old or the new content is there in full.
+
+New content is written into a *staging* folder and then published under the folder's name:
+
+- The name is free: the staging folder is renamed.
+- The folder holds nothing but the old content: the two folders swap names in one step, and the old one is removed.
+- The folder also holds files of others, or it cannot be swapped (a mount point, a file system or operating system
+  without that operation): the staging folder is renamed to `.publishing` inside it, which is the moment of publication,
+  and its files are then moved into place. If that is interrupted, `recover` finishes it; who reads such a folder calls
+  `recover` first.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+
+from accel_ops.durable import DurableFile, StrPath, exchange_folders, fsync_folder, make_folder
+
+PUBLISHING = ".publishing"
+JOURNAL = ".journal.json"
+TOKEN = r"[0-9a-f]{8}"
+CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EBUSY, errno.EXDEV, errno.ENOTSUP, errno.EPERM})
+
+
+def path_inside(folder: StrPath, name: str) -> Path:
+    """The path of a file named in a manifest, index or journal, which must lie inside the folder.
+
+    Args:
+        folder: Where the file must be.
+        name: Relative, with forward slashes, as written by us or by somebody else.
+
+    Raises:
+        ValueError: The name is not a plain relative path, or it leads out of the folder through a link.
+    """
+    plain = isinstance(name, str) and bool(name) and "\\" not in name and ":" not in name and "\0" not in name
+    if not plain or PurePosixPath(name).is_absolute() or {"..", "."} & set(name.split("/")) or "" in name.split("/"):
+        raise ValueError(
+            f"{os.fspath(folder)} names a file {name!r}, which is not a plain path inside it: do not use it"
+        )
+    path = Path(folder, name)
+    if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
+        raise ValueError(f"{os.fspath(folder)} names a file {name!r}, which a link leads out of it: do not use it")
+    return path
+
+
+def list_files(folder: StrPath) -> list[str]:
+    """Names of all files below a folder, relative, with forward slashes, sorted; links are not followed."""
+    return sorted(
+        Path(parent, name).relative_to(folder).as_posix() for parent, _, names in os.walk(folder) for name in names
+    )
+
+
+class StagedFolder:
+    """New content of a folder, being written.
+
+    Args:
+        target: The folder to be; it may exist.
+
+    Attributes:
+        path: Write here, with `DurableFile` or an `fsync_file` afterwards.
+        target: The folder to be, without links.
+
+    Raises:
+        NotADirectoryError: There is a file of that name.
+
+    Example:
+        ```python
+        staged = StagedFolder("weights")
+        with DurableFile(staged.path / "a.bin") as file:
+            file.write(content)
+        staged.publish(replaces=["a.bin", "b.bin"])
+        ```
+    """
+
+    def __init__(self, target: StrPath) -> None:
+        self.target = Path(os.path.realpath(target))
+        if self.target.exists() and not self.target.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "Cannot write a folder: a file has that name", str(target))
+        recover(self.target)
+        remove_leftovers(self.target)
+        self._inside = self.target.is_dir() and (
+            os.path.ismount(self.target) or not os.access(self.target.parent, os.W_OK)
+        )
+        token = secrets.token_hex(4)
+        if self._inside:
+            self.path = self.target / f".{token}.saving"
+        else:
+            make_folder(self.target.parent)
+            self.path = self.target.with_name(f".{self.target.name}.{token}.saving")
+        self.path.mkdir()
+
+    def publish(self, replaces: Collection[str] = (), last: str | None = None) -> None:
+        """Put the new content in place of the old one; all its files must be on the disk already.
+
+        Args:
+            replaces: Names of files the old content may consist of. Other files in the folder are left alone.
+            last: Name of the file that describes the others, to be moved last where files move one by one.
+
+        Raises:
+            OSError: It was not possible; the old content is whole.
+        """
+        names = list_files(self.path)
+        for parent in sorted({Path(self.path, name).parent for name in names}):
+            fsync_folder(parent)
+        fsync_folder(self.path)
+        if self._inside or (self.target.is_dir() and any(self.target.iterdir())):
+            self._replace(names, frozenset(replaces) | set(names), last)
+        else:
+            os.rename(self.path, self.target)
+        fsync_folder(self.target.parent)
+
+    def discard(self) -> None:
+        """Remove what was written; nothing is published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _replace(self, names: Sequence[str], replaces: frozenset[str], last: str | None) -> None:
+        if not self._inside and not self._must_stay(replaces):
+            try:
+                exchange_folders(self.path, self.target)
+            except OSError as error:
+                if error.errno not in CANNOT_EXCHANGE:
+                    raise
+            else:
+                fsync_folder(self.target.parent)
+                self._remove_old(replaces)
+                return
+        order = sorted(names, key=lambda name: (name == last, name))
+        for name in order:
+            if path_inside(self.target, name).is_dir():
+                raise IsADirectoryError(
+                    errno.EISDIR, "Cannot write a file: there is a folder of that name", str(self.target / name)
+                )
+        journal = {"move": order, "remove": sorted(replaces - set(names))}
+        with DurableFile(self.path / JOURNAL) as file:
+            file.write(json.dumps(journal).encode())
+        fsync_folder(self.path)
+        os.rename(self.path, self.target / PUBLISHING)  # from here on, the new content counts
+        fsync_folder(self.target)
+        recover(self.target)
+
+    def _remove_old(self, replaces: frozenset[str]) -> None:
+        """Remove the old content after the swap, but for files that somebody added to it in the last moment."""
+        for entry in list(_entries(self.path)):
+            if entry not in replaces and not os.path.lexists(self.target / entry):
+                make_folder((self.target / entry).parent)
+                os.replace(self.path / entry, self.target / entry)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _must_stay(self, replaces: frozenset[str]) -> bool:
+        """True when the folder itself may not be swapped: it holds more than the old content, or somebody is in it."""
+        here = Path(os.path.realpath(os.curdir))
+        return here.is_relative_to(self.target) or any(entry not in replaces for entry in _entries(self.target))
+
+
+def recover(target: StrPath) -> bool:
+    """Finish an interrupted publication.
+
+    Args:
+        target: A folder, which need not exist.
+
+    Returns:
+        True when there was something to finish.
+
+    Raises:
+        ValueError: The notes about what remains to be done are damaged or forged.
+        OSError: The files cannot be moved, for example because the folder is read-only.
+    """
+    publishing = Path(target, PUBLISHING)
+    if publishing.is_symlink() or not publishing.is_dir():
+        return False
+    journal = publishing / JOURNAL
+    if journal.exists():
+        moves, removals = _read_journal(journal)
+        paths = [(path_inside(publishing, name), path_inside(target, name)) for name in moves]
+        doomed = [path_inside(target, name) for name in removals]
+        for source, destination in paths:
+            if os.path.lexists(source):
+                make_folder(destination.parent)
+                os.replace(source, destination)
+        for path in doomed:
+            path.unlink(missing_ok=True)
+            _remove_empty_parents(path, Path(target))
+        for folder in sorted({destination.parent for _, destination in paths} | {Path(target)}):
+            fsync_folder(folder)
+        journal.unlink()
+    elif list_files(publishing):
+        return False  # not ours: we remove the journal only after the last file has moved
+    shutil.rmtree(publishing)
+    fsync_folder(target)
+    return True
+
+
+def remove_leftovers(target: StrPath) -> None:
+    """Remove the staging folders of processes that were killed while they wrote `target`."""
+    folder = Path(target)
+    beside = re.compile(rf"\.{re.escape(folder.name)}\.{TOKEN}\.saving")
+    inside = re.compile(rf"\.{TOKEN}\.saving")
+    for parent, name in ((folder.parent, beside), (folder, inside)):
+        if parent.is_dir():
+            for entry in os.listdir(parent):
+                if name.fullmatch(entry):
+                    shutil.rmtree(parent / entry, ignore_errors=True)
+
+
+def _read_journal(path: Path) -> tuple[list[str], list[str]]:
+    try:
+        journal = json.loads(path.read_bytes())
+        return list(journal["move"]), list(journal["remove"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} cannot be read ({error}): it says how to finish an interrupted save. Move its folder away and load "
+            "an earlier checkpoint"
+        ) from error
+
+
+def _entries(folder: Path) -> Iterator[str]:
+    """All files below a folder, and its empty folders and links to folders, by relative name."""
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
+        alone = [] if files or folders or Path(parent) == folder else [""]
+        for name in (*files, *links, *alone):
+            yield Path(parent, name).relative_to(folder).as_posix()
+
+
+def _remove_empty_parents(path: Path, stop: Path) -> None:
+    for parent in path.parents:
+        if parent == stop or not parent.is_dir() or any(parent.iterdir()):
+            return
+        parent.rmdir()

@@ -1,0 +1,165 @@
+"""Tensors on disk in the safetensors format, and which of a model's tensors are one and the same."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    class Writable(Protocol):
+        """Something that takes bytes."""
+
+        def write(self, data: Any, /) -> Any:
+            """Append a buffer."""
+            ...
+
+
+HEADER_ALIGNMENT_BYTES = 8
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """What tensors that share memory have in common: device, address and length in bytes of their storage."""
+    if tensor.device.type == "meta":
+        return tensor.device, id(tensor), 0  # without memory nothing can be shared
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def find_shared_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
+    """Groups of names that stand for the very same tensor (tied weights), in their order in `state_dict`.
+
+    Tensors that lie in one storage but cover different parts of it are not the same.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+            groups.setdefault((id_tensor_storage(value), view), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What a safetensors file can hold of a state dict: every tensor once and contiguous.
+
+    Of tied weights the first name is kept. Loading into a model with the same ties restores all of them.
+
+    Args:
+        state_dict: Name to tensor of any shape, dtype and device.
+
+    Returns:
+        A new dictionary. Tensors that needed no copy are the given ones.
+    """
+    dropped = [name for names in find_shared_names(state_dict) for name in names[1:]]
+    if dropped:
+        logger.info("Tied weights are saved once; left out: %s", ", ".join(sorted(dropped)))
+    left_out = frozenset(dropped)
+    return {
+        name: tensor.contiguous() if isinstance(tensor, torch.Tensor) else tensor
+        for name, tensor in state_dict.items()
+        if name not in left_out
+    }
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Refuse what a safetensors file cannot hold.
+
+    Raises:
+        TypeError: Naming the entry and its type, layout or dtype.
+    """
+    if not isinstance(tensors, Mapping):
+        raise TypeError(
+            f"A safetensors file holds a dict of tensors, not a {type(tensors).__name__}: pass a state dict, or save with "
+            "safe_serialization=False"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise TypeError(f"The names of saved tensors are text, not {name!r}: rename it")
+        problem = None
+        if not isinstance(tensor, torch.Tensor):
+            problem = f"is a {type(tensor).__name__}"
+        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            problem = f"is a {type(tensor).__name__} without plain memory"
+        elif tensor.layout is not torch.strided:
+            problem = f"has the layout {tensor.layout}"
+        elif tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+            problem = f"has the dtype {tensor.dtype}"
+        elif tensor.is_meta:
+            problem = "is on the meta device, without values"
+        if problem:
+            raise TypeError(
+                f"{name!r} {problem}, which a safetensors file cannot hold: convert it to a dense tensor, leave it out, or "
+                "save with safe_serialization=False"
+            )
+
+
+def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, one tensor at a time, so that at most one is copied to main memory.
+
+    Written here rather than by the library because that can write only to a path: it could be neither checksummed on
+    the way nor waited for.
+
+    Args:
+        file: Takes the bytes, from the first to the last.
+        tensors: Name to tensor of any shape and device.
+        metadata: Text for the header.
+
+    Raises:
+        TypeError: As `check_tensors`.
+    """
+    check_tensors(tensors)
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all stay aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in order:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in order:
+        tensor = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+        if num_bytes := tensor.numel() * tensor.element_size():
+            file.write((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
+
+
+def read_tensors(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Read a safetensors file.
+
+    On the CPU the tensors are views of the mapped file: copy them into a model before the file may change.
+
+    Raises:
+        ValueError: The file is damaged or no safetensors file.
+        OSError: It cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path, device=str(device))
+    except (SafetensorError, ValueError) as error:
+        if isinstance(error, SafetensorError) and not os.path.isfile(path):
+            raise FileNotFoundError(f"There is no file {os.fspath(path)}: check the path") from error
+        raise ValueError(
+            f"{os.fspath(path)} is damaged or no safetensors file ({error}): load another checkpoint"
+        ) from error

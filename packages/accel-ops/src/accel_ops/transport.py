@@ -1,0 +1,94 @@
+"""The few collectives that everything else is made of, one implementation per kind of process group."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from accel_state.enums import DistributedType
+from accel_state.processes import PartialState
+
+
+class Transport(Protocol):
+    """Moves flat buffers between all processes."""
+
+    def wire_device(self, state: PartialState) -> torch.device:
+        """The device on which buffers must lie."""
+        ...
+
+    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
+        """Collect a buffer of shape (n,), equally long everywhere, as (world, n) on every process."""
+        ...
+
+    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Sum a buffer over processes; may change `buffer`."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """The buffer of process `source`; may change `buffer`."""
+        ...
+
+
+@final
+class TorchTransport:
+    """`torch.distributed` with whatever backend the default group has."""
+
+    def wire_device(self, state: PartialState) -> torch.device:
+        """The CPU where the backend can reach it, as gloo and MPI can; the process's device otherwise."""
+        backend = str(state.backend or "")
+        return torch.device("cpu") if backend in ("gloo", "mpi", "ccl") else state.device
+
+    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
+        """Collect a buffer of shape (n,) as (world, n)."""
+        gathered = buffer.new_empty(world * buffer.numel())
+        dist.all_gather_into_tensor(gathered, buffer)
+        return gathered.view(world, buffer.numel())
+
+    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Sum a buffer over processes, in place."""
+        dist.all_reduce(buffer)
+        return buffer
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """Receive the buffer of process `source`, in place."""
+        dist.broadcast(buffer, src=source)
+        return buffer
+
+
+@final
+class XlaTransport:
+    """torch_xla: collectives become part of the compiled program."""
+
+    def wire_device(self, state: PartialState) -> torch.device:
+        """The XLA device."""
+        return state.device
+
+    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
+        """Collect a buffer of shape (n,) as (world, n)."""
+        return _xla().all_gather(buffer).view(world, buffer.numel())
+
+    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Sum a buffer over processes."""
+        return _xla().all_reduce("sum", buffer)
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """Receive the buffer of process `source`, as the sum of it and zeros."""
+        wide = buffer.to(torch.int32) if buffer.dtype == torch.uint8 else buffer
+        return _xla().all_reduce("sum", wide if rank == source else torch.zeros_like(wide)).to(buffer.dtype)
+
+
+def _xla() -> Any:
+    import torch_xla.core.xla_model as xm
+
+    return xm
+
+
+TORCH, XLA = TorchTransport(), XlaTransport()
+TRANSPORTS: dict[DistributedType, Transport] = {DistributedType.XLA: XLA}  # all others go through torch.distributed
+
+
+def transport_of(state: PartialState) -> Transport:
+    """The transport of the running group."""
+    return TRANSPORTS.get(state.distributed_type, TORCH)

@@ -1,0 +1,290 @@
+"""The kinds of devices, one row each: how to find one, and what it needs and can do."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, final
+
+import torch
+
+from accel_state.clusters import ClusterPlace
+from accel_state.enums import DistributedType
+from accel_state.environment import patch_environment
+from accel_state.libraries import is_habana_gaudi1, is_torch_xla_available
+from accel_state.nvidia import avoid_unsupported_transfers
+
+
+@functools.cache
+def _load(library: str) -> bool:
+    """Import the library that adds a device to torch; False when it is missing or does not work on this machine."""
+    if find_spec(library.partition(".")[0]) is None:
+        return False
+    try:
+        importlib.import_module(library)
+    except (ImportError, OSError, RuntimeError):  # a driver is missing: this machine has no such device
+        return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """One kind of device. The defaults describe the usual one: `torch.<name>` with several numbered devices."""
+
+    name: str
+    """As in `torch.device(name)`."""
+    distributed_type: DistributedType
+    """What a run of several processes on such devices is called."""
+    collective_backend: str | None
+    """The library of `torch.distributed` for them; None where there is none."""
+    visible_devices_variable: str | None = None
+    """The environment variable with which a process is restricted to some of them."""
+    library: str | None = None
+    """What must be imported before torch knows the kind; None for those built in."""
+    backend_library: str | None = None
+    """What must be imported before `torch.distributed` knows the backend."""
+    numbered: bool = True
+    """Whether a process picks one of several with `set_device(index)`."""
+    bf16: bool | Callable[[], bool] | None = None
+    """Support of bfloat16; None to ask `torch.<name>.is_bf16_supported()`."""
+    fp16: bool | Callable[[], bool] = True
+    """Support of float16."""
+    probe_variable: str | None = None
+    """Set to 1 while looking for devices, so that looking does not start the driver and processes may still fork."""
+    variables: tuple[tuple[str, str], ...] = ()
+    """Environment variables that are given these values, unless set, once the kind is chosen."""
+    always_distributed: bool = False
+    """Whether one single process is called distributed too."""
+    before_group: Callable[[], None] | None = None
+    """Called before the first process group of a run of several processes starts."""
+
+    # ---- finding ------------------------------------------------------------------------------------------------
+
+    def module(self) -> Any:
+        """The part of torch that drives the kind, such as `torch.cuda`; None where there is none."""
+        found = getattr(torch, self.name, None)
+        if found is None and self.library is not None and _load(self.library):
+            found = getattr(torch, self.name, None)
+        return found if isinstance(found, ModuleType) else None
+
+    def is_available(self) -> bool:
+        """Whether this machine has a usable one."""
+        module = self.module()
+        if module is None:
+            return False
+        if self.probe_variable is None:
+            return bool(module.is_available())
+        with patch_environment(**{self.probe_variable: "1"}):
+            return bool(module.is_available())
+
+    def device_count(self) -> int:
+        """How many of them this process can see."""
+        module = self.module()
+        return int(module.device_count()) if module is not None and self.is_available() else 0
+
+    # ---- using --------------------------------------------------------------------------------------------------
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The device of that number, or without a number for the current one."""
+        return torch.device(self.name, index) if self.numbered and index is not None else torch.device(self.name)
+
+    def index_of(self, local_rank: int) -> int | None:
+        """Which device the process of that local rank takes; None where they have no numbers.
+
+        Raises:
+            ValueError: When there are fewer devices than processes.
+        """
+        if not self.numbered:
+            return None
+        count = self.device_count()
+        if local_rank < count:
+            return local_rank
+        if count == 1:  # the launcher shows each process only its own
+            return 0
+        raise ValueError(
+            f"Process {local_rank} of this machine needs a {self.name!r} device of its own, but {count} can be seen: "
+            f"start at most {count} processes here, or pass cpu=True."
+            + (f" ({self.visible_devices_variable} may hide devices.)" if self.visible_devices_variable else "")
+        )
+
+    def set_device(self, index: int | None) -> None:
+        """Make the device of that number the current one, where devices are numbered."""
+        for name, value in self.variables:
+            os.environ.setdefault(name, value)
+        if self.numbered and index is not None:
+            self.module().set_device(index)
+
+    def supports_bf16(self) -> bool:
+        """Whether it computes in bfloat16."""
+        if self.bf16 is None:
+            return bool(self.module().is_bf16_supported())
+        return self.bf16() if callable(self.bf16) else self.bf16
+
+    def supports_fp16(self) -> bool:
+        """Whether it computes in float16."""
+        return self.fp16() if callable(self.fp16) else self.fp16
+
+    def empty_cache(self) -> None:
+        """Give memory that is reserved but not in use back to the driver, where the kind keeps any."""
+        empty = getattr(self.module(), "empty_cache", None)
+        if empty is not None:
+            empty()
+
+    def rng_module(self) -> Any:
+        """The module with `get_rng_state` and `set_rng_state` of its generator; None where only the CPU's is used."""
+        module = self.module()
+        return module if hasattr(module, "get_rng_state") else None
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def load_backend(self) -> None:
+        """Make the collective backend known to `torch.distributed`, where a library of its own brings it."""
+        if self.backend_library is not None:
+            _load(self.backend_library)
+
+    def own_place(self) -> ClusterPlace | None:
+        """This process's place where the kind's runtime counts the processes itself; None for a launcher to say."""
+        return None
+
+    def barrier(self, index: int | None) -> None:
+        """Wait until all processes of the default group are here."""
+        if index is None:
+            torch.distributed.barrier()
+        else:
+            torch.distributed.barrier(device_ids=[index])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class XlaKind(DeviceKind):
+    """Devices behind torch_xla (TPUs), whose runtime starts and counts the processes."""
+
+    def module(self) -> Any:
+        """`torch_xla.core.xla_model`; None where torch_xla is missing."""
+        return importlib.import_module("torch_xla.core.xla_model") if _load("torch_xla") else None
+
+    def is_available(self) -> bool:
+        """Whether torch_xla is installed and `USE_TORCH_XLA` does not forbid it."""
+        return is_torch_xla_available() and _load("torch_xla")
+
+    def device_count(self) -> int:
+        """How many devices all processes see together."""
+        return int(self._runtime().global_runtime_device_count()) if self.is_available() else 0
+
+    def device(self, index: int | None = None) -> torch.device:
+        """The device of this process, whatever the number."""
+        return importlib.import_module("torch_xla").device()
+
+    def empty_cache(self) -> None:
+        """Nothing: the compiler plans the memory."""
+
+    def own_place(self) -> ClusterPlace | None:
+        """This process's place as the XLA runtime counts."""
+        runtime = self._runtime()
+        return ClusterPlace(
+            cluster=self.name,
+            rank=runtime.global_ordinal(),
+            world_size=runtime.world_size(),
+            local_rank=runtime.local_ordinal(),
+            local_world_size=runtime.local_process_count(),
+        )
+
+    def barrier(self, index: int | None) -> None:
+        """Wait until all processes are here."""
+        self.module().rendezvous("accelerate.wait_for_everyone")
+
+    @staticmethod
+    def _runtime() -> Any:
+        return importlib.import_module("torch_xla.runtime")
+
+
+# In the order of preference: the first kind that is available is used. CPU comes last and always is.
+DEVICE_KINDS: tuple[DeviceKind, ...] = (
+    XlaKind(
+        "xla",
+        DistributedType.XLA,
+        "xla",
+        "TPU_VISIBLE_CHIPS",
+        library="torch_xla",
+        backend_library="torch_xla.distributed.xla_backend",
+        numbered=False,
+        bf16=True,
+        always_distributed=True,
+    ),
+    DeviceKind(
+        "hpu",
+        DistributedType.MULTI_HPU,
+        "hccl",
+        "HABANA_VISIBLE_MODULES",
+        library="habana_frameworks.torch",
+        backend_library="habana_frameworks.torch.distributed.hccl",
+        numbered=False,
+        bf16=True,
+        fp16=lambda: not is_habana_gaudi1(),
+    ),
+    DeviceKind(  # ROCm builds of torch answer to the same names
+        "cuda",
+        DistributedType.MULTI_GPU,
+        "nccl",
+        "CUDA_VISIBLE_DEVICES",
+        probe_variable="PYTORCH_NVML_BASED_CUDA_CHECK",
+        before_group=avoid_unsupported_transfers,
+    ),
+    DeviceKind("xpu", DistributedType.MULTI_XPU, "xccl", "ZE_AFFINITY_MASK", bf16=True),
+    DeviceKind("npu", DistributedType.MULTI_NPU, "hccl", "ASCEND_RT_VISIBLE_DEVICES", library="torch_npu"),
+    DeviceKind(
+        "mlu",
+        DistributedType.MULTI_MLU,
+        "cncl",
+        "MLU_VISIBLE_DEVICES",
+        library="torch_mlu",
+        probe_variable="PYTORCH_CNDEV_BASED_MLU_CHECK",
+    ),
+    DeviceKind("musa", DistributedType.MULTI_MUSA, "mccl", "MUSA_VISIBLE_DEVICES", library="torch_musa", bf16=True),
+    DeviceKind("sdaa", DistributedType.MULTI_SDAA, "tccl", "SDAA_VISIBLE_DEVICES", library="torch_sdaa", bf16=True),
+    DeviceKind(
+        "neuron",
+        DistributedType.MULTI_NEURON,
+        "neuron",
+        "NEURON_RT_VISIBLE_CORES",
+        library="torch_neuronx",
+        bf16=True,
+    ),
+    DeviceKind(
+        "mps",
+        DistributedType.NO,
+        None,
+        numbered=False,
+        bf16=lambda: torch.backends.mps.is_macos_or_newer(14, 0),
+        variables=(("PYTORCH_ENABLE_MPS_FALLBACK", "1"),),
+    ),
+    DeviceKind("cpu", DistributedType.MULTI_CPU, "gloo", numbered=False, bf16=True),
+)
+_BY_NAME = {kind.name: kind for kind in DEVICE_KINDS}
+
+
+def device_kind(name: str) -> DeviceKind:
+    """The row of the kind called `name`, such as `"cuda"`.
+
+    Raises:
+        ValueError: When there is no such row.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ValueError(f"{name!r} is no device kind: use one of {', '.join(_BY_NAME)}.") from None
+
+
+def detect_device_kind() -> DeviceKind:
+    """The kind of device that this machine computes on: the first available one of the table."""
+    return next(kind for kind in DEVICE_KINDS if kind.is_available())
+
+
+def default_device() -> torch.device:
+    """The device to compute on in a program without state; starts no process group."""
+    return detect_device_kind().device()

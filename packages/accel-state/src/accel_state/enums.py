@@ -1,0 +1,151 @@
+"""The words in which choices are written: in code, configuration files and environment variables."""
+
+from __future__ import annotations
+
+from enum import Enum, EnumMeta
+from typing import Any
+
+
+class EnumWithContains(EnumMeta):
+    """Metaclass with which `value in SomeEnum` answers for plain values as well as for members."""
+
+    def __contains__(cls, item: object) -> bool:
+        try:
+            cls(item)
+        except ValueError:
+            return False
+        return True
+
+
+class BaseEnum(Enum, metaclass=EnumWithContains):
+    """An enum that prints as its value and can list its values."""
+
+    def __str__(self) -> Any:
+        return self.value
+
+    @classmethod
+    def list(cls) -> list[Any]:
+        """The values of all members, in the order of their definition."""
+        return [member.value for member in cls]
+
+
+class DistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
+    """How a run is spread over processes: the way of training where one was chosen, else the kind of device."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+
+class SageMakerDistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
+    """How a SageMaker job is spread over its instances."""
+
+    NO = "NO"
+    DATA_PARALLEL = "DATA_PARALLEL"
+    MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+class ComputeEnvironment(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
+    """Where `accelerate launch` starts the processes."""
+
+    LOCAL_MACHINE = "LOCAL_MACHINE"
+    AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
+
+
+class FP8BackendType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
+    """The library that computes in 8-bit floats: Transformer Engine, MS-AMP or torchao."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
+class DynamoBackend(str, BaseEnum):
+    """What `torch.compile` hands the captured graphs to; `NO` means not to compile."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    AOT_TS_NVFUSER = "AOT_TS_NVFUSER"
+    NVPRIMS_NVFUSER = "NVPRIMS_NVFUSER"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    OFI = "OFI"
+    FX2TRT = "FX2TRT"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    AOT_TORCHXLA_TRACE_ONCE = "AOT_TORCHXLA_TRACE_ONCE"
+    TORCHXLA_TRACE_ONCE = "TORCHXLA_TRACE_ONCE"
+    TVM = "TVM"
+    HPU_BACKEND = "HPU_BACKEND"
+    NEURON = "NEURON"
+
+
+class PrecisionType(str, BaseEnum):
+    """The number format of the heavy arithmetic (`mixed_precision`)."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class RNGType(BaseEnum):
+    """A source of random numbers whose state can be synchronised and stored."""
+
+    TORCH = "torch"
+    CUDA = "cuda"
+    MLU = "mlu"
+    SDAA = "sdaa"
+    MUSA = "musa"
+    NPU = "npu"
+    XLA = "xla"
+    XPU = "xpu"
+    HPU = "hpu"
+    NEURON = "neuron"
+    GENERATOR = "generator"
+
+
+class LoggerType(BaseEnum):
+    """An experiment tracker; `ALL` means every one that is installed."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class DDPCommunicationHookType(BaseEnum):
+    """How DistributedDataParallel compresses gradients on their way between processes."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+class CustomDtype(Enum):
+    """Number formats that memory is planned for although torch has no plain dtype for them."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"

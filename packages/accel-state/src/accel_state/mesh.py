@@ -1,0 +1,346 @@
+"""The mesh of processes: how many share the data, the layers and the sequences, and what that means for each."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from accel_state.settings.option import at_least, one_of, option, resolve_options, wrong_value
+from accel_state.settings.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+MESH_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+"""The axes from the slowest to the fastest varying: neighbours in rank share layers, the most talkative axis."""
+DATA_AXES = ("dp_replicate", "dp_shard")
+SAME_BATCH_AXES = frozenset({"cp", "sp", "tp"})
+"""Processes that differ only along these axes work on the same batch."""
+JOINED_AXES = {"dp": "dp_dim_names", "dp_shard_cp": "dp_shard_cp_dim_names", "dp_cp": "dp_cp_dim_names"}
+"""Axes that are several axes flattened into one, with the property that names those."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlace:
+    """Which slice of the data a process reads.
+
+    Args:
+        index: Number of the slice, from 0.
+        count: How many slices there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count:
+            raise ValueError(f"DataPlace(index={self.index!r}, count={self.count!r}): index must lie in 0..count-1.")
+
+
+def data_place_of(mesh: DeviceMesh) -> DataPlace:
+    """The data slice of this process by its coordinates in a mesh.
+
+    Args:
+        mesh: A mesh with named axes. Processes that differ only along "tp", "cp" or "sp" read the same slice; every
+            other axis divides the data, the first one slowest.
+
+    Raises:
+        ValueError: When the axes have no names, or this process is not part of the mesh.
+    """
+    names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
+    if not names or coordinates is None:
+        problem = "its axes have no names" if not names else "this process is not part of it"
+        raise ValueError(f"{mesh!r} does not say which data this process reads: {problem}.")
+    index, count = 0, 1
+    for axis, (name, coordinate) in enumerate(zip(names, coordinates, strict=True)):
+        if name not in SAME_BATCH_AXES:
+            index, count = index * mesh.size(axis) + coordinate, count * mesh.size(axis)
+    return DataPlace(index, count)
+
+
+def _size(axis: str, what: str) -> Any:
+    name = f"{axis}_size"
+    return option(
+        None,
+        kind=at_least(1),
+        env=f"PARALLELISM_CONFIG_{name.upper()}",
+        flag=f"--parallelism_config_{name}",
+        help=f"How many processes {what}.",
+        fallback=1,
+    )
+
+
+def _backend(axis: str, only: str) -> Any:
+    return option(
+        None,
+        choices=(only,),
+        env=f"PARALLELISM_CONFIG_{axis.upper()}_BACKEND",
+        flag=f"--parallelism_config_{axis}_backend",
+        help=f"Library that implements the {axis} axis.",
+        fallback=only,
+    )
+
+
+@dataclass(repr=False)
+class ParallelismConfig:
+    """How the processes of a run divide data, layers and sequences between them.
+
+    The product of the sizes is the number of processes; sizes left out are 1.
+
+    Args:
+        dp_replicate_size (`int`): Copies of the model, each reading other data.
+        dp_shard_size (`int`): Processes that share one copy's parameters (FSDP) and read different data.
+        tp_size (`int`): Processes that share every layer (tensor parallelism).
+        cp_size (`int`): Processes that share every sequence, by ring attention (context parallelism).
+        cp_backend (`"torch"`): Implementation of context parallelism.
+        sp_size (`int`): Processes that share every sequence, by exchanging heads (sequence parallelism).
+        sp_backend (`"deepspeed"`): Implementation of sequence parallelism.
+        tp_handler (`TorchTensorParallelConfig`, *optional*): Details; made with its defaults when the axis is used.
+        cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
+        sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
+
+    Example:
+        ```python
+        config = ParallelismConfig(dp_shard_size=4, tp_size=2)
+        accelerator = Accelerator(parallelism_config=config)  # on 8 processes
+        ```
+    """
+
+    dp_replicate_size: int = _size("dp_replicate", "hold a copy of the model each")
+    dp_shard_size: int = _size("dp_shard", "share the parameters of one copy")
+    tp_size: int = _size("tp", "share every layer")
+    cp_size: int = _size("cp", "share every sequence by ring attention")
+    cp_backend: Literal["torch"] = _backend("cp", "torch")
+    sp_size: int = _size("sp", "share every sequence by exchanging heads")
+    sp_backend: Literal["deepspeed"] = _backend("sp", "deepspeed")
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    device_mesh = cast("DeviceMesh | None", None)  # no annotation: an attribute, not a field
+
+    def __post_init__(self) -> None:
+        self._joined: dict[str, DeviceMesh] = {}
+        resolve_options(self)
+        self._check_sizes()
+        self._fill_handler("tp", TorchTensorParallelConfig)
+        self._fill_handler("cp", TorchContextParallelConfig)
+        self._fill_handler("sp", DeepSpeedSequenceParallelConfig)
+
+    def _check_sizes(self) -> None:
+        if self.cp_size > 1 and self.sp_size > 1:
+            raise ValueError(
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide the sequence: set one of them to 1."
+            )
+        if self.dp_replicate_size > 1 and self.dp_shard_size == 1 and (self.tp_size > 1 or self.cp_size > 1):
+            raise ValueError(
+                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} and cp_size={self.cp_size} "
+                "needs sharded parameters: give the data-parallel processes to dp_shard_size, or set dp_shard_size "
+                "above 1 beside dp_replicate_size."
+            )
+
+    def _fill_handler(self, axis: str, handler_class: type) -> None:
+        name = f"{axis}_handler"
+        handler = getattr(self, name)
+        if handler is None:
+            if self._size_of(axis) > 1:
+                setattr(self, name, handler_class())
+        elif not isinstance(handler, handler_class):
+            raise wrong_value(f"ParallelismConfig.{name}", handler, f"a {handler_class.__name__}")
+        elif self._size_of(axis) == 1:
+            warnings.warn(
+                f"ParallelismConfig.{name}={handler!r} has no effect with {axis}_size=1: raise {axis}_size, or leave "
+                "it out.",
+                stacklevel=4,
+            )
+
+    def __repr__(self) -> str:
+        parts = [f"{row.name}={getattr(self, row.name)!r}" for row in fields(self)]
+        return f"ParallelismConfig({', '.join(parts)}, total_size={self.total_size})"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain values that JSON can hold; handlers become dictionaries, unused ones None."""
+        return asdict(self)
+
+    # ---- sizes ------------------------------------------------------------------------------------------------------
+
+    def _size_of(self, axis: str) -> int:
+        size: int = getattr(self, f"{axis}_size")
+        return size
+
+    def _used(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._size_of(axis) > 1]
+
+    @property
+    def total_size(self) -> int:
+        """How many processes the configuration describes."""
+        return math.prod(self._size_of(axis) for axis in MESH_AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many different batches are worked on at a time."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes work on one batch."""
+        return self.tp_size * self.cp_size * self.sp_size
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are copies of the model."""
+        return self.dp_replicate_size > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded between processes that read different data."""
+        return self.dp_shard_size > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are shared."""
+        return self.tp_size > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are shared by ring attention."""
+        return self.cp_size > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequences are shared by exchanging heads."""
+        return self.sp_size > 1
+
+    # ---- names of axes ----------------------------------------------------------------------------------------------
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Axes in use along which data differ."""
+        return self._used("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Axes in use along which the batch is the same."""
+        return self._used("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Axes in use over which parameters are sharded."""
+        return self._used("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Axes in use over which gradients, and hence losses, are averaged."""
+        return self._used("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Axes that `fully_shard` gets: copies, if any, and the joined sharding axis."""
+        return [*self._used("dp_replicate"), "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All axes in use."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    # ---- the mesh ---------------------------------------------------------------------------------------------------
+
+    def check_world_size(self, num_processes: int) -> None:
+        """Refuse a run with another number of processes than the sizes make; all sizes 1 fit any run.
+
+        Raises:
+            ValueError: Naming the sizes, their product and the number of processes.
+        """
+        if self.total_size in (1, num_processes):
+            return
+        factors = " x ".join(f"{axis}_size={self._size_of(axis)}" for axis in MESH_AXES if self._size_of(axis) > 1)
+        raise ValueError(
+            f"ParallelismConfig describes {factors} = {self.total_size} processes, but the run has {num_processes}: "
+            "change the sizes so that their product is the number of processes, or launch as many."
+        )
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """Make the mesh of the axes in use and join the axes that are used together.
+
+        The joined axes "dp", "dp_shard_cp" and "dp_cp" are reached through `axis_mesh`.
+
+        Args:
+            device_type: For example "cuda" or "cpu".
+
+        Returns:
+            The mesh, its axes in the order of `MESH_AXES`. None when no axis is in use, and for sequence parallelism,
+            for which DeepSpeed makes its own groups.
+
+        Raises:
+            ValueError: When the sizes do not fit the number of processes.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        if self.total_size == 1 or self.sp_enabled:
+            return None
+        if dist.is_initialized():
+            self.check_world_size(dist.get_world_size())
+        names = tuple(self._used(*MESH_AXES))
+        mesh = init_device_mesh(device_type, tuple(map(self._size_of, names)), mesh_dim_names=names)
+        self._joined = {
+            joined: mesh[tuple(members)]._flatten(joined)
+            for joined, source in JOINED_AXES.items()
+            if (members := getattr(self, source))
+        }
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh, made at the first call.
+
+        Args:
+            device_type: For example "cuda" or "cpu"; needed at the first call only.
+
+        Raises:
+            ValueError: When the mesh is to be made for no device type, or exists for another one.
+        """
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError('There is no mesh yet: give the device type, for example get_device_mesh("cuda").')
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self.device_mesh.device_type != device_type:
+            raise ValueError(
+                f"The mesh was made for {self.device_mesh.device_type!r}, not for {device_type!r}: ask for it without "
+                "a device type, or make another ParallelismConfig."
+            )
+        return self.device_mesh
+
+    def axis_mesh(self, name: str) -> DeviceMesh | None:
+        """The one-dimensional mesh of an axis or joined axis; None when it is not in use or no mesh was made.
+
+        Args:
+            name: One of `MESH_AXES`, or "dp", "dp_shard_cp", "dp_cp".
+
+        Raises:
+            ValueError: For any other name.
+        """
+        if name in JOINED_AXES:
+            return self._joined.get(name)
+        one_of(*MESH_AXES, *JOINED_AXES).read("axis", name)
+        mesh = self.device_mesh
+        return mesh[name] if mesh is not None and name in (mesh.mesh_dim_names or ()) else None
+
+    def data_place(self, process_index: int, num_processes: int) -> DataPlace:
+        """Which slice of the data a process reads; needs no mesh.
+
+        Args:
+            process_index: The process, from 0.
+            num_processes: Size of the run. When all sizes are 1, every process reads a slice of its own.
+
+        Raises:
+            ValueError: When the sizes do not fit the number of processes.
+        """
+        self.check_world_size(num_processes)
+        per_batch = self.non_data_parallel_size
+        return DataPlace(process_index // per_batch, num_processes // per_batch)

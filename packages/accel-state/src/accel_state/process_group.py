@@ -1,0 +1,151 @@
+"""The default process group: which collective library, started and stopped how."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import shutdown
+from accel_state.clusters import ClusterPlace, cluster_row
+from accel_state.devices import DeviceKind
+from accel_state.environment import parse_flag_from_env
+from accel_state.errors import MissingLibraryError, missing_library
+from accel_state.libraries import is_installed
+
+UNDECIDED = (None, "nccl")  # "nccl" is the default of `InitProcessGroupKwargs`, whatever the device
+
+
+def check_group_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Refuse keyword arguments that `torch.distributed.init_process_group` does not know; leave out those unset.
+
+    Raises:
+        TypeError: Naming the unknown ones and those allowed.
+    """
+    allowed = [name for name in inspect.signature(dist.init_process_group).parameters if not name.startswith("_")]
+    unknown = sorted(set(options) - set(allowed))
+    if unknown:
+        raise TypeError(
+            f"Unknown keyword arguments {', '.join(map(repr, unknown))}: a process group takes {', '.join(allowed)}."
+        )
+    timeout = options.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is {timeout!r}: give a datetime.timedelta, such as timedelta(seconds=1800).")
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def choose_backend(kind: DeviceKind, place: ClusterPlace, wanted: str | None) -> str:
+    """The backend for a group of processes on devices of that kind.
+
+    Args:
+        kind: The device kind, which must have a backend of its own.
+        place: How this process was announced.
+        wanted: What the user asked for; None and `"nccl"` leave the choice to the device.
+    """
+    assert kind.collective_backend is not None
+    if wanted not in UNDECIDED:
+        return wanted
+    if parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and _sagemaker_data_parallel():
+        return "smddp"
+    row = cluster_row(place.cluster)
+    if kind.name == "cpu" and row is not None and row.collective_backend and dist.is_mpi_available():
+        return row.collective_backend
+    if kind.name != "cpu" and _offloads_sharded_state():
+        return f"cpu:gloo,{kind.name}:{kind.collective_backend}"
+    return kind.collective_backend
+
+
+def _sagemaker_data_parallel() -> bool:
+    return os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO"
+
+
+def _offloads_sharded_state() -> bool:
+    """Whether FSDP will exchange CPU tensors too: parameters are kept there and saved in shards."""
+    return (
+        parse_flag_from_env("ACCELERATE_USE_FSDP")
+        and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
+        and os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT") == "SHARDED_STATE_DICT"
+    )
+
+
+def check_backend(backend: str, kind: DeviceKind) -> None:
+    """Refuse a backend that this installation lacks, before anything starts.
+
+    Args:
+        backend: A name, or one per device type as in `"cpu:gloo,cuda:nccl"`.
+        kind: The device kind whose library may bring the backend.
+
+    Raises:
+        MissingLibraryError: When a library would bring it.
+        ValueError: When torch does not know it.
+    """
+    if backend == "smddp":
+        if not is_installed("smdistributed"):
+            raise missing_library("smdistributed-dataparallel", why="Data parallel training on SageMaker")
+        __import__("smdistributed.dataparallel.torch.torch_smddp")
+    kind.load_backend()
+    for entry in backend.lower().split(","):
+        name = entry.rpartition(":")[2]
+        if dist.is_backend_available(name):
+            continue
+        known = sorted(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+        advice = f"Use one of {', '.join(known)}"
+        if name == kind.collective_backend:
+            if kind.library is not None:
+                raise MissingLibraryError(
+                    f"Backend {name!r} connects processes on {kind.name!r} devices and comes with {kind.library}, "
+                    "which did not provide it: check that installation, or pass cpu=True.",
+                    name=kind.library,
+                )
+            advice += f", pass cpu=True, or install a build of torch with {name}"
+        raise ValueError(f"backend={backend!r} is not available in this installation of torch. {advice}.")
+
+
+def start_process_group(place: ClusterPlace, backend: str, options: Mapping[str, Any]) -> None:
+    """Start the default process group and have it shut down before the interpreter ends.
+
+    Args:
+        place: This process's place; announced in torchrun's variables as well, for libraries that read those.
+        backend: A backend that passed `check_backend`.
+        options: Further arguments of `torch.distributed.init_process_group`.
+
+    Raises:
+        ValueError: When nobody said where the processes can find one another.
+    """
+    if not dist.is_available():
+        raise RuntimeError(
+            f"Process {place.rank} of {place.world_size} cannot join the others: this torch was built without "
+            "torch.distributed. Install another build, or start one process."
+        )
+    arguments = {name: value for name, value in options.items() if name != "backend"}
+    if backend == "xla":
+        arguments.setdefault("init_method", "xla://")
+    else:
+        arguments.setdefault("rank", place.rank)
+        arguments.setdefault("world_size", place.world_size)
+        finds_others = "init_method" in arguments or "store" in arguments or backend == "mpi"
+        if place.master_addr is None and not finds_others:
+            raise ValueError(
+                f"Process {place.rank} of {place.world_size} (announced by {place.cluster}) does not know where the "
+                "others are: MASTER_ADDR is not set. Set it to the address of the machine of rank 0, the same for all "
+                "processes (127.0.0.1 on one machine), or start them with `accelerate launch` or torchrun."
+            )
+        os.environ.update(place.torch_variables())
+    dist.init_process_group(backend, **arguments)
+    shutdown.register()
+
+
+def share_cpu_threads(local_world_size: int) -> None:
+    """Divide this machine's cores between its CPU processes, unless `OMP_NUM_THREADS` or `MKL_NUM_THREADS` says.
+
+    Without it each process would start one thread per core, and they would wait for one another.
+    """
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if os.environ.get(name, "0") != "0":
+            return
+    torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size))

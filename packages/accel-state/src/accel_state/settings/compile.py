@@ -1,0 +1,83 @@
+"""What `torch.compile` is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.enums import DynamoBackend
+from accel_state.settings.handlers import KwargsHandler
+from accel_state.settings.option import BOOLEAN, member_of, option, resolve_options, suggested
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of `torch.compile`, and whether a model is compiled whole or by its repeated blocks.
+
+    Args:
+        backend (`DynamoBackend` or `str`): The compiler, `DynamoBackend.NO` for none.
+        mode (`str`): What inductor optimises for.
+        fullgraph (`bool`): Fail rather than run a part uncompiled.
+        dynamic (`bool`, *optional*): Compile for varying shapes; torch finds out by itself when None.
+        options: Passed on to the backend; excludes `mode`.
+        disable (`bool`): Make `torch.compile` do nothing.
+        use_regional_compilation (`bool`): Compile each repeated block once instead of the whole model.
+
+    Example:
+        ```python
+        accelerator = Accelerator(dynamo_plugin=TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
+        ```
+    """
+
+    backend: DynamoBackend = option(
+        None,
+        kind=member_of(DynamoBackend),
+        env="ACCELERATE_DYNAMO_BACKEND",
+        flag="--dynamo_backend",
+        help="Compiler that torch.compile uses.",
+        fallback=DynamoBackend.NO,
+    )
+    mode: str = option(
+        None,
+        kind=suggested("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        env="ACCELERATE_DYNAMO_MODE",
+        flag="--dynamo_mode",
+        help="What the compiler optimises for.",
+        fallback="default",
+    )
+    fullgraph: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        flag="--dynamo_use_fullgraph",
+        help="Fail where the model cannot be compiled as one graph.",
+        fallback=False,
+    )
+    dynamic: bool | None = option(
+        None,
+        kind=BOOLEAN,
+        env="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        flag="--dynamo_use_dynamic",
+        help="Compile for varying shapes.",
+    )
+    options: Any = None
+    disable: bool = option(False, kind=BOOLEAN)
+    use_regional_compilation: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        flag="--dynamo_use_regional_compilation",
+        help="Compile each repeated block once instead of the whole model.",
+        fallback=False,
+    )
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by field name, with the backend's name as torch spells it."""
+        return {**super().to_dict(), "backend": self.backend.value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The keyword arguments for `torch.compile` that differ from the defaults."""
+        return {name: value for name, value in super().to_kwargs().items() if name != "use_regional_compilation"}

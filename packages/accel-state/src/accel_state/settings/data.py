@@ -1,0 +1,47 @@
+"""How prepared data loaders share out their batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.errors import missing_library
+from accel_state.settings.option import BOOLEAN, WHOLE, option, resolve_options
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """What `Accelerator.prepare` does with data loaders.
+
+    Args:
+        split_batches (`bool`): Whether the loader's batch size is the global one, split between the processes, rather
+            than the size every process gets.
+        dispatch_batches (`bool`, *optional*): Whether the main process reads all data and sends each process its
+            share. When None: only for iterable datasets.
+        even_batches (`bool`): Whether the last batches are filled up from the beginning, so that every process gets
+            equally many.
+        use_seedable_sampler (`bool`): Whether shuffling depends on seed and epoch alone, and so repeats exactly.
+        data_seed (`int`, *optional*): Seed of that sampler; drawn from torch's global generator when None.
+        non_blocking (`bool`): Whether copies to the device overlap with computation; wants pinned memory.
+        use_stateful_dataloader (`bool`): Whether loaders are `torchdata`'s, which store their position themselves.
+
+    Example:
+        ```python
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True))
+        ```
+    """
+
+    split_batches: bool = option(False, kind=BOOLEAN)
+    dispatch_batches: bool | None = option(None, kind=BOOLEAN)
+    even_batches: bool = option(True, kind=BOOLEAN)
+    use_seedable_sampler: bool = option(False, kind=BOOLEAN)
+    data_seed: int | None = option(None, kind=WHOLE)
+    non_blocking: bool = option(False, kind=BOOLEAN)
+    use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+        if self.use_stateful_dataloader:
+            from accel_state.libraries import is_torchdata_stateful_dataloader_available
+
+            if not is_torchdata_stateful_dataloader_available():
+                raise missing_library("torchdata", why="DataLoaderConfiguration(use_stateful_dataloader=True)")

@@ -1,0 +1,452 @@
+"""Fully sharded data parallelism: parameters, gradients and optimizer state divided between the processes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from accel_state.enums import DistributedType
+from accel_state.settings.fsdp_torch import (
+    FSDP_VERSIONS,
+    WRAP_POLICY,
+    FSDPVersion1,
+    FSDPVersion2,
+    enum_kind,
+    get_module_class_from_name,
+    is_policy,
+    make_state_dict_configs,
+    materialize,
+)
+from accel_state.settings.option import (
+    BOOLEAN,
+    FUNCTION,
+    Kind,
+    at_least,
+    option,
+    resolve_options,
+    words_of,
+    wrong_value,
+)
+from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed.fsdp as torch_fsdp
+
+    from accel_state.accelerator_state import AcceleratorState
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+FREEING_STRATEGIES = frozenset({"FULL_SHARD", "HYBRID_SHARD"})
+"""Strategies that free gathered parameters after forward, which FSDP2 calls `reshard_after_forward=True`."""
+RAM_EFFICIENT_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it while it loads a model
+
+STRATEGY = enum_kind("ShardingStrategy", *STRATEGIES)
+PREFETCH = enum_kind("BackwardPrefetch", "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", none_word="NO_PREFETCH")
+STATE_DICT_TYPE = enum_kind("StateDictType", "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+VERSION = Kind("1 or 2", int, lambda value: not isinstance(value, bool) and value in FSDP_VERSIONS, ("1", "2"))
+OFFLOAD = Kind("true, false or torch's offload object", BOOLEAN.parse, lambda value: True)
+ANYTHING = Kind("anything", str, lambda value: True)
+
+BOTH_VERSIONS = (
+    "fsdp_version",
+    "auto_wrap_policy",
+    "cpu_offload",
+    "ignored_modules",
+    "limit_all_gathers",
+    "param_init_fn",
+    "activation_checkpointing",
+    "activation_checkpointing_offload",
+    "cpu_ram_efficient_loading",
+)
+VERSION_1_ONLY = (
+    "sharding_strategy",
+    "backward_prefetch",
+    "use_orig_params",
+    "sync_module_states",
+    "forward_prefetch",
+)
+
+
+@dataclass
+class FullyShardedDataParallelPlugin(Plugin):
+    """How a model is sharded, by `FullyShardedDataParallel` (version 1) or `fully_shard` (version 2).
+
+    Every field left None is read from its `FSDP_*` variable. Words are turned into torch's objects.
+
+    Args:
+        fsdp_version (`int`): 1 or 2.
+        sharding_strategy (`str` or `ShardingStrategy`): What is sharded; version 1 only.
+        reshard_after_forward (`bool`, or as `sharding_strategy`): Whether gathered parameters are freed after forward.
+            Version 1 takes the name of a strategy here too.
+        backward_prefetch (`str` or `BackwardPrefetch`, *optional*): When backward gathers the next parameters; version
+            1 only.
+        mixed_precision_policy (`str`, `torch.dtype`, `dict` or torch's policy, *optional*): Number formats; set from
+            `mixed_precision` of the run when left out.
+        auto_wrap_policy (`str` or function, *optional*): Which modules are sharded by themselves.
+        cpu_offload (`bool` or torch's offload object): Keep parameters on the CPU while they are not in use.
+        ignored_modules (modules, or `str`): Modules that are left whole; a text is a regular expression for names.
+        state_dict_type (`str` or `StateDictType`): The form of state dicts.
+        state_dict_config, optim_state_dict_config: Torch's settings of that form; made when left out.
+        limit_all_gathers (`bool`): Bound the memory of gathered parameters; version 1 only.
+        use_orig_params (`bool`): Show the user the original parameters; version 1 only, version 2 always does.
+        param_init_fn (function, *optional*): Gives modules on the meta device memory; version 1 only.
+        sync_module_states (`bool`): Send rank 0's values to all; version 1 only.
+        forward_prefetch (`bool`): Gather the next parameters early in forward too; version 1 only.
+        activation_checkpointing (`bool`): Compute activations again in backward instead of keeping them.
+        activation_checkpointing_offload (`bool`): Keep checkpointed activations on the CPU; version 2 only.
+        cpu_ram_efficient_loading (`bool`): Load a pretrained model's values on rank 0 only.
+        transformer_cls_names_to_wrap (list of `str`): Classes of blocks for "TRANSFORMER_BASED_WRAP"; the model's
+            `_no_split_modules` when left out.
+        min_num_params (`int`): Smallest module sharded by itself for "SIZE_BASED_WRAP".
+
+    Example:
+        ```python
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        ```
+    """
+
+    distributed_type: ClassVar[DistributedType] = DistributedType.FSDP
+    works_on: ClassVar[frozenset[str]] = VENDOR_KINDS | {"cpu"}
+
+    fsdp_version: int = option(
+        None,
+        kind=VERSION,
+        env="FSDP_VERSION",
+        flag="--fsdp_version",
+        help="Which of torch's implementations shards the model.",
+        fallback=1,
+    )
+    sharding_strategy: str | torch_fsdp.ShardingStrategy = option(
+        None,
+        kind=STRATEGY,
+        env="FSDP_SHARDING_STRATEGY",
+        flag="--fsdp_sharding_strategy",
+        help="What is sharded (version 1).",
+        fallback="FULL_SHARD",
+    )
+    reshard_after_forward: str | torch_fsdp.ShardingStrategy | bool = option(
+        None,
+        kind=ANYTHING,
+        env="FSDP_RESHARD_AFTER_FORWARD",
+        flag="--fsdp_reshard_after_forward",
+        help="Whether gathered parameters are freed after forward (version 2), or a strategy (version 1).",
+    )
+    backward_prefetch: str | torch_fsdp.BackwardPrefetch | None = option(
+        None,
+        kind=PREFETCH,
+        env="FSDP_BACKWARD_PREFETCH",
+        flag="--fsdp_backward_prefetch",
+        help="When backward gathers the next parameters (version 1).",
+    )
+    mixed_precision_policy: (
+        dict[str, Any] | str | torch_fsdp.MixedPrecision | torch_fsdp.MixedPrecisionPolicy | None
+    ) = None
+    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
+        option(
+            None,
+            kind=WRAP_POLICY,
+            env="FSDP_AUTO_WRAP_POLICY",
+            flag="--fsdp_auto_wrap_policy",
+            help="Which modules are sharded by themselves.",
+            fallback="NO_WRAP",
+        )
+    )
+    cpu_offload: bool | torch_fsdp.CPUOffload | torch_fsdp.OffloadPolicy = option(
+        None,
+        kind=OFFLOAD,
+        env="FSDP_OFFLOAD_PARAMS",
+        flag="--fsdp_offload_params",
+        help="Keep parameters on the CPU while they are not in use.",
+        fallback=False,
+    )
+    ignored_modules: Iterable[torch.nn.Module] | str | None = option(
+        None,
+        kind=ANYTHING,
+        env="FSDP_IGNORED_MODULES",
+        flag="--fsdp_ignored_modules",
+        help="Regular expression for names of modules that are left whole.",
+    )
+    state_dict_type: str | torch_fsdp.StateDictType = option(
+        None,
+        kind=STATE_DICT_TYPE,
+        env="FSDP_STATE_DICT_TYPE",
+        flag="--fsdp_state_dict_type",
+        help="The form of state dicts.",
+    )
+    state_dict_config: torch_fsdp.FullStateDictConfig | torch_fsdp.ShardedStateDictConfig | None = None
+    optim_state_dict_config: torch_fsdp.FullOptimStateDictConfig | torch_fsdp.ShardedOptimStateDictConfig | None = None
+    limit_all_gathers: bool = option(True, kind=BOOLEAN)
+    use_orig_params: bool | None = option(
+        None,
+        kind=BOOLEAN,
+        env="FSDP_USE_ORIG_PARAMS",
+        flag="--fsdp_use_orig_params",
+        help="Show the original parameters (version 1).",
+        fallback=False,
+    )
+    param_init_fn: Callable[[torch.nn.Module], None] | None = option(None, kind=FUNCTION)
+    sync_module_states: bool | None = option(
+        None,
+        kind=BOOLEAN,
+        env="FSDP_SYNC_MODULE_STATES",
+        flag="--fsdp_sync_module_states",
+        help="Send the values of rank 0 to all processes (version 1).",
+        fallback=False,
+    )
+    forward_prefetch: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="FSDP_FORWARD_PREFETCH",
+        flag="--fsdp_forward_prefetch",
+        help="Gather the next parameters early in forward (version 1).",
+        fallback=False,
+    )
+    activation_checkpointing: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="FSDP_ACTIVATION_CHECKPOINTING",
+        flag="--fsdp_activation_checkpointing",
+        help="Compute activations again in backward instead of keeping them.",
+        fallback=False,
+    )
+    activation_checkpointing_offload: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        flag="--fsdp_activation_checkpointing_offload",
+        help="Keep checkpointed activations on the CPU (version 2).",
+        fallback=False,
+    )
+    cpu_ram_efficient_loading: bool = option(
+        None,
+        kind=BOOLEAN,
+        env=RAM_EFFICIENT_VARIABLE,
+        flag="--fsdp_cpu_ram_efficient_loading",
+        help="Load a pretrained model's values on rank 0 only.",
+        fallback=False,
+    )
+    transformer_cls_names_to_wrap: list[str] | None = option(
+        None,
+        kind=words_of("class names"),
+        env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        flag="--fsdp_transformer_layer_cls_to_wrap",
+        help="Classes of the blocks that are sharded by themselves.",
+    )
+    min_num_params: int | None = option(
+        None,
+        kind=at_least(0),
+        env="FSDP_MIN_NUM_PARAMS",
+        flag="--fsdp_min_num_params",
+        help="Smallest module sharded by itself.",
+        fallback=0,
+    )
+
+    def __post_init__(self) -> None:
+        self._made_configs: set[str] = set()
+        given = {name for name in (*VERSION_1_ONLY, "reshard_after_forward") if getattr(self, name) is not None}
+        ram_efficient_given = self.cpu_ram_efficient_loading is not None
+        resolve_options(self, BOTH_VERSIONS)
+        (self._settle_version_1 if self.fsdp_version == 1 else self._settle_version_2)(given)
+        self._settle_wrapping()
+        self._check_activation_checkpointing()
+        if self.mixed_precision_policy is not None:
+            self._settle_mixed_precision()
+        self.set_cpu_offload()
+        self.set_state_dict_type()
+        if ram_efficient_given:
+            os.environ[RAM_EFFICIENT_VARIABLE] = str(self.cpu_ram_efficient_loading)
+
+    def attach(self, state: AcceleratorState) -> None:
+        """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
+        if state.mixed_precision != "no":
+            self.set_mixed_precision(state.mixed_precision)
+        if state.device.type == "cpu":  # torch returns wrong optimizer states when it "offloads" from the CPU
+            for name in self._made_configs:
+                getattr(self, name).offload_to_cpu = False
+
+    # ---- settling the fields ----------------------------------------------------------------------------------------
+
+    @property
+    def _version(self) -> FSDPVersion1 | FSDPVersion2:
+        return FSDP_VERSIONS[self.fsdp_version]
+
+    def _key(self, name: str) -> str:
+        return f"FullyShardedDataParallelPlugin.{name}"
+
+    def _settle_version_1(self, given: set[str]) -> None:
+        named = self.reshard_after_forward
+        if named is None and "FSDP_SHARDING_STRATEGY" not in os.environ:
+            word = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").upper()
+            named = word if word in STRATEGIES else None  # the launcher sets it to "true" when nothing was asked
+        if named is not None:
+            named = STRATEGY.read(self._key("reshard_after_forward"), named)
+            if "sharding_strategy" not in given:
+                self.sharding_strategy = named
+        if "reshard_after_forward" in given:
+            self.reshard_after_forward = named
+        resolve_options(self, VERSION_1_ONLY)
+        if self.backward_prefetch == "NO_PREFETCH":
+            self.backward_prefetch = None
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            if "sync_module_states" in given:
+                self._warn("sync_module_states=False cannot go with cpu_ram_efficient_loading=True and is set to True")
+            self.sync_module_states = True
+        if self.sync_module_states and self.param_init_fn is None:
+            self.param_init_fn = materialize
+
+    def _settle_version_2(self, given: set[str]) -> None:
+        if self.forward_prefetch:
+            raise wrong_value(self._key("forward_prefetch"), True, "None with fsdp_version=2, or fsdp_version=1")
+        if "sharding_strategy" in given and "reshard_after_forward" not in given:
+            strategy = STRATEGY.read(self._key("sharding_strategy"), self.sharding_strategy)
+            self.reshard_after_forward = strategy.name in FREEING_STRATEGIES
+        for name in sorted(given & set(VERSION_1_ONLY)):
+            advice = "use reshard_after_forward" if name == "sharding_strategy" else "leave it out"
+            self._warn(f"{name}={getattr(self, name)!r} has no place with fsdp_version=2: {advice}")
+        for name in VERSION_1_ONLY:
+            setattr(self, name, None)
+        key = self._key("reshard_after_forward") if self.reshard_after_forward is not None else None
+        wanted = self.reshard_after_forward if key else os.environ.get("FSDP_RESHARD_AFTER_FORWARD", True)
+        self.reshard_after_forward = BOOLEAN.read(key or "FSDP_RESHARD_AFTER_FORWARD", wanted)
+
+    def _warn(self, text: str) -> None:
+        warnings.warn(f"FullyShardedDataParallelPlugin: {text}.", stacklevel=5)
+
+    def _settle_wrapping(self) -> None:
+        if is_policy(self.auto_wrap_policy, "SIZE_BASED_WRAP"):
+            resolve_options(self, ("min_num_params",))
+        if is_policy(self.auto_wrap_policy, "TRANSFORMER_BASED_WRAP") or self.transformer_cls_names_to_wrap:
+            resolve_options(self, ("transformer_cls_names_to_wrap",))
+
+    def _check_activation_checkpointing(self) -> None:
+        if not self.activation_checkpointing_offload:
+            return
+        key = self._key("activation_checkpointing_offload")
+        if not self.activation_checkpointing:
+            raise wrong_value(key, True, "it together with activation_checkpointing=True")
+        if self.fsdp_version != 2:
+            raise wrong_value(key, True, "it together with fsdp_version=2")
+
+    def _settle_mixed_precision(self) -> None:
+        import torch
+
+        if isinstance(self.mixed_precision_policy, (str, dict, torch.dtype)):
+            self.set_mixed_precision(self.mixed_precision_policy, override=True)
+        self.validate_mixed_precision_policy()
+
+    # ---- contract methods -------------------------------------------------------------------------------------------
+
+    def set_state_dict_type(self, state_dict_type: str | torch_fsdp.StateDictType | None = None) -> None:
+        """Choose the form of state dicts and make torch's settings for it.
+
+        Args:
+            state_dict_type: A word or torch's member; the field's value, the variable or the version's usual form when
+                None.
+
+        Raises:
+            ValueError: For a word that is not known, or a form that the version does not have.
+        """
+        if state_dict_type is not None:
+            self.state_dict_type = state_dict_type
+        resolve_options(self, ("state_dict_type",))
+        if self.state_dict_type is None:
+            self.state_dict_type = STATE_DICT_TYPE.parse(self._version.default_state_dict_type)
+        name: str = self.state_dict_type.name  # type: ignore[union-attr]
+        allowed = self._version.state_dict_types
+        if name not in allowed:
+            expected = f"{' or '.join(map(repr, allowed))} with fsdp_version={self.fsdp_version}"
+            raise wrong_value(self._key("state_dict_type"), name, expected)
+        config_names = ("state_dict_config", "optim_state_dict_config")
+        for config_name, config in zip(config_names, make_state_dict_configs(name), strict=True):
+            if getattr(self, config_name) is None or config_name in self._made_configs:
+                setattr(self, config_name, config)
+                (self._made_configs.discard if config is None else self._made_configs.add)(config_name)
+
+    def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
+        """Make the wrapping policy fit a model: find its block classes, or apply the smallest size.
+
+        Args:
+            model: The model that will be sharded.
+
+        Raises:
+            ValueError: When a class to wrap does not occur in the model.
+        """
+        policy: Any = self.auto_wrap_policy
+        if is_policy(policy, "TRANSFORMER_BASED_WRAP"):
+            classes = self._find_block_classes(model)
+            self.auto_wrap_policy = functools.partial(policy, transformer_layer_cls=classes)
+        elif is_policy(policy, "SIZE_BASED_WRAP"):
+            size = self.min_num_params or 0
+            self.auto_wrap_policy = functools.partial(policy, min_num_params=size) if size > 0 else None
+
+    def _find_block_classes(self, model: torch.nn.Module) -> set[type[torch.nn.Module]]:
+        names = self.transformer_cls_names_to_wrap
+        if names is None:
+            names = list(getattr(model, "_no_split_modules", None) or ())
+        if not names:
+            warnings.warn(
+                f"TRANSFORMER_BASED_WRAP finds no block classes: {type(model).__name__} has no _no_split_modules, so it "
+                "is sharded as one piece. Name the classes in transformer_cls_names_to_wrap.",
+                stacklevel=4,
+            )
+        classes = {name: get_module_class_from_name(model, name) for name in names}
+        for name, found in classes.items():
+            if found is None:
+                present = sorted({type(module).__name__ for module in model.modules()})
+                key = self._key("transformer_cls_names_to_wrap")
+                raise wrong_value(key, name, f"classes of modules in {type(model).__name__}", present)
+        return {found for found in classes.values() if found is not None}
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Make torch's mixed-precision policy, unless there is one.
+
+        Args:
+            mixed_precision: "fp16", "bf16", "fp8" or "fp32", a `torch.dtype`, or a dictionary from the policy's names
+                to these.
+            buffer_autocast: Keep buffers in float32 (version 1).
+            override: Replace a policy that is there.
+
+        Raises:
+            ValueError: For a format that is not known.
+        """
+        if self.mixed_precision_policy is None or override:
+            self.mixed_precision_policy = self._version.make_policy(
+                mixed_precision, self._key("mixed_precision_policy"), float32_buffers=buffer_autocast
+            )
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Refuse a policy object of the other version.
+
+        Raises:
+            ValueError: Naming the class that is needed.
+        """
+        self._check_class("mixed_precision_policy", self._version.policy_class)
+
+    def set_cpu_offload(self) -> None:
+        """Turn a truth value into torch's offload object.
+
+        Raises:
+            ValueError: When the field holds anything else.
+        """
+        if isinstance(self.cpu_offload, bool):
+            self.cpu_offload = self._version.make_offload(self.cpu_offload)
+        self.validate_cpu_offload()
+
+    def validate_cpu_offload(self) -> None:
+        """Refuse an offload object of the other version.
+
+        Raises:
+            ValueError: Naming the class that is needed.
+        """
+        self._check_class("cpu_offload", self._version.offload_class)
+
+    def _check_class(self, name: str, class_name: str) -> None:
+        value = getattr(self, name)
+        if not self._version.is_own(value, class_name):
+            expected = f"a torch.distributed.fsdp.{class_name} with fsdp_version={self.fsdp_version}"
+            raise wrong_value(self._key(name), value, expected)

@@ -1,0 +1,179 @@
+"""Keyword arguments for objects that the library builds for the user, and the container that sorts them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from accel_state.settings.option import (
+    BOOLEAN,
+    TEXT,
+    Kind,
+    above,
+    at_least,
+    making_defaults,
+    option,
+    resolve_options,
+)
+
+if TYPE_CHECKING:
+    from accel_state.settings.ddp import DistributedDataParallelKwargs
+    from accel_state.settings.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from accel_state.settings.profile import ProfileKwargs
+
+NCCL_TIMEOUT = timedelta(minutes=10)
+OTHER_TIMEOUT = timedelta(minutes=30)
+
+
+class KwargsHandler:
+    """Base of dataclasses that hold keyword arguments for an object built elsewhere."""
+
+    slot: ClassVar[str | None] = None
+    """The field of `Handlers` it goes to; None for handlers that `Accelerator` takes by an argument of their own."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All values by field name; lists and dictionaries are copies."""
+        return {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(self).items()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The values that differ from the defaults which hold when no environment variable is set."""
+        with making_defaults():
+            defaults = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """How `torch.autocast` behaves under mixed precision.
+
+    Args:
+        enabled (`bool`): False switches autocast off in the regions it is used for.
+        cache_enabled (`bool`, *optional*): Whether casts of weights are kept for the region; torch decides when None.
+
+    Example:
+        ```python
+        with accelerator.autocast(AutocastKwargs(enabled=False)):
+            loss = criterion(outputs.float(), targets)
+        ```
+    """
+
+    slot = "autocast"
+
+    enabled: bool = option(True, kind=BOOLEAN)
+    cache_enabled: bool | None = option(None, kind=BOOLEAN)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """How the loss is scaled under fp16, see `torch.amp.GradScaler`.
+
+    Args:
+        init_scale (`float`): The first scale.
+        growth_factor (`float`): Multiplies the scale after `growth_interval` steps without infinities; above 1.
+        backoff_factor (`float`): Multiplies the scale after a step with infinities; between 0 and 1.
+        growth_interval (`int`): Number of steps.
+        enabled (`bool`): False turns the scaler into one that does nothing.
+    """
+
+    slot = "grad_scaler"
+
+    init_scale: float = option(65536.0, kind=above(0))
+    growth_factor: float = option(2.0, kind=above(1))
+    backoff_factor: float = option(0.5, kind=above(0, below=1))
+    growth_interval: int = option(2000, kind=at_least(1))
+    enabled: bool = option(True, kind=BOOLEAN)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+
+
+def _no_timeout(text: str) -> timedelta:
+    raise ValueError(text)
+
+
+DURATION = Kind(
+    "a datetime.timedelta above zero, for example timedelta(seconds=1800)",
+    _no_timeout,
+    lambda value: isinstance(value, timedelta) and value > timedelta(0),
+)
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process group starts, see `torch.distributed.init_process_group`.
+
+    Args:
+        backend (`str`, *optional*): The collective library. `"nccl"`, the default, and None leave the choice to the
+            device; any other name is used as it is.
+        init_method (`str`, *optional*): URL at which the processes find one another.
+        timeout (`datetime.timedelta`, *optional*): How long a collective may take. 10 minutes for nccl, 30 for the
+            other backends.
+    """
+
+    slot = "process_group"
+
+    backend: str | None = "nccl"
+    init_method: str | None = option(None, kind=TEXT)
+    timeout: timedelta | None = option(None, kind=DURATION)
+
+    def __post_init__(self) -> None:
+        if self.backend is not None:  # None is a choice of its own here, not "not given"
+            TEXT.read("InitProcessGroupKwargs.backend", self.backend)
+        if self.timeout is None:
+            self.timeout = NCCL_TIMEOUT if self.backend == "nccl" else OTHER_TIMEOUT
+        resolve_options(self)
+
+
+SLOT_CLASSES = {
+    "ddp": "DistributedDataParallelKwargs",
+    "grad_scaler": "GradScalerKwargs",
+    "process_group": "InitProcessGroupKwargs",
+    "autocast": "AutocastKwargs",
+    "profile": "ProfileKwargs",
+    "fp8": "AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs or FP8RecipeKwargs",
+}
+
+
+@dataclass(slots=True)
+class Handlers:
+    """The handlers given to an accelerator, at most one of each sort; None where none was given."""
+
+    ddp: DistributedDataParallelKwargs | None = None
+    grad_scaler: GradScalerKwargs | None = None
+    process_group: InitProcessGroupKwargs | None = None
+    autocast: AutocastKwargs | None = None
+    profile: ProfileKwargs | None = None
+    fp8: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None = None
+
+    @classmethod
+    def sort(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
+        """Put each handler of a list in its place.
+
+        Args:
+            given: What the user passed as `kwargs_handlers`.
+
+        Raises:
+            ValueError: When a member is no handler, or two are of one sort.
+        """
+        handlers = cls()
+        for position, handler in enumerate(given or ()):
+            slot = handler.slot if isinstance(handler, KwargsHandler) else None
+            if slot is None:
+                raise ValueError(
+                    f"kwargs_handlers[{position}]={handler!r} does not belong in this list: it takes objects (not "
+                    f"classes) of {', '.join(SLOT_CLASSES.values())}. Everything else has an argument of its own."
+                )
+            present = getattr(handlers, slot)
+            if present is not None:
+                raise ValueError(
+                    f"kwargs_handlers holds {present!r} and {handler!r}, of which only one can be used: pass at most "
+                    f"one {SLOT_CLASSES[slot]}."
+                )
+            setattr(handlers, slot, handler)
+        return handlers

@@ -1,0 +1,46 @@
+"""Where a run keeps its checkpoints and logs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
+
+
+@dataclass
+class ProjectConfiguration:
+    """Folders of a run and the naming of its checkpoints.
+
+    Args:
+        project_dir (`str` or path, *optional*): Folder of the run.
+        logging_dir (`str` or path, *optional*): Folder of tracker files; `project_dir` when left out.
+        automatic_checkpoint_naming (`bool`): Whether `save_state()` writes to `checkpoints/checkpoint_<iteration>`
+            below `project_dir`.
+        total_limit (`int`, *optional*): How many automatically named checkpoints are kept; all when None.
+        iteration (`int`): Number of the next checkpoint.
+        save_on_each_node (`bool`): Whether the first process of every machine writes what one process would write
+            otherwise; for machines without a common file system.
+
+    Example:
+        ```python
+        config = ProjectConfiguration("runs/digits", automatic_checkpoint_naming=True, total_limit=3)
+        ```
+    """
+
+    project_dir: str | os.PathLike[str] | None = option(None, kind=PATH)
+    logging_dir: str | os.PathLike[str] | None = option(None, kind=PATH)
+    automatic_checkpoint_naming: bool = option(False, kind=BOOLEAN)
+    total_limit: int | None = option(None, kind=at_least(1))
+    iteration: int = option(0, kind=at_least(0))
+    save_on_each_node: bool = option(False, kind=BOOLEAN)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` where it has no value yet."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir

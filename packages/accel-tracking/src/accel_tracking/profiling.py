@@ -1,0 +1,50 @@
+"""Recording where time and memory go, one trace per process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_ops.filenames import PROFILE_PATTERN_NAME
+from accel_state.processes import PartialState
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_state.settings.profile import ProfileKwargs
+
+
+@contextmanager
+def record_profile(settings: ProfileKwargs) -> Iterator[torch.profiler.profile]:
+    """Profile a block; when it ends well, write `profile_<rank>.json` if the settings name a folder.
+
+    Args:
+        settings (`ProfileKwargs`): What to record, and where the Chrome traces go.
+
+    Yields:
+        The running `torch.profiler.profile`.
+
+    Example:
+        ```python
+        with record_profile(ProfileKwargs(activities=["cpu"], output_trace_dir="traces")) as profiler:
+            step()
+        ```
+    """
+    with settings.build() as profiler:
+        yield profiler
+    if settings.output_trace_dir is not None:
+        state = PartialState()
+        folder = Path(settings.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        if profiler.profiler is None:  # torch's own check is an assertion
+            warnings.warn(
+                f"Nothing was recorded for {folder}: schedule_option={settings.schedule_option!r} had not reached its "
+                "first active step. Call profiler.step() more often, or shorten wait and warmup.",
+                stacklevel=4,
+            )
+        else:
+            profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=state.process_index)))
+        state.wait_for_everyone()  # all traces are there when any process goes on

@@ -1,0 +1,114 @@
+"""What an experiment tracker is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from accel_state.processes import PartialState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+REQUIRED = ("name", "requires_logging_directory", "tracker")
+
+
+def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a tracker's method to do nothing on processes other than the main one.
+
+    Trackers that set `main_process_only = False` run it on every process.
+
+    Example:
+        ```python
+        class CsvTracker(GeneralTracker):
+            @on_main_process
+            def log(self, values, step=None, **kwargs):
+                self.writer.writerow([step, *values.values()])
+        ```
+    """
+
+    @wraps(function)
+    def on_main(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        runs_everywhere = bool(args) and not getattr(args[0], "main_process_only", False)
+        if runs_everywhere or PartialState().is_main_process:
+            return function(*args, **kwargs)
+        return None
+
+    return on_main
+
+
+class GeneralTracker:
+    """Base of experiment trackers; subclass it to send a run's numbers to a service or file of your own.
+
+    A subclass defines three names. `name` (`str`): how `Accelerator.get_tracker` finds it.
+    `requires_logging_directory` (`bool`): whether it needs a folder. `tracker` (property): the object of the library
+    behind it, which `get_tracker(name, unwrap=True)` hands out. Then it overrides the methods it has a use for. An
+    accelerator calls them on the main process only.
+
+    Raises:
+        NotImplementedError: When the subclass lacks one of these names.
+
+    Example:
+        ```python
+        class MemoryTracker(GeneralTracker):
+            name = "memory"
+            requires_logging_directory = False
+
+            def __init__(self):
+                super().__init__()
+                self.rows = []
+
+            @property
+            def tracker(self):
+                return self.rows
+
+            def log(self, values, step=None, **kwargs):
+                self.rows.append((step, values))
+
+
+        accelerator = Accelerator(log_with=MemoryTracker())
+        ```
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any:
+            """The object of the library behind the tracker."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        if _blank:  # stands in for the real tracker where there is none: accepts every call
+            return
+        missing = [name for name in REQUIRED if not hasattr(type(self), name) and name not in vars(self)]
+        if missing:
+            raise NotImplementedError(
+                f"{type(self).__name__} cannot be used as a tracker yet: define "
+                f"{', '.join(map(repr, missing))} in the class ('tracker' as a property)."
+            )
+
+    def start(self) -> None:
+        """Begin the run; called by `Accelerator.init_trackers` before anything is stored."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the run's settings.
+
+        Args:
+            values (`dict`): Hyperparameters by name; plain values.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep some numbers.
+
+        Args:
+            values (`dict`): Values by name.
+            step (`int`, *optional*): The training step they belong to.
+            kwargs: What `Accelerator.log(..., log_kwargs={name: {...}})` holds for this tracker.
+        """
+
+    def finish(self) -> None:
+        """End the run: write out and close what is open."""

@@ -1,0 +1,1014 @@
+"""`Accelerator`: the object through which a training loop runs anywhere. A table of contents: each method is a line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_data.skipping import skip_first_batches
+from accel_integrations.engines.registry import make_engine
+from accel_integrations.unwrap import extract_model_from_parallel
+from accel_ops.memory import release_memory
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.logging import get_logger
+
+from accel_integrations.engines.engine import EngineContext
+from accel_integrations.prepared.prepared import Prepared
+from accel_ops import collectives, files
+from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
+from accel_state.gradient_state import GradientState
+from accel_state.settings.handlers import Handlers
+from accel_state.settings.profile import ProfileKwargs
+from accel_tracking.profiling import record_profile
+from accel_tracking.registry import filter_trackers
+from accel_tracking.tracker_set import TrackerSet
+from accelerate.arguments import (
+    NOT_GIVEN,
+    NotGiven,
+    resolve_accumulation,
+    resolve_dynamo,
+    resolve_loader_settings,
+    resolve_plugins,
+    resolve_project,
+    resolve_rng_types,
+)
+from accelerate.gathering import gather_for_metrics
+from accelerate.preparing import Preparer, is_dispatched
+from accelerate.stepping import Accumulation, StepController, is_lomo_optimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+    from accel_integrations.prepared.scheduler import AcceleratedScheduler
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
+
+    from accel_state.mesh import ParallelismConfig
+    from accel_state.settings.accumulation import GradientAccumulationPlugin
+    from accel_state.settings.compile import TorchDynamoPlugin
+    from accel_state.settings.data import DataLoaderConfiguration
+    from accel_state.settings.handlers import AutocastKwargs, KwargsHandler
+    from accel_state.settings.project import ProjectConfiguration
+    from accelerate.checkpoint.keeper import CheckpointKeeper
+
+logger = get_logger(__name__)
+
+_split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
+
+
+class Accelerator:
+    """Runs one training loop on any hardware, with any number of processes, in any number format.
+
+    Args:
+        device_placement (`bool`): Whether `prepare` moves models to the device and data loaders move batches there.
+        split_batches (`bool`): Deprecated, use `DataLoaderConfiguration(split_batches=...)`.
+        mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The number format of the heavy arithmetic.
+            When None, `ACCELERATE_MIXED_PRECISION`, which `accelerate launch` sets, or else full precision.
+        gradient_accumulation_steps (`int`): Batches per optimizer step; `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` wins.
+        cpu (`bool`): Compute on the CPU even where there is an accelerator.
+        dataloader_config (`DataLoaderConfiguration`, *optional*): How data loaders share out their batches.
+        deepspeed_plugin (`DeepSpeedPlugin`, *optional*): Train with DeepSpeed.
+        fsdp_plugin (`FullyShardedDataParallelPlugin`, *optional*): Train with sharded parameters.
+        torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Deprecated, use `parallelism_config`.
+        megatron_lm_plugin (`MegatronLMPlugin`, *optional*): Train with Megatron-LM.
+        rng_types (list of `str` or `RNGType`, *optional*): Random generators that prepared data loaders synchronise at
+            the start of each iteration: "torch", "cuda", "xpu", "npu", "xla", ..., "generator" (the sampler's; the
+            default).
+        log_with (tracker, `str`, `LoggerType` or list of these, *optional*): Where `log` sends its numbers.
+        project_dir (`str` or path, *optional*): Folder for checkpoints and logs.
+        project_config (`ProjectConfiguration`, *optional*): The same, with naming and limits of checkpoints.
+        gradient_accumulation_plugin (`GradientAccumulationPlugin`, *optional*): How gradients accumulate, in detail.
+        step_scheduler_with_optimizer (`bool`): Whether schedulers step only when optimizers do, and once for each
+            process's batch; False when the loop steps them at other times.
+        kwargs_handlers (list of `KwargsHandler`, *optional*): Arguments for objects built behind the scenes, at most
+            one of each: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
+            `InitProcessGroupKwargs`, `ProfileKwargs`, an fp8 recipe.
+        dynamo_backend (`str` or `DynamoBackend`, *optional*): Compile models with this backend of `torch.compile`.
+        dynamo_plugin (`TorchDynamoPlugin`, *optional*): The same, in detail.
+        deepspeed_plugins (`DeepSpeedPlugin` or `dict` of them, *optional*): Several DeepSpeed set-ups, by name.
+        parallelism_config (`ParallelismConfig`, *optional*): How processes divide data, layers and sequences.
+
+    Attributes:
+        state (`AcceleratorState`): What this process knows of the run.
+        gradient_state (`GradientState`): Where the loop stands in its window and its data loader.
+
+    Raises:
+        TypeError: For an argument of the wrong class.
+        ValueError: For values that are not allowed or contradict one another, and for a second accelerator whose
+            settings differ from those of the first.
+
+    Example:
+        ```python
+        accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                loss = loss_function(model(inputs), targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        ```
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | NotGiven = _split_batches,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
+    ) -> None:
+        # What was asked for
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.project_configuration = resolve_project(project_dir, project_config)
+        self.dataloader_config = resolve_loader_settings(dataloader_config, split_batches)
+        self.rng_types = resolve_rng_types(rng_types)
+        accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        handlers = Handlers.sort(kwargs_handlers)
+        plugins = resolve_plugins(
+            {
+                "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+            }
+        )
+        self.log_with = filter_trackers(log_with, self.logging_dir)
+
+        # Who we are and how we train
+        self.state = AcceleratorState(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dynamo_plugin=resolve_dynamo(dynamo_backend, dynamo_plugin),
+            _from_accelerator=True,
+            **plugins,
+            **(handlers.process_group.to_kwargs() if handlers.process_group else {}),
+        )
+        self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+        self._prepared = Prepared()
+        self.engine = make_engine(
+            EngineContext(
+                state=self.state,
+                gradient_state=self.gradient_state,
+                handlers=handlers,
+                prepared=self._prepared,
+                device_placement=device_placement,
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                split_batches=self.dataloader_config.split_batches,
+            )
+        )
+
+        # Who does the work
+        self._stepping = StepController(self.engine, self.gradient_state, self._prepared)
+        self._preparer = Preparer(
+            self.engine,
+            self.state,
+            self._prepared,
+            loader_settings=self.dataloader_config,
+            rng_types=self.rng_types,
+            device_placement=device_placement,
+        )
+        self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
+        self._keep_what_others_read(handlers)
+
+    def _keep_what_others_read(self, handlers: Handlers) -> None:
+        """Attributes that libraries built on this one read; all listed in one test."""
+        prepared = self._prepared
+        self._models = prepared.models  # transformers asks whether anything was prepared
+        self._optimizers = prepared.optimizers
+        self._schedulers = prepared.schedulers
+        self._dataloaders = prepared.dataloaders
+        self._custom_objects = prepared.custom  # what register_for_checkpointing was given
+        self.trackers = self._tracker_set.active
+        self.scaler = self.engine.precision.scaler  # transformers stores its state itself
+        self.native_amp = self.mixed_precision in ("fp16", "bf16")  # whether torch.autocast is at work
+        self.ddp_handler = handlers.ddp  # optimum-habana changes it after construction
+        self.scaler_handler = handlers.grad_scaler
+        self.init_handler = handlers.process_group
+        self.autocast_handler = handlers.autocast
+        self.profile_handler = handlers.profile
+        self.fp8_recipe_handler = handlers.fp8
+        self.has_fp8_handler = handlers.fp8 is not None
+        recipe = type(handlers.fp8).__name__
+        self.te_recipe_handler = handlers.fp8 if recipe == "TERecipeKwargs" else None
+        self.ao_recipe_handler = handlers.fp8 if recipe == "AORecipeKwargs" else None
+        self.msamp_recipe_handler = handlers.fp8 if recipe == "MSAMPRecipeKwargs" else None
+        self.fp8_enabled = self.mixed_precision == "fp8"
+        self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
+        self.deepspeed_config: dict[str, Any] | None = None  # the configuration DeepSpeed ended up with
+        self.deepspeed_engine_wrapped: Any = None  # its engine, once prepared
+
+    # ---- the run and this process's place in it -----------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is spread over processes."""
+        return self.state.distributed_type
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether replicas train on several accelerators of one kind, CPUs excluded."""
+        kind = self.distributed_type.name
+        return self.use_distributed and kind.startswith("MULTI_") and kind != "MULTI_CPU"
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes there are."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its machine."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.state.device
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process speaks for the run."""
+        return self.state.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this process speaks for its machine."""
+        return self.state.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this process has the highest rank."""
+        return self.state.is_last_process
+
+    @property
+    def mixed_precision(self) -> str:
+        """The number format of the heavy arithmetic: "no", "fp16", "bf16" or "fp8"."""
+        return self.state.mixed_precision
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in 8-bit floats; `FP8BackendType.NO` without fp8."""
+        if not self.fp8_enabled:
+            return FP8BackendType.NO
+        if self.fp8_recipe_handler is not None:
+            return FP8BackendType(self.fp8_recipe_handler.backend)
+        return FP8BackendType(os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper())
+
+    # ---- settings -----------------------------------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is split between the processes."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads for all; None means for iterable data sets."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every process gets equally many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling depends on seed and epoch alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to the device overlap with computation."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether data loaders store their position themselves."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | os.PathLike[str] | None:
+        """Folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | os.PathLike[str] | None:
+        """Folder for the files of trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed settings; None when training otherwise."""
+        return self.state.deepspeed_plugin
+
+    # ---- the mesh of processes ----------------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How processes divide the work; None when they only divide the data."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The mesh of processes; None without a parallelism configuration."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded by version 2 of FSDP."""
+        return self.state.is_fsdp2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether several ways of dividing the work can be combined."""
+        return self.is_fsdp2
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes (its shard of) the model when a model is saved."""
+        config, mesh = self.parallelism_config, self.torch_device_mesh
+        if config is None or mesh is None:
+            return self.is_main_process
+        copies = [axis for axis in ("dp_replicate", "cp") if axis in config.active_mesh_dims]
+        return all(mesh.get_local_rank(axis) == 0 for axis in copies)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Position among the copies of the model."""
+        return self._axis_rank("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Position among the processes that share one copy's parameters."""
+        return self._axis_rank("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Position among the processes that share every layer."""
+        return self._axis_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Position among the processes that share every sequence."""
+        return self._axis_rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Position in the pipeline; this release has no pipelines."""
+        raise NotImplementedError("pipeline_parallel_rank: there is no pipeline parallelism in this release.")
+
+    def _axis_rank(self, axis: str) -> int:
+        config, mesh = self.parallelism_config, self.torch_device_mesh
+        if config is None or mesh is None or axis not in config.active_mesh_dims:
+            raise RuntimeError(
+                f"This run does not use the {axis!r} axis, so there is no rank on it: pass "
+                f"parallelism_config=ParallelismConfig({axis}_size=...) with a size above 1 to Accelerator."
+            )
+        return mesh.get_local_rank(axis)
+
+    # ---- doing things on some processes -------------------------------------------------------------------------
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorator: only the main process runs the function, the others get None."""
+        return self.state.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorator: only the main process of each machine runs the function, the others get None."""
+        return self.state.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Any:
+        """Decorator: only the process of the highest rank runs the function, the others get None."""
+        return self.state.on_last_process(function)
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorator: only the process of rank `process_index` runs the function, the others get None."""
+        return self.state.on_process(function, process_index=process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorator: only process `local_process_index` of each machine runs the function, the others get None."""
+        return self.state.on_local_process(function, local_process_index=local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the main process runs before all others enter it."""
+        return self.state.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the main process of each machine runs before the others enter it."""
+        return self.state.local_main_process_first()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """A block with this process's part of the inputs; see `PartialState.split_between_processes`.
+
+        Args:
+            inputs (`list`, `tuple`, `torch.Tensor`, `datasets.Dataset` or `dict` of these): What to divide, along the
+                first dimension.
+            apply_padding (`bool`): Fill short parts up with the last input, so that all have the same length.
+        """
+        return self.state.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def wait_for_everyone(self) -> None:
+        """Go on only when all processes have come here."""
+        self.state.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine; takes what `print` takes."""
+        self.state.print(*args, **kwargs)
+
+    # ---- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Make models, optimizers, schedulers and data loaders ready to train here.
+
+        Args:
+            args: Any number of them, in any order. Other objects come back as they are, and so does what is prepared
+                already.
+            device_placement (list of `bool`, *optional*): For each object, whether it is moved to the device; None for
+                the accelerator's own setting.
+
+        Returns:
+            The prepared objects in the same order; a single one not in a tuple.
+
+        Raises:
+            ValueError: For a `device_placement` of another length, or a model that `device_map` spread over several
+                devices when there are several processes.
+
+        Example:
+            ```python
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            ```
+        """
+        return self._preparer.prepare(args, device_placement, self)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Make one model ready; returns the one to call from now on.
+
+        Args:
+            model (`torch.nn.Module`): The model.
+            device_placement (`bool`, *optional*): Whether to move it to the device.
+            evaluation_mode (`bool`): Leave out what only training needs, such as the exchange of gradients.
+        """
+        return self._preparer.prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Make one optimizer ready; it then steps only where a window of accumulation ends."""
+        prepared = self._preparer.prepare_optimizer(optimizer, device_placement)
+        self._stepping.has_lomo_optimizer |= is_lomo_optimizer(prepared.optimizer)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Make one learning-rate scheduler ready; prepare the optimizers it drives before it."""
+        return self._preparer.prepare_scheduler(scheduler)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Make one data loader ready; it then reads this process's share.
+
+        Args:
+            data_loader (`torch.utils.data.DataLoader`): The loader.
+            device_placement (`bool`, *optional*): Whether batches are moved to the device.
+            slice_fn_for_dispatch (`Callable`, *optional*): When the main process reads for all: how a batch is cut,
+                called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
+        """
+        return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """The loader cut along the sequence, for DeepSpeed's sequence parallelism; the same one without it."""
+        return dl
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether `device_map` spread the model, or a part of it, over several devices."""
+        return is_dispatched(model)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The model inside what `prepare` returned.
+
+        Args:
+            model (`torch.nn.Module`): A prepared model; any other one comes back as it is.
+            keep_fp32_wrapper (`bool`): False restores the `forward` from before mixed precision, also in the prepared
+                model.
+            keep_torch_compile (`bool`): False takes compilation away as well.
+        """
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+        """A loader that starts after the first `num_batches` batches, to go on in the middle of an epoch."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget everything prepared and give memory back: `model, loader = accelerator.free_memory(model, loader)`.
+
+        Returns as many None as there are objects, for the caller to overwrite references that would keep the memory.
+        """
+        self._prepared.clear()
+        self._stepping.forget()
+        self.deepspeed_engine_wrapped = None
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    # ---- accumulating -------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Batches that went through `accumulate` since the last end of a data loader."""
+        return self._stepping.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._stepping.step = step
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this batch ends a window, so that gradients are exchanged and optimizers step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        steps = resolve_accumulation(gradient_accumulation_steps, None).num_steps
+        self.gradient_state.plugin_kwargs["num_steps"] = steps
+
+    def accumulate(self, *models: nn.Module) -> Accumulation:
+        """A block for one batch, in which gradients add up until their window is full.
+
+        Optimizers, schedulers and `zero_grad` called inside do their work only in the batch that ends a window. The end
+        of a prepared data loader ends the window as well.
+
+        Args:
+            models (`torch.nn.Module`): The prepared models trained in the block.
+
+        Raises:
+            TypeError: For something that is no model.
+            RuntimeError: When no model was prepared.
+
+        Example:
+            ```python
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss_function(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
+        """
+        return Accumulation(self._stepping, models)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """A block in which `backward` of this model exchanges no gradients between processes."""
+        with self.engine.no_sync(model):
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """A block in which `backward` exchanges gradients although the forward ran under `no_sync`.
+
+        Example:
+            ```python
+            with accelerator.no_sync(model):
+                losses = [loss_function(model(inputs), targets) for inputs, targets in window]
+            for loss in losses[:-1]:
+                accelerator.backward(loss)
+            with accelerator.trigger_sync_in_backward(model):
+                accelerator.backward(losses[-1])
+            ```
+        """
+        with sync_in_backward(model):
+            yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A block in which processes may run out of batches at different times.
+
+        Args:
+            joinables (list): The prepared models (and other `torch.distributed.algorithms.Joinable`) trained in it.
+            even_batches (`bool`, *optional*): Overrides, within the block, whether the prepared loaders fill up.
+
+        Example:
+            ```python
+            with accelerator.join_uneven_inputs([model], even_batches=False):
+                for inputs, targets in loader:
+                    ...
+            ```
+        """
+        with self.engine.join(joinables, even_batches=even_batches):
+            yield
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """Add the gradients of a loss to those of the window; stands in for `loss.backward()`.
+
+        The loss is divided by `gradient_accumulation_steps`, unless the plugin's `average_over` says otherwise.
+
+        Args:
+            loss (`torch.Tensor`): 0-dim.
+            weight (`float` or 0-dim `torch.Tensor`, *optional*): Over how many items, for instance tokens, the loss is
+                a mean. Only with `GradientAccumulationPlugin(average_over="weights")`, and then needed.
+            kwargs: For `torch.Tensor.backward`.
+        """
+        self._stepping.backward(loss, weight, kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """Backward and update in one go, for prepared `Lomo` and `AdaLomo` optimizers."""
+        self._stepping.lomo_backward(loss, learning_rate)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether a `Lomo` or `AdaLomo` optimizer was prepared."""
+        return self._stepping.has_lomo_optimizer
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients that loss scaling (fp16) enlarged back to their true size, in order to read or change them.
+
+        Args:
+            optimizer (prepared optimizer or list of them, *optional*): Whose gradients; all prepared ones' when None.
+        """
+        self._stepping.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float | str = 2
+    ) -> torch.Tensor | None:
+        """Scale gradients so that their joint norm is at most `max_norm`.
+
+        Args:
+            parameters (`torch.Tensor` or iterable of them): Whose gradients.
+            max_norm (`float`): The bound.
+            norm_type (`float`): Which norm; "inf" for the largest element.
+
+        Returns:
+            The norm before, 0-dim.
+
+        Example:
+            ```python
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            ```
+        """
+        return self._stepping.clip_grad_norm_(parameters, max_norm, float(norm_type))
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Clamp every element of the gradients to `[-clip_value, clip_value]`."""
+        self._stepping.clip_grad_value_(parameters, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer skipped its last step because gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """A block that computes in the chosen number format, for work outside of a prepared model's forward.
+
+        Args:
+            autocast_handler (`AutocastKwargs`, *optional*): Overrides the accelerator's own.
+        """
+        with self.engine.precision.autocast(autocast_handler):
+            yield
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """A block in which sequences are shared between processes; without context parallelism, any block.
+
+        Args:
+            buffers (list of `torch.Tensor`, *optional*): The tensors to cut along the sequence.
+            buffer_seq_dims (list of `int`, *optional*): For each, which dimension is the sequence.
+            no_restore_buffers (set of `torch.Tensor`, *optional*): Those that need not be whole again afterwards.
+        """
+        yield
+
+    # ---- triggers -----------------------------------------------------------------------------------------------
+
+    @property
+    def flag_tensor(self) -> torch.Tensor | None:
+        """0-dim, 1 once `set_trigger` was called here; None before triggers are used."""
+        return self._stepping.flag_tensor
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on all processes, for instance to stop early.
+
+        Example:
+            ```python
+            if loss_is_good_enough(loss):
+                accelerator.set_trigger()
+            if accelerator.check_trigger():
+                break
+            ```
+        """
+        self._stepping.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised the flag since the last check; call it on all processes. Lowers the flag."""
+        return self._stepping.check_trigger()
+
+    # ---- collectives --------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along the first dimension.
+
+        Args:
+            tensor (`torch.Tensor` or nested structure of them): First dimensions may differ between processes.
+
+        Returns:
+            The same structure on every process; 0-dim tensors become 1-dim, one element per process.
+        """
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather a batch's results and drop those of samples that only filled the last batch up.
+
+        Args:
+            input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
+            use_gather_object (`bool`): Gather as objects even if all leaves are tensors.
+
+        Returns:
+            Tensors in the structure given, concatenated over processes; objects as one list.
+
+        Example:
+            ```python
+            for inputs, targets in loader:
+                predictions, targets = accelerator.gather_for_metrics((model(inputs).argmax(-1), targets))
+                metric.add(predictions, targets)
+            ```
+        """
+        return gather_for_metrics(input_data, use_gather_object, self.gradient_state)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Add up tensors of all processes.
+
+        Args:
+            tensor (`torch.Tensor` or nested structure of them): Equal shapes on all processes.
+            reduction (`"sum"`, `"mean"` or `"none"`): What to do.
+            scale (`float`): Factor on the result.
+
+        Returns:
+            The same structure on every process.
+        """
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        """Make tensors of all processes equally long.
+
+        Args:
+            tensor (`torch.Tensor` or nested structure of them): They may differ in `dim` only.
+            dim (`int`): The dimension.
+            pad_index (`int`): What to fill up with.
+            pad_first (`bool`): Fill up at the beginning.
+        """
+        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    @property
+    def _checkpoints(self) -> CheckpointKeeper:
+        keeper: CheckpointKeeper | None = vars(self).get("_checkpoint_keeper")
+        if keeper is None:
+            from accelerate.checkpoint.keeper import CheckpointKeeper
+
+            keeper = self._checkpoint_keeper = CheckpointKeeper(self)
+        return keeper
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The whole model's tensors by name, wherever they are.
+
+        Args:
+            model (`torch.nn.Module`): A prepared model.
+            unwrap (`bool`): Use the names of the model inside; False keeps the wrappers' prefixes.
+        """
+        return self.engine.full_state_dict(model) if unwrap else model.state_dict()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Write an object once per run, or once per machine with `ProjectConfiguration(save_on_each_node=True)`.
+
+        Args:
+            obj: What `torch.save` takes; a dictionary of tensors with `safe_serialization`.
+            f (`str` or path): The file.
+            safe_serialization (`bool`): Write safetensors.
+        """
+        files.save(
+            obj,
+            f,
+            save_on_each_node=self.project_configuration.save_on_each_node,
+            safe_serialization=safe_serialization,
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a prepared model, in shards, for others to load.
+
+        Args:
+            model (`torch.nn.Module`): The model.
+            save_directory (`str` or path): The folder; made if need be.
+            max_shard_size (`int` of bytes or `str`): Size of a shard at most, for instance "5GB".
+            safe_serialization (`bool`): Write safetensors; False for `torch.save`.
+        """
+        self._checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Write everything needed to go on later: prepared and registered objects, and random states.
+
+        Args:
+            output_dir (`str` or path, *optional*): The folder; found by itself with
+                `ProjectConfiguration(automatic_checkpoint_naming=True)`.
+            safe_serialization (`bool`): Write models as safetensors.
+            save_model_func_kwargs: For the function that writes models.
+
+        Returns:
+            The folder written.
+        """
+        return self._checkpoints.save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Restore what `save_state` wrote, into the objects prepared and registered in the same order.
+
+        Args:
+            input_dir (`str` or path, *optional*): The folder; the newest complete checkpoint when left out.
+            load_kwargs (`dict`, *optional*): For the function that reads optimizers and schedulers.
+            load_model_func_kwargs: For the function that reads models.
+        """
+        self._checkpoints.load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Have `hook(models, weights, output_dir)` called before `save_state` writes models.
+
+        The hook may change the lists in place; what it removes from `weights` is not written. Returns a handle, whose
+        `remove()` takes the hook away.
+        """
+        return self._checkpoints.register_save_state_pre_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Have `hook(models, input_dir)` called before `load_state` reads models.
+
+        The hook may change the list in place; models it removes are not read. Returns a handle, whose `remove()` takes
+        the hook away.
+        """
+        return self._checkpoints.register_load_state_pre_hook(hook)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Make objects of your own part of `save_state` and `load_state`.
+
+        Args:
+            objects: With `state_dict()` and `load_state_dict(state)`, in the same order when saving and loading.
+
+        Raises:
+            ValueError: Naming those that lack these methods; then none is registered.
+        """
+        wanted = ("state_dict", "load_state_dict")
+        wrong = [item for item in objects if not all(callable(getattr(item, name, None)) for name in wanted)]
+        if wrong:
+            raise ValueError(
+                f"register_for_checkpointing() cannot store {', '.join(f'{x!r} ({type(x).__name__})' for x in wrong)}: "
+                "an object needs the methods state_dict() and load_state_dict(state)."
+            )
+        self._custom_objects.extend(objects)
+
+    # ---- tracking -----------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers given as `log_with`, on the main process.
+
+        Args:
+            project_name (`str`): Name of the run.
+            config (`dict`, *optional*): Its settings, stored with it.
+            init_kwargs (`dict`, *optional*): Per tracker name, further arguments of its constructor.
+
+        Example:
+            ```python
+            accelerator.init_trackers("digits", config={"learning_rate": 1e-3})
+            accelerator.log({"loss": 0.25}, step=10)
+            accelerator.end_training()
+            ```
+        """
+        self._tracker_set.start(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A started tracker by its `name`, or with `unwrap` the object of the library behind it.
+
+        On processes other than the main one it is a tracker that ignores every call.
+
+        Raises:
+            ValueError: When no tracker of this name was started.
+        """
+        return self._tracker_set.get(name, unwrap)
+
+    def log(
+        self,
+        values: dict[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Hand numbers to all started trackers.
+
+        Args:
+            values (`dict`): Values by name.
+            step (`int`, *optional*): The training step they belong to.
+            log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
+        """
+        self._tracker_set.log(values, step, log_kwargs)
+
+    def end_training(self) -> None:
+        """Finish trackers and end the process group; call it on all processes, last."""
+        try:
+            self._tracker_set.finish()
+        finally:
+            self.engine.close()
+            self.state.destroy_process_group()
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+        """A block whose operations are recorded; with `output_trace_dir`, each process writes a Chrome trace there.
+
+        Args:
+            profile_handler (`ProfileKwargs`, *optional*): Overrides the accelerator's own.
+        """
+        return record_profile(profile_handler or self.profile_handler or ProfileKwargs())

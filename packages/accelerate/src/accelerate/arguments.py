@@ -1,0 +1,166 @@
+"""What the arguments of `Accelerator` come to, together with the environment that `accelerate launch` sets."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from accel_state.enums import RNGType
+from accel_state.environment import parse_flag_from_env
+from accel_state.settings.accumulation import GradientAccumulationPlugin
+from accel_state.settings.compile import TorchDynamoPlugin
+from accel_state.settings.data import DataLoaderConfiguration
+from accel_state.settings.option import at_least
+from accel_state.settings.project import ProjectConfiguration
+
+
+class NotGiven:
+    """Default of an argument whose mere presence means something."""
+
+    def __repr__(self) -> str:
+        return "not given"
+
+
+NOT_GIVEN = NotGiven()
+
+PLUGINS = {
+    # argument: (variable that asks for it, where its class is)
+    "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "accel_state.settings.deepspeed:DeepSpeedPlugin"),
+    "fsdp_plugin": ("ACCELERATE_USE_FSDP", "accel_state.settings.fsdp:FullyShardedDataParallelPlugin"),
+    "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "accel_state.settings.megatron:MegatronLMPlugin"),
+    "torch_tp_plugin": (None, "accel_state.settings.parallelism:TorchTensorParallelPlugin"),
+    "parallelism_config": ("ACCELERATE_USE_PARALLELISM_CONFIG", "accel_state.mesh:ParallelismConfig"),
+}
+
+
+def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
+    """The plugins of a run: those given, and those that the environment asks for.
+
+    Args:
+        given: Values by argument name, None where none was given.
+
+    Raises:
+        TypeError: For a value of another class.
+    """
+    resolved = dict(given)
+    for argument, (variable, where) in PLUGINS.items():
+        value = given.get(argument)
+        wanted = variable is not None and parse_flag_from_env(variable)
+        if value is None and not wanted:
+            continue
+        module, _, name = where.partition(":")
+        plugin_class = getattr(import_module(module), name)
+        resolved[argument] = plugin_class() if value is None else _checked(argument, value, plugin_class)
+    return resolved
+
+
+def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    """How gradients accumulate; `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` wins over the number, not over a plugin.
+
+    Raises:
+        ValueError: When number and plugin are both given, or the number is below 1.
+    """
+    if plugin is not None:
+        _checked("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
+        if num_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps={num_steps!r} and gradient_accumulation_plugin={plugin!r} say the same "
+                "twice: pass only the plugin, with num_steps in it."
+            )
+        return plugin if plugin.num_steps is not None else replace(plugin, num_steps=1)
+    key, value = "gradient_accumulation_steps", num_steps
+    if (variable := "ACCELERATE_GRADIENT_ACCUMULATION_STEPS") in os.environ and os.environ[variable] != "auto":
+        key, value = variable, os.environ[variable]  # type: ignore[assignment]
+    return GradientAccumulationPlugin(num_steps=at_least(1).read(key, value))
+
+
+def resolve_loader_settings(
+    config: DataLoaderConfiguration | None, split_batches: bool | NotGiven
+) -> DataLoaderConfiguration:
+    """How data loaders share out batches; `split_batches` as an argument of its own is the old spelling.
+
+    Raises:
+        ValueError: When both are given.
+    """
+    if isinstance(split_batches, NotGiven):
+        return (
+            DataLoaderConfiguration()
+            if config is None
+            else _checked("dataloader_config", config, DataLoaderConfiguration)
+        )
+    if config is not None:
+        raise ValueError(
+            f"split_batches={split_batches!r} and dataloader_config={config!r} are both given: put split_batches into "
+            "the DataLoaderConfiguration."
+        )
+    warnings.warn(
+        f"Accelerator(split_batches={split_batches!r}) is deprecated: pass "
+        f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches!r}).",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return DataLoaderConfiguration(split_batches=split_batches)
+
+
+def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
+    """How models are compiled.
+
+    Raises:
+        ValueError: When a backend and a plugin are both given, or there is no such backend.
+    """
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise ValueError(
+            f"dynamo_backend={backend!r} and dynamo_plugin={plugin!r} are both given: pass only the plugin, with the "
+            "backend in it."
+        )
+    return _checked("dynamo_plugin", plugin, TorchDynamoPlugin)
+
+
+def resolve_project(
+    project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """Where the run keeps checkpoints and logs; a `project_dir` fills in what the configuration leaves open."""
+    if config is None:
+        return ProjectConfiguration(project_dir=project_dir)
+    _checked("project_config", config, ProjectConfiguration)
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    elif project_dir is not None and os.fspath(project_dir) != os.fspath(config.project_dir or ""):
+        warnings.warn(
+            f"project_dir={project_dir!r} has no effect, because project_config says {config.project_dir!r}: give the "
+            "folder once.",
+            stacklevel=3,
+        )
+    return config
+
+
+def resolve_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+    """The random generators that prepared data loaders synchronise: those given, else only the sampler's.
+
+    Raises:
+        ValueError: For a name that is no generator.
+    """
+    if given is None:
+        return ["generator"]
+    if isinstance(given, (str, RNGType)):
+        given = [given]
+    for entry in given:
+        if entry not in RNGType:
+            raise ValueError(
+                f"rng_types={list(given)!r}: {entry!r} is none of {', '.join(map(repr, RNGType.list()))}."
+            )
+    return list(given)
+
+
+def _checked(argument: str, value: Any, wanted: type) -> Any:
+    if not isinstance(value, wanted):
+        raise TypeError(
+            f"{argument}={value!r} is of type {type(value).__name__}: pass an object of {wanted.__name__}."
+        )
+    return value

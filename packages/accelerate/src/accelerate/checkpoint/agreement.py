@@ -1,0 +1,124 @@
+"""Steps that all processes take together, and that fail on all of them when they fail on one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from accel_ops.durable import make_folder
+
+Result = TypeVar("Result")
+
+
+class HasPlace(Protocol):
+    """What is asked of a state: which process this is."""
+
+    num_processes: int
+    process_index: int
+    local_process_index: int
+
+
+class Ranks:
+    """The processes of a run, seen from one of them.
+
+    Args:
+        state: Says which process this is.
+        gather: Collects one picklable value of every process, in the order of ranks; None takes the collective.
+    """
+
+    def __init__(self, state: HasPlace, gather: Callable[[Any], list[Any]] | None = None) -> None:
+        self.rank = state.process_index
+        self.count = state.num_processes
+        self.is_first = self.rank == 0
+        self.local_rank = state.local_process_index
+        self._gather = gather or _gather_objects
+
+    def together(self, doing: str, work: Callable[[], Result]) -> list[Result]:
+        """Do something on every process, and go on only if it went well on all of them.
+
+        Args:
+            doing: What it is, to follow "could not".
+            work: Takes either no collective steps or the same ones on all processes.
+
+        Returns:
+            What `work` returned, by rank.
+
+        Raises:
+            Exception: That of this process, if its `work` raised.
+            RuntimeError: If that of another process did; its error is quoted.
+        """
+        if self.count == 1:
+            return [work()]
+        error: Exception | None = None
+        result = None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        outcomes = self._gather((told, result))
+        if error is not None:
+            raise error
+        failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise RuntimeError(f"Process {rank}{others} could not {doing}: {text}")
+        return [value for _, value in outcomes]
+
+    def only_first(self, doing: str, work: Callable[[], Result]) -> Result:
+        """Do something on process 0, with the same promise; every process gets its result."""
+        results: list[Any] = self.together(doing, lambda: work() if self.is_first else None)
+        return results[0]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Who writes what, where machines may or may not share a file system.
+
+    Attributes:
+        owner: Rank of the process that creates, describes and publishes the folder that this process writes into.
+        is_owner: Whether that is this process.
+    """
+
+    owner: int
+    is_owner: bool
+
+    def writes_shared(self, save_on_each_node: bool) -> bool:
+        """Whether this process writes what there is one of: process 0, and on request one process of every machine.
+
+        Machines that see the files of process 0 are left out, since they would write the same files again.
+        """
+        return self.is_owner and (self.owner == 0 or save_on_each_node)
+
+
+def find_storage(ranks: Ranks, folder: Path) -> Storage:
+    """Find out which processes see the files that process 0 writes beside `folder`, which need not exist.
+
+    A process that does not see them writes into the folder of its machine's first process.
+    """
+    machines = sum(local_rank == 0 for local_rank in ranks.together("take part", lambda: ranks.local_rank))
+    if machines <= 1:
+        return Storage(0, ranks.is_first)
+
+    def leave_mark() -> Path:
+        mark = make_folder(folder.parent) / f".{secrets.token_hex(4)}.seen"
+        mark.touch()
+        return mark
+
+    mark = ranks.only_first(f"write beside {folder}", leave_mark)
+    sees_it = ranks.together(f"look beside {folder}", lambda: mark.parent == folder.parent and mark.exists())
+    if ranks.is_first:
+        os.unlink(mark)
+    owner = 0 if sees_it[ranks.rank] else ranks.rank - ranks.local_rank
+    return Storage(owner, ranks.rank == owner)
+
+
+def _gather_objects(value: Any) -> list[Any]:
+    from accel_ops.collectives import gather_object
+
+    return gather_object([value])

@@ -1,0 +1,298 @@
+"""`CheckpointKeeper`: what an accelerator asks to save and load its training state."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_state.logging import get_logger
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
+from accel_ops.staging import recover
+from accelerate.checkpoint.agreement import Ranks, find_storage
+from accelerate.checkpoint.load import (
+    Checkpoint,
+    Receivers,
+    TrainingState,
+    apply_state,
+    apply_weights,
+    check_weights,
+    find_newest,
+    read_state,
+    warn_of_other_world_size,
+)
+from accelerate.checkpoint.naming import (
+    checkpoints_folder,
+    numbered_checkpoints,
+    remove_leftovers,
+    remove_oldest,
+)
+from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
+from accelerate.checkpoint.transaction import FileWriter, Transaction
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
+LoadHook = Callable[[list[nn.Module], str], None]
+
+logger = get_logger(__name__)
+
+
+class CheckpointKeeper:
+    """Saves and loads the training state of one accelerator.
+
+    Args:
+        accelerator: Whose prepared and registered objects are kept.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    # ---- hooks --------------------------------------------------------------------------------------------------
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Have `hook(models, weights, output_dir)` called before `save_state` writes; it may pop from `weights`.
+
+        `output_dir` is the folder in which the checkpoint is being made; what the hook writes there becomes part of it.
+        """
+        handle = RemovableHandle(self._save_hooks)
+        self._save_hooks[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Have `hook(models, input_dir)` called before `load_state` loads; it may pop from `models`."""
+        handle = RemovableHandle(self._load_hooks)
+        self._load_hooks[handle.id] = hook
+        return handle
+
+    # ---- saving -------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Path:
+        """Write a checkpoint with all processes; see `Accelerator.save_state`."""
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        if save_model_func_kwargs:
+            names = ", ".join(map(repr, sorted(save_model_func_kwargs)))
+            warnings.warn(f"save_state has no use for {names} with this way of training: leave it out", stacklevel=3)
+        folder = self._target(output_dir)
+        target = Path(os.path.abspath(folder))
+        ranks = Ranks(accelerator.state)
+        storage = find_storage(ranks, target)
+        ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
+        logger.info("Saving the training state to %s", folder)
+        with Transaction(ranks, storage, target) as transaction:
+            weights: list[dict[str, Any]] = []
+            ranks.together("collect the weights", lambda: self._collect(weights, transaction.folder))
+            transaction.write(
+                lambda files: self._write(
+                    files, weights, storage.writes_shared(project.save_on_each_node), safe_serialization
+                )
+            )
+            transaction.publish(accelerator.step, project.iteration)
+        if project.automatic_checkpoint_naming:
+            project.iteration += 1
+            if storage.is_owner and project.total_limit is not None:
+                _remove_surplus(target, project.total_limit)
+        return folder
+
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        project = self._accelerator.project_configuration
+        if project.automatic_checkpoint_naming:
+            if output_dir is not None:
+                warnings.warn(
+                    f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
+                    "or set automatic_checkpoint_naming=False",
+                    stacklevel=4,
+                )
+            return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}"
+        if output_dir is None:
+            raise TypeError(
+                "save_state() needs a folder: pass output_dir, or "
+                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+            )
+        return Path(output_dir).expanduser()
+
+    def _make_room(self, target: Path) -> None:
+        """Refuse a taken automatic name, and clean up after killed runs."""
+        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
+            return
+        if target.exists():
+            raise ValueError(
+                f"The checkpoint {target} exists already: load_state() first to go on after it, or set iteration in "
+                "ProjectConfiguration, or remove it"
+            )
+        remove_leftovers(target.parent)
+        later = [path.name for _, path in numbered_checkpoints(target.parent)][-1:]
+        if later and numbered_checkpoints(target.parent)[-1][0] > self._accelerator.project_configuration.iteration:
+            warnings.warn(
+                f"{target.parent} already holds {later[0]!r} of an earlier run, which load_state() would take for newer than "
+                f"{target.name!r}: load_state() first to go on after it, or set iteration in ProjectConfiguration",
+                stacklevel=4,
+            )
+
+    def _collect(self, weights: list[dict[str, Any]], folder: Path) -> None:
+        models = self._accelerator._models
+        weights.extend(self._accelerator.engine.full_state_dict(model) for model in models)
+        for hook in list(self._save_hooks.values()):
+            hook(models, weights, os.fspath(folder))
+
+    def _write(
+        self, files: FileWriter, weights: list[dict[str, Any]], writes_shared: bool, safe_serialization: bool
+    ) -> None:
+        accelerator = self._accelerator
+        if writes_shared:
+            write_shared_state(
+                files,
+                weights,
+                accelerator._optimizers,
+                accelerator._schedulers,
+                accelerator._dataloaders,
+                accelerator.scaler,
+                safe_serialization,
+            )
+            for index, obj in enumerate(accelerator._custom_objects):
+                write_custom_object(files, obj, index)
+        write_own_state(files, accelerator._dataloaders, accelerator.state.process_index, accelerator.step)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model folder; see `Accelerator.save_model`."""
+        accelerator = self._accelerator
+        parse_size(max_shard_size)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"save_model takes a torch.nn.Module, not {type(model).__name__}: pass the prepared model")
+        folder = Path(os.path.abspath(Path(save_directory).expanduser()))
+        if folder.is_file():
+            raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
+        ranks = Ranks(accelerator.state)
+        storage = find_storage(ranks, folder)
+        state_dict = accelerator.get_state_dict(model)
+        is_writer = storage.writes_shared(accelerator.project_configuration.save_on_each_node)
+
+        def write() -> None:
+            if is_writer:
+                write_model_folder(state_dict, folder, max_shard_size, safe_serialization)
+
+        ranks.together(f"write the model folder {folder}", write)
+
+    # ---- loading ------------------------------------------------------------------------------------------------
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Verify a checkpoint and load it, on all processes or none; see `Accelerator.load_state`."""
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        location = optimizer_location(load_model_func_kwargs.pop("map_location", None), accelerator.state.device)
+        ranks = Ranks(accelerator.state)
+        newest = ranks.only_first("find the checkpoint", lambda: self._find(input_dir))
+        folder = newest if input_dir is None else Path(input_dir).expanduser()
+        locals_ = ranks.together("look at the checkpoint", lambda: self._recover(folder, ranks))
+        here = [rank for rank, local in enumerate(locals_) if rank - local == ranks.rank - ranks.local_rank]
+        logger.info("Loading the training state from %s", folder)
+
+        receivers = Receivers(
+            accelerator._optimizers,
+            accelerator._schedulers,
+            accelerator._dataloaders,
+            accelerator.scaler,
+            accelerator._custom_objects,
+        )
+        models = list(accelerator._models)
+        loaded: list[tuple[Checkpoint, TrainingState]] = []
+
+        def read() -> None:
+            checkpoint = Checkpoint.open(folder)
+            state = read_state(
+                checkpoint,
+                receivers,
+                ranks.rank,
+                map_location=location,
+                load_kwargs=load_kwargs,
+                verify=lambda: checkpoint.verify(here.index(ranks.rank), len(here)),
+            )
+            loaded.append((checkpoint, state))
+
+        ranks.together(f"read the checkpoint {folder}", read)
+        checkpoint, state = loaded[0]
+
+        def check() -> None:
+            for hook in list(self._load_hooks.values()):
+                hook(models, os.fspath(folder))
+            models[:] = [accelerator.engine.unwrap(model) for model in models]
+            check_weights(checkpoint, models, state, load_model_func_kwargs.get("strict", True))
+
+        ranks.together(f"use the checkpoint {folder}", check)
+        if ranks.is_first:
+            warn_of_other_world_size(checkpoint, ranks.count)
+        apply_weights(models, state, **load_model_func_kwargs)
+        apply_state(receivers, state)
+        if state.step is not None:
+            accelerator.step = state.step
+        if project.automatic_checkpoint_naming and project.project_dir is not None:
+            last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
+            project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        """The folder to load from, on process 0, with nothing left to finish in it."""
+        project = self._accelerator.project_configuration
+        if input_dir is None:
+            if not project.automatic_checkpoint_naming:
+                raise ValueError(
+                    "load_state() needs a folder: pass input_dir, or "
+                    "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+                )
+            return find_newest(checkpoints_folder(project.project_dir)).folder
+        folder = Path(input_dir).expanduser()
+        recover(folder)
+        return folder
+
+    @staticmethod
+    def _recover(folder: Path, ranks: Ranks) -> int:
+        """Finish an interrupted save on machines with a file system of their own."""
+        if ranks.local_rank == 0 and not ranks.is_first:
+            recover(folder)
+        return ranks.local_rank
+
+
+def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
+    """Where the tensors of an optimizer go while they are loaded.
+
+    Raises:
+        TypeError: It is none of the three known values.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(f"map_location={map_location!r} is not known: choose from None, 'cpu' and 'on_device'")
+    return device if map_location == "on_device" else torch.device("cpu")
+
+
+def _remove_surplus(newest: Path, total_limit: int) -> None:
+    """Keep to the limit; the checkpoint is safe already, so what cannot be removed is only worth a warning."""
+    try:
+        removed = remove_oldest(newest, total_limit)
+    except OSError as error:
+        warnings.warn(f"Old checkpoints beyond total_limit={total_limit} could not be removed: {error}", stacklevel=4)
+    else:
+        if removed:
+            logger.info("Removed %s", ", ".join(map(str, removed)))

@@ -1,0 +1,68 @@
+"""Checkpoints without a manifest: those of accelerate 1.x, and folders that are something else."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zipfile
+from pathlib import Path
+
+from accel_ops.filenames import CUSTOM_OBJECT_NAME, FSDP_MODEL_NAME, RNG_STATE_NAME, SCALER_NAME
+
+TRAINING_FILES = re.compile(
+    r"(?:model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.(?:safetensors|bin)"
+    rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_OBJECT_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}"
+)
+OTHER_ENGINES = {
+    "FSDP": re.compile(rf"{FSDP_MODEL_NAME}.*|.*\.distcp"),
+    "DeepSpeed": re.compile(r"zero_to_fp32\.py|zero_pp_rank_.*"),
+    "Megatron-LM": re.compile(r"latest_checkpointed_iteration\.txt"),
+}
+
+
+def list_legacy_files(folder: Path) -> list[str]:
+    """The files of a checkpoint that has no manifest, each of which is at least not cut off.
+
+    Raises:
+        ValueError: The folder is no checkpoint, is one of another engine, or holds a file that is not complete.
+    """
+    present = sorted(entry.name for entry in os.scandir(folder))
+    for engine, pattern in OTHER_ENGINES.items():
+        if alien := next((name for name in present if pattern.fullmatch(name)), None):
+            raise ValueError(
+                f"{folder} is a checkpoint of {engine}, as {alien!r} shows, and this run does not use {engine}: load it with "
+                "the settings it was saved with"
+            )
+    names = [name for name in present if TRAINING_FILES.fullmatch(name)]
+    if not names:
+        shown = ", ".join(map(repr, present[:5])) or "nothing"
+        raise ValueError(
+            f"{folder} is no checkpoint: it holds {shown} instead of a manifest.json or files like model.safetensors and "
+            "random_states_0.pkl. Give the folder that save_state returned"
+        )
+    for name in names:
+        if problem := _find_cut(folder / name):
+            raise ValueError(f"The checkpoint {folder} is not complete: {name!r} {problem}. Load another checkpoint")
+    return names
+
+
+def _find_cut(path: Path) -> str | None:
+    """What shows that a file was cut off, from its ends alone; None when nothing does."""
+    size = path.stat().st_size
+    if path.suffix != ".safetensors":
+        return None if zipfile.is_zipfile(path) or _is_old_pickle(path) else f"ends too early, at {size} bytes"
+    with open(path, "rb") as file:
+        start = file.read(8)
+        header_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        ends = [
+            int(end) for end in re.findall(rb'"data_offsets":\s*\[\d+,\s*(\d+)\]', file.read(min(header_bytes, size)))
+        ]
+    expected = 8 + header_bytes + max(ends, default=0)
+    return None if size == expected else f"has {size} bytes, its header says {expected}"
+
+
+def _is_old_pickle(path: Path) -> bool:
+    """True for the format of torch before 1.6, whose end cannot be told without reading it."""
+    with open(path, "rb") as file:
+        return file.read(1) == b"\x80"

@@ -1,0 +1,147 @@
+"""The description that makes a checkpoint complete: every file with its size and checksum, and what run wrote it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ops.checksum import checksum_file
+from accel_ops.durable import DurableFile
+from accel_ops.filenames import MANIFEST_NAME
+from accel_ops.staging import path_inside
+
+FORMAT = 1
+MAX_MANIFEST_BYTES = 1 << 28
+NUM_VERIFYING_THREADS = 4
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and CRC-32 of a file."""
+
+    size: int
+    crc32: str
+
+
+def current_versions() -> dict[str, str]:
+    """What wrote a checkpoint, for whoever has to find out why it does not load."""
+    return {"accelerate": version("accelerate"), "torch": str(torch.__version__), "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        files: By relative name.
+        world_size: How many processes saved.
+        step: The accelerator's step counter.
+        iteration: Number of the checkpoint under automatic naming.
+        versions: Of the programs that wrote it.
+    """
+
+    files: Mapping[str, FileRecord]
+    world_size: int
+    step: int
+    iteration: int
+    versions: Mapping[str, str] = field(default_factory=current_versions)
+
+    def write(self, folder: Path) -> None:
+        """Write the manifest into a folder, down to the disk."""
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+        with DurableFile(folder / MANIFEST_NAME) as file:
+            file.write(f"{text}\n".encode())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a checkpoint; None where there is none.
+
+        Raises:
+            ValueError: It is damaged, forged, or of a newer format.
+        """
+        path = folder / MANIFEST_NAME
+        if not path.is_file():
+            return None
+        if path.stat().st_size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, far more than a manifest: do not use it")
+        try:
+            content = json.loads(path.read_bytes())
+            found_format = content.pop("format")
+            if found_format == FORMAT:
+                return cls._from_json(content)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint, or delete this file to load "
+                "the others unverified"
+            ) from error
+        raise ValueError(f"{path} has the format {found_format!r}, this version knows {FORMAT}: upgrade accelerate")
+
+    @classmethod
+    def _from_json(cls, content: Mapping[str, Any]) -> Manifest:
+        files = {}
+        for name, record in content["files"].items():
+            if type(record["size"]) is not int or not isinstance(record["crc32"], str):
+                raise TypeError(f"{name!r} has the record {record!r}")
+            files[name] = FileRecord(record["size"], record["crc32"])
+        numbers = {key: content[key] for key in ("world_size", "step", "iteration")}
+        for key, number in numbers.items():
+            if type(number) is not int:
+                raise TypeError(f"{key!r} is {number!r}")
+        versions = {str(key): str(value) for key, value in content["versions"].items()}
+        return cls(files, versions=versions, **numbers)
+
+    def check_sizes(self, folder: Path) -> None:
+        """See that every file is there in full length.
+
+        Raises:
+            ValueError: Naming the first that is not.
+        """
+        for name, record in self.files.items():
+            path = path_inside(folder, name)
+            try:
+                size = os.stat(path).st_size if path.is_file() else None
+            except OSError:
+                size = None
+            if size != record.size:
+                found = "is missing" if size is None else f"has {size} bytes"
+                raise ValueError(
+                    f"The checkpoint {folder} is not complete: {name!r} {found}, its manifest says {record.size} bytes. "
+                    "Load another checkpoint"
+                )
+
+    def check_contents(self, folder: Path, names: Collection[str]) -> None:
+        """Compare the checksums of some files, several at a time.
+
+        Raises:
+            ValueError: Naming the first file whose content has changed.
+        """
+        order = sorted(names, key=lambda name: -self.files[name].size)
+        with ThreadPoolExecutor(min(NUM_VERIFYING_THREADS, os.cpu_count() or 1), "verify") as pool:
+            found = pool.map(checksum_file, [path_inside(folder, name) for name in order])
+            for name, checksum in zip(order, found, strict=True):
+                if checksum != (expected := self.files[name].crc32):
+                    raise ValueError(
+                        f"The checkpoint {folder} is damaged: {name!r} has the checksum {checksum}, its manifest says "
+                        f"{expected}. Load another checkpoint, or copy this one again"
+                    )
+
+
+def share_of(names: Iterable[str], manifest: Manifest, index: int, count: int) -> list[str]:
+    """The files that process `index` of `count` checks, so that together all are checked once and none waits long."""
+    loads = [0] * count
+    chosen = []
+    for name in sorted(names, key=lambda name: (-manifest.files[name].size, name)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += manifest.files[name].size
+        if lightest == index:
+            chosen.append(name)
+    return chosen

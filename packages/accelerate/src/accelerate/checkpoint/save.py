@@ -1,0 +1,91 @@
+"""What a training state consists of when it is written: which object goes into which file, from which process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from accel_ops.random import capture_rng_state
+
+from accel_ops.filenames import (
+    CUSTOM_OBJECT_NAME,
+    DATALOADER_NAME,
+    OPTIMIZER_NAME,
+    RNG_STATE_NAME,
+    SAMPLER_NAME,
+    SCALER_NAME,
+    SCHEDULER_NAME,
+)
+from accel_ops.files import check_loadable
+from accelerate.checkpoint.loaders import loader_position, sampler_state
+from accelerate.checkpoint.naming import numbered, weights_file
+from accelerate.checkpoint.transaction import FileWriter
+
+
+def write_shared_state(
+    files: FileWriter,
+    model_states: Sequence[Mapping[str, Any]],
+    optimizers: Iterable[Any],
+    schedulers: Iterable[Any],
+    dataloaders: Iterable[Any],
+    scaler: Any = None,
+    safe_serialization: bool = True,
+) -> None:
+    """Write what is the same on all processes: weights, optimizers, schedulers, samplers and the loss scaler.
+
+    Raises:
+        TypeError: Some state could not be loaded again without running code from the file.
+    """
+    for index, weights in enumerate(model_states):
+        files.save(weights_file(index, safe_serialization), weights, safe_serialization)
+    for index, optimizer in enumerate(optimizers):
+        _save_checked(files, numbered(f"{OPTIMIZER_NAME}.bin", index), optimizer)
+    for index, scheduler in enumerate(schedulers):
+        _save_checked(files, numbered(f"{SCHEDULER_NAME}.bin", index), scheduler)
+    for index, loader in enumerate(dataloaders):
+        if (state := sampler_state(loader)) is not None:
+            files.save(numbered(f"{SAMPLER_NAME}.bin", index), state)
+    if scaler is not None:
+        files.save(SCALER_NAME, scaler.state_dict())
+
+
+def write_own_state(files: FileWriter, dataloaders: Iterable[Any], process_index: int, step: int) -> None:
+    """Write what every process has of its own: random states, and how far its loaders have come."""
+    for index, loader in enumerate(dataloaders):
+        if (position := loader_position(loader)) is not None:
+            check_loadable(position, f"The position of data loader {index}")
+            files.save(position_file(index, process_index), position)
+    files.save(random_states_file(process_index), {"step": step, **capture_rng_state()})
+
+
+def write_custom_object(files: FileWriter, obj: Any, index: int) -> None:
+    """Write the state of an object that was registered for checkpoints.
+
+    Raises:
+        TypeError: It could not be loaded again without running code from the file.
+    """
+    state = obj.state_dict()
+    check_loadable(state, f"The state_dict() of the registered object {index} ({type(obj).__name__})")
+    files.save(custom_object_file(index), state)
+
+
+def custom_object_file(index: int) -> str:
+    """The file of a registered object."""
+    return f"{CUSTOM_OBJECT_NAME}_{index}.pkl"
+
+
+def random_states_file(process_index: int) -> str:
+    """The file of a process's random states."""
+    return f"{RNG_STATE_NAME}_{process_index}.pkl"
+
+
+def position_file(index: int, process_index: int) -> str:
+    """The file with the position of the loader at `index`. accelerate 1.x reads that of process 0 on all processes."""
+    own = f"_rank{process_index}" if process_index else ""
+    return numbered(f"{DATALOADER_NAME}.bin", index).replace(".bin", f"{own}.bin")
+
+
+def _save_checked(files: FileWriter, name: str, stateful: Any) -> None:
+    state = stateful.state_dict()
+    check_loadable(state, f"The state_dict() for {name}")
+    files.save(name, state)

@@ -1,0 +1,179 @@
+"""Writing a checkpoint with all processes, so that it appears in full or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from accel_ops.checksum import checksum_file
+from accel_ops.durable import DurableFile, fsync_file, write_atomically
+from accel_ops.filenames import MANIFEST_NAME
+from accel_ops.files import serialize
+from accel_ops.staging import StagedFolder, list_files
+from accelerate.checkpoint.agreement import Ranks, Storage
+from accelerate.checkpoint.manifest import FileRecord, Manifest
+
+
+class FileWriter(Protocol):
+    """Takes the objects of a training state, each under a file name."""
+
+    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
+        """Write one file."""
+        ...
+
+
+class FolderWriter:
+    """Writes files one by one into an existing folder, each in full or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
+        """Write one file, down to the disk."""
+        with write_atomically(self.folder / name) as file:
+            serialize(obj, file, safe_serialization)
+
+
+class StagedWriter:
+    """Writes files into a staging folder; one reaches the disk while the next is being written.
+
+    Attributes:
+        records: Size and checksum of every file written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.records: dict[str, FileRecord] = {}
+        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsync")
+        self._pending: list[Future[None]] = []
+
+    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
+        """Write one file; `finish` waits until it is on the disk."""
+        with DurableFile(self.folder / name, sync=self._sync_later) as file:
+            serialize(obj, file, safe_serialization)
+        self.records[name] = FileRecord(file.num_bytes, file.checksum)
+
+    def finish(self) -> dict[str, FileRecord]:
+        """Wait until everything is on the disk and return the records.
+
+        Raises:
+            OSError: Something did not reach the disk.
+        """
+        self._disk.shutdown()
+        for pending in self._pending:
+            pending.result()
+        return self.records
+
+    def _sync_later(self, descriptor: int) -> None:
+        self._pending.append(self._disk.submit(_sync_and_close, descriptor))
+
+
+class Transaction:
+    """A checkpoint in the making. Leaving the `with` block before `publish` succeeded removes what was written.
+
+    Args:
+        ranks: The processes that write it.
+        storage: Who writes what.
+        target: The folder to be.
+
+    Attributes:
+        folder: Where this process writes.
+    """
+
+    def __init__(self, ranks: Ranks, storage: Storage, target: Path) -> None:
+        self._ranks = ranks
+        self._storage = storage
+        self._target = target
+        self._staged: StagedFolder | None = None
+        self._records: dict[str, FileRecord] = {}
+        try:
+            paths = ranks.together(f"begin the checkpoint {target}", self._begin)
+        except BaseException:
+            self._discard()
+            raise
+        self.folder = Path(paths[storage.owner] or "")
+
+    def _begin(self) -> str | None:
+        if self._storage.is_owner:
+            self._staged = StagedFolder(self._target)
+            return os.fspath(self._staged.path)
+        return None
+
+    def write(self, write: Callable[[FileWriter], None]) -> None:
+        """Have every process write its files.
+
+        Raises:
+            Exception: On all processes, when one could not.
+        """
+
+        def work() -> tuple[int, dict[str, FileRecord]]:
+            files = StagedWriter(self.folder)
+            try:
+                write(files)
+            finally:
+                records = files.finish()
+            return self._storage.owner, records
+
+        for owner, records in self._ranks.together(f"write its part of the checkpoint {self._target}", work):
+            if owner == self._storage.owner:
+                self._records |= records
+
+    def publish(self, step: int, iteration: int) -> None:
+        """Describe the checkpoint and put it in place.
+
+        Raises:
+            Exception: On all processes, when one could not.
+        """
+        staged = self._staged
+
+        def describe() -> None:
+            if staged is not None:
+                self._describe(step, iteration)
+
+        def publish() -> None:
+            if staged is not None:
+                staged.publish(_names_of(staged.target), last=MANIFEST_NAME)
+
+        self._ranks.together(f"complete the checkpoint {self._target}", describe)
+        self._ranks.together(f"publish the checkpoint {self._target}", publish)
+        self._staged = None
+
+    def _describe(self, step: int, iteration: int) -> None:
+        for name in list_files(self.folder):  # what hooks wrote
+            if name not in self._records:
+                path = self.folder / name
+                fsync_file(path)
+                self._records[name] = FileRecord(path.stat().st_size, checksum_file(path))
+        Manifest(self._records, self._ranks.count, step, iteration).write(self.folder)
+
+    def __enter__(self) -> Transaction:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+
+    def _discard(self) -> None:
+        if self._staged is not None:
+            self._staged.discard()
+
+
+def _names_of(folder: Path) -> list[str]:
+    """The files of the checkpoint that is in a folder now, if it can say which."""
+    try:
+        manifest = Manifest.read(folder)
+    except ValueError:
+        manifest = None
+    return [*manifest.files, MANIFEST_NAME] if manifest else [MANIFEST_NAME]
+
+
+def _sync_and_close(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,49 @@
+"""Gathering predictions for metrics: every sample of the data set once, whatever the number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_ops.collectives import gather, gather_object
+from accel_ops.nested import recursively_apply
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from accel_state.gradient_state import GradientState
+
+logger = get_logger(__name__)
+
+
+def gather_for_metrics(input_data: Any, use_gather_object: bool, state: GradientState) -> Any:
+    """Gather a batch's results and drop those of samples that only filled the last batch up.
+
+    Args:
+        input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
+        use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
+        state: Knows the data loader that is being iterated.
+
+    Returns:
+        Tensors in the structure given, concatenated over processes; objects as one list.
+    """
+    as_objects = use_gather_object or not _holds_only_tensors(input_data)
+    gathered = gather_object(input_data) if as_objects else gather(input_data)
+    if not state.end_of_dataloader:
+        return gathered
+    remainder = state.remainder
+    if remainder < 0:
+        logger.info("The length of the data is unknown, so samples that fill up the last batch cannot be dropped.")
+    if remainder <= 0:
+        return gathered
+    if as_objects:
+        return gathered[:remainder] if isinstance(gathered, list) else gathered
+    return recursively_apply(lambda tensor: tensor[:remainder] if tensor.ndim else tensor, gathered)
+
+
+def _holds_only_tensors(data: Any) -> bool:
+    if isinstance(data, torch.Tensor):
+        return True
+    if isinstance(data, Mapping):
+        return all(map(_holds_only_tensors, data.values()))
+    return isinstance(data, (list, tuple)) and all(map(_holds_only_tensors, data))

@@ -1,0 +1,187 @@
+"""One training step: when gradients are exchanged, how the loss becomes gradients, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_integrations.engines.engine import Engine
+    from accel_integrations.prepared.prepared import Prepared
+    from accel_state.gradient_state import GradientState
+
+
+class StepController:
+    """Counts micro-batches, decides which of them end a window, and runs backward and clipping accordingly.
+
+    Args:
+        engine: The way of training.
+        gradient_state: Where the decision is kept; prepared optimizers and schedulers read it.
+        prepared: What came through `prepare`.
+
+    Attributes:
+        step (`int`): Micro-batches since the last end of a data loader.
+        has_lomo_optimizer (`bool`): Whether an optimizer of the `lomo_optim` library was prepared.
+    """
+
+    def __init__(self, engine: Engine, gradient_state: GradientState, prepared: Prepared) -> None:
+        self.engine = engine
+        self.gradient_state = gradient_state
+        self.prepared = prepared
+        self.step = 0
+        self.has_lomo_optimizer = False
+        self._checked: tuple[nn.Module, ...] | None = ()  # the models of the last `accumulate`, found in order
+
+    # ---- accumulating -------------------------------------------------------------------------------------------
+
+    def begin_batch(self) -> bool:
+        """Count a micro-batch.
+
+        Returns:
+            Whether its backward exchanges gradients between processes.
+        """
+        state = self.gradient_state
+        if state.sync_with_dataloader and state.end_of_dataloader:
+            self.step = 0
+            sync = True
+        else:
+            self.step += 1
+            sync = self.step % state.num_steps == 0
+        state._set_sync_gradients(sync)
+        return sync or state.plugin_kwargs.get("sync_each_batch", False)
+
+    def check_models(self, models: tuple[nn.Module, ...]) -> None:
+        """Refuse to accumulate over what cannot have been prepared; asked once for the same models.
+
+        Raises:
+            TypeError: For something that is no model.
+            RuntimeError: When no model was prepared at all.
+        """
+        if models == self._checked:
+            return
+        for model in models:
+            if not isinstance(model, nn.Module):
+                raise TypeError(
+                    f"accumulate() got {model!r} of type {type(model).__name__}: pass the prepared models, as in "
+                    "`with accelerator.accumulate(model):`."
+                )
+        if not self.prepared.models:
+            raise RuntimeError(
+                f"accumulate() got {', '.join(type(model).__name__ for model in models)}, but this accelerator has "
+                "prepared no model: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
+            )
+        self._checked = models
+
+    def hold_back(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
+        """A context in which the backward of none of `models` exchanges gradients."""
+        if len(models) == 1:
+            return self.engine.no_sync(models[0])
+        contexts = ExitStack()
+        for model in models:
+            contexts.enter_context(self.engine.no_sync(model))
+        return contexts
+
+    # ---- gradients ----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """Accumulate the gradients of `loss`, divided by the length of the window."""
+        num_steps = self.gradient_state.num_steps
+        if num_steps > 1:
+            loss = loss / num_steps
+        if self.has_lomo_optimizer and "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+        else:
+            self.engine.backward(loss, **kwargs)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
+        """Backward and update in one go, by the prepared LOMO optimizers.
+
+        Raises:
+            ValueError: Without a learning rate, or when no LOMO optimizer was prepared.
+        """
+        optimizers = [optimizer for optimizer in self.plain_optimizers() if is_lomo_optimizer(optimizer)]
+        if not optimizers:
+            kinds = ", ".join(type(optimizer).__name__ for optimizer in self.plain_optimizers()) or "none"
+            raise ValueError(
+                f"lomo_backward() needs a prepared Lomo or AdaLomo optimizer; those prepared are: {kinds}. Prepare "
+                "one, or call backward()."
+            )
+        if learning_rate is None:
+            raise ValueError("lomo_backward() got learning_rate=None: LOMO updates within backward, so pass the rate.")
+        for optimizer in optimizers:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def plain_optimizers(self, chosen: Any = None) -> list[Any]:
+        """The torch optimizers behind `chosen` prepared ones (one, several, or all of them when None)."""
+        if chosen is None:
+            chosen = self.prepared.optimizers
+        elif not isinstance(chosen, (list, tuple)):
+            chosen = [chosen]
+        return [_unwrap_optimizer(optimizer) for optimizer in chosen]
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients back to their true size; see `Accelerator.unscale_gradients`."""
+        self.engine.unscale_gradients(self.plain_optimizers(optimizer))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
+    ) -> torch.Tensor | None:
+        """Bound the joint norm; see `Accelerator.clip_grad_norm_`."""
+        self.unscale_gradients()
+        return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+        """Bound every element; see `Accelerator.clip_grad_value_`."""
+        self.unscale_gradients()
+        self.engine.clip_grad_value_(parameters, clip_value)
+
+    def forget(self) -> None:
+        """Start over, holding on to no model."""
+        self.step = 0
+        self._checked = ()
+
+
+class Accumulation(ContextDecorator):
+    """One micro-batch; what `Accelerator.accumulate` returns.
+
+    Not a generator: this runs at every step, and most steps have nothing to hold back.
+    """
+
+    __slots__ = ("_controller", "_held", "_models")
+
+    def __init__(self, controller: StepController, models: tuple[nn.Module, ...]) -> None:
+        self._controller = controller
+        self._models = models
+        self._held: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        controller = self._controller
+        controller.check_models(self._models)
+        if controller.begin_batch():
+            self._held = None
+        else:
+            self._held = controller.hold_back(self._models)
+            self._held.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            self._held.__exit__(kind, error, trace)
+
+
+def is_lomo_optimizer(optimizer: object) -> bool:
+    """Whether an optimizer comes from `lomo_optim`, found out without importing it."""
+    return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(optimizer).__mro__)
+
+
+def _unwrap_optimizer(optimizer: Any) -> Any:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

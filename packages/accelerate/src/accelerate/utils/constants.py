@@ -1,0 +1,44 @@
+"""The old path of fixed names and versions, now `accel_state.constants` and `accel_ops.filenames`."""
+
+from accel_ops.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accel_ops.filenames import MODEL_NAME as MODEL_NAME
+from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accel_ops.filenames import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from accel_ops.filenames import RNG_STATE_NAME as RNG_STATE_NAME
+from accel_ops.filenames import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accel_ops.filenames import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accel_ops.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accel_ops.filenames import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accel_ops.filenames import SAMPLER_NAME as SAMPLER_NAME
+from accel_ops.filenames import SCALER_NAME as SCALER_NAME
+from accel_ops.filenames import SCHEDULER_NAME as SCHEDULER_NAME
+from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
+from accel_ops.filenames import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accel_state.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
+from accel_state.constants import BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+from accel_state.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
+from accel_state.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
+from accel_state.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
+from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
+from accel_state.constants import DTENSOR_PYTORCH_VERSION as DTENSOR_PYTORCH_VERSION
+from accel_state.constants import (
+    ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION as ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION,
+)
+from accel_state.constants import FSDP2_PYTORCH_VERSION as FSDP2_PYTORCH_VERSION
+from accel_state.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
+from accel_state.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
+from accel_state.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
+from accel_state.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
+from accel_state.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
+from accel_state.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
+from accel_state.constants import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
+from accel_state.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES as SAGEMAKER_PARALLEL_EC2_INSTANCES
+from accel_state.constants import SAGEMAKER_PYTHON_VERSION as SAGEMAKER_PYTHON_VERSION
+from accel_state.constants import SAGEMAKER_PYTORCH_VERSION as SAGEMAKER_PYTORCH_VERSION
+from accel_state.constants import SAGEMAKER_TRANSFORMERS_VERSION as SAGEMAKER_TRANSFORMERS_VERSION
+from accel_state.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
+from accel_state.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
+from accel_state.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
+from accel_state.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
+from accel_state.constants import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION

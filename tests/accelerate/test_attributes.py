@@ -1,0 +1,86 @@
+"""Names of the accelerator that libraries built on it read, private ones included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_state.mesh import ParallelismConfig
+from accelerate import Accelerator
+from tests.support.ranks import ranks
+
+READ_BY_OTHERS = [
+    "_custom_objects", "_dataloaders", "_models", "_optimizers", "_schedulers", "ao_recipe_handler", "autocast_handler",
+    "dataloader_config", "ddp_handler", "deepspeed_config", "deepspeed_engine_wrapped", "delayed_fp8_autocast",
+    "device_placement", "flag_tensor", "fp8_enabled", "fp8_recipe_handler", "gradient_state", "has_fp8_handler",
+    "has_lomo_optimizer", "init_handler", "log_with", "msamp_recipe_handler", "native_amp", "profile_handler",
+    "project_configuration", "rng_types", "scaler", "scaler_handler", "state", "step", "step_scheduler_with_optimizer",
+    "te_recipe_handler", "trackers",
+]  # fmt: skip
+
+
+def test_attributes_that_others_read_are_there() -> None:
+    accelerator = Accelerator(cpu=True)
+    assert [name for name in READ_BY_OTHERS if not hasattr(accelerator, name)] == []
+
+
+def test_the_lists_of_prepared_objects_are_filled_in_place() -> None:
+    accelerator = Accelerator(cpu=True)
+    models, optimizers, schedulers, loaders, custom = (
+        accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders,
+        accelerator._custom_objects,
+    )  # fmt: skip
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = accelerator.prepare(model, optimizer, scheduler, torch.utils.data.DataLoader([1.0]))
+    accelerator.register_for_checkpointing(model)
+    assert [models, optimizers, schedulers, loaders, custom] == [*([item] for item in prepared), [model]]
+    accelerator.free_memory()
+    assert [models, optimizers, schedulers, loaders, custom] == [[], [], [], [], [model]]
+
+
+def test_state_hooks_of_other_libraries() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.gradient_state._set_sync_gradients(False)  # as transformers does
+    assert accelerator.sync_gradients is False
+    assert accelerator.gradient_state.plugin_kwargs == {"num_steps": 2}
+    accelerator.gradient_state.plugin_kwargs.update({"num_steps": 5})
+    assert accelerator.gradient_accumulation_steps == 5
+    accelerator.sync_gradients = True
+    assert accelerator.gradient_state.sync_gradients is True
+    assert accelerator.state._shared_state
+
+
+def test_a_subclass_may_override_how_one_kind_is_prepared() -> None:
+    class Mine(Accelerator):
+        def prepare_model(self, model: torch.nn.Module, *args: object, **kwargs: object) -> torch.nn.Module:
+            seen.append(model)
+            return super().prepare_model(model, *args, **kwargs)  # type: ignore[arg-type]
+
+    seen: list[torch.nn.Module] = []
+    model = torch.nn.Linear(1, 1)
+    Mine(cpu=True).prepare(model)
+    assert seen == [model]
+
+
+@pytest.mark.parametrize(
+    "name", ["tensor_parallel_rank", "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"]
+)
+def test_ranks_on_axes_that_are_not_used_are_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"parallelism_config=ParallelismConfig\("):
+        getattr(Accelerator(cpu=True), name)
+
+
+def test_there_is_no_pipeline() -> None:
+    with pytest.raises(NotImplementedError, match="pipeline"):
+        _ = Accelerator(cpu=True).pipeline_parallel_rank
+
+
+@ranks(2)
+def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    assert accelerator.data_parallel_rank == rank
+    assert accelerator.should_save_model is (rank == 0)
+    with pytest.raises(RuntimeError, match="'tp' axis"):
+        _ = accelerator.tensor_parallel_rank

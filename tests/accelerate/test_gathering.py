@@ -1,0 +1,110 @@
+"""`gather_for_metrics`: exactly the data set, whatever the number of processes, the loader and the structure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from tests.support.ranks import ranks
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """A data set that does not say how long it is."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(self.length))
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+def collect(accelerator: Accelerator, loader: Any) -> list[int]:
+    found: list[int] = []
+    for batch in accelerator.prepare(loader):
+        found += accelerator.gather_for_metrics(batch).tolist()
+    return found
+
+
+@ranks(1, 2, 3)
+def test_every_sample_comes_once_and_in_order(rank: int, world: int) -> None:
+    for length, batch_size, drop_last, split in itertools.product(
+        (1, 2, 3, 5, 8, 13), (1, 2, 4), (False, True), (False, True)
+    ):
+        if split and batch_size % world:
+            continue
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split))
+        kept = length - length % (batch_size * (1 if split else world)) if drop_last else length
+        loader = DataLoader(torch.arange(length), batch_size=batch_size, drop_last=drop_last)
+        assert collect(accelerator, loader)[:kept] == list(range(kept)), (length, batch_size, drop_last, split)
+
+
+@ranks(1, 2)
+def test_streams_and_dispatched_loaders(rank: int, world: int) -> None:
+    for length, dispatch in itertools.product((3, 4, 7, 9), (None, True, False)):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        expected = list(range(length))
+        found = collect(accelerator, DataLoader(Stream(length), batch_size=2))
+        assert found[:length] == expected, (length, dispatch)
+        if dispatch is not False:
+            assert len(found) == length
+            assert collect(accelerator, DataLoader(torch.arange(length), batch_size=2)) == expected
+
+
+@ranks(2)
+def test_structures_keep_their_types(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    gathered = []
+    for batch in accelerator.prepare(DataLoader(torch.arange(5), batch_size=2)):
+        got = accelerator.gather_for_metrics({"pair": Pair(batch, -batch), "list": [batch.view(-1, 1)]})
+        assert isinstance(got["pair"], Pair)
+        gathered.append(got)
+    last = gathered[-1]
+    assert last["pair"].first.tolist() == [4]
+    assert last["pair"].second.tolist() == [-4]
+    assert last["list"][0].tolist() == [[4]]
+
+
+@ranks(2)
+def test_objects_are_gathered_and_cut_too(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    words: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for batch in accelerator.prepare(DataLoader(torch.arange(5), batch_size=2)):
+        words += accelerator.gather_for_metrics([f"word {index}" for index in batch.tolist()])
+        tensors += accelerator.gather_for_metrics(list(batch), use_gather_object=True)
+    assert words == [f"word {index}" for index in range(5)]
+    assert [int(tensor) for tensor in tensors] == list(range(5))
+
+
+@ranks(2)
+def test_outside_of_a_loader_nothing_is_dropped(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    assert accelerator.gather_for_metrics(torch.tensor([rank])).tolist() == [0, 1]
+    assert accelerator.gather_for_metrics(["a"]) == ["a", "a"]
+
+
+@pytest.mark.parametrize("data", [["a", "b"], "text", {"a": 3}, [3, 4]])
+def test_objects_of_one_process_come_back(data: Any) -> None:
+    assert Accelerator(cpu=True).gather_for_metrics(data) == data
+
+
+@ranks(2)
+def test_the_plain_collectives(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    mine = torch.full((rank + 1,), float(rank))
+    assert accelerator.gather({"x": mine})["x"].tolist() == [0.0, 1.0, 1.0]
+    assert accelerator.pad_across_processes(mine, pad_index=9).tolist() == ([0.0, 9.0] if rank == 0 else [1.0, 1.0])
+    assert accelerator.pad_across_processes(mine, pad_index=9, pad_first=True).tolist()[-1] == float(rank)
+    assert accelerator.reduce(torch.tensor(rank + 1.0)).item() == 3.0
+    assert accelerator.reduce([torch.tensor(rank + 1.0)], reduction="mean", scale=2.0)[0].item() == 3.0

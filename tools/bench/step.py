@@ -1,0 +1,153 @@
+"""What a training step costs more than the same step written by hand: plain, accumulated, clipped, in bf16.
+
+Each library is measured in a process of its own, where the raw loop and the prepared one take turns in short blocks;
+the figure is the difference between their best blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.bench.reference import reference_python, run_json
+from tools.bench.row import Row, table
+
+BLOCKS = 120
+STEPS = 100  # of one block
+WINDOW = 2
+WIDTH = 16
+BATCH = 8
+
+CASES = {
+    "plain": {},
+    "accumulate": {"gradient_accumulation_steps": WINDOW},
+    "clip": {},
+    "bf16": {"mixed_precision": "bf16"},
+}
+GOAL_US = 10
+
+
+def rows(reference: Path) -> list[Row]:
+    """Measure ours and the reference."""
+    mine, theirs = run_json(sys.executable, __file__, "--worker"), run_json(reference, __file__, "--worker")
+    found = []
+    for case in CASES:
+        added = mine[case]["prepared_us"] - mine[case]["raw_us"]
+        others = theirs[case]["prepared_us"] - theirs[case]["raw_us"]
+        found.append(
+            Row(
+                f"added to a step of {mine[case]['raw_us']:.0f} us: {case}",
+                "us",
+                added,
+                others,
+                0,
+                added,
+                GOAL_US,
+                "us",
+            )
+        )
+    return found
+
+
+def worker() -> None:
+    """Measure the library of this interpreter and print the figures of each case."""
+    import torch
+
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    torch.set_num_threads(1)
+    found = {}
+    for case, arguments in CASES.items():
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, **arguments)
+        raw, prepared = raw_loop(case), prepared_loop(case, accelerator)
+        best = {raw: float("inf"), prepared: float("inf")}
+        for block in range(BLOCKS + 4):
+            for loop in (raw, prepared) if block % 2 else (prepared, raw):
+                begin = time.perf_counter()
+                loop()
+                seconds = time.perf_counter() - begin
+                if block >= 4:  # the first blocks warm up
+                    best[loop] = min(best[loop], seconds)
+        found[case] = {"raw_us": best[raw] / STEPS * 1e6, "prepared_us": best[prepared] / STEPS * 1e6}
+    print(json.dumps(found), flush=True)
+
+
+def make() -> tuple[Any, Any, Any, Any]:
+    """A tiny model, its optimizer, and one batch."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    return model, optimizer, torch.randn(BATCH, WIDTH), torch.randn(BATCH, WIDTH)
+
+
+def raw_loop(case: str) -> Callable[[], None]:
+    """A block of steps in plain torch."""
+    import torch
+    from torch import nn
+
+    model, optimizer, inputs, targets = make()
+    parameters = list(model.parameters())
+
+    def loop() -> None:
+        for step in range(STEPS):
+            if case == "bf16":
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    outputs = model(inputs)
+                outputs = outputs.float()
+            else:
+                outputs = model(inputs)
+            loss = nn.functional.mse_loss(outputs, targets)
+            if case == "accumulate":
+                (loss / WINDOW).backward()
+                if step % WINDOW == WINDOW - 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                continue
+            loss.backward()
+            if case == "clip":
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return loop
+
+
+def prepared_loop(case: str, accelerator: Any) -> Callable[[], None]:
+    """The same block, prepared."""
+    from torch import nn
+
+    model, optimizer, inputs, targets = make()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    parameters = list(model.parameters())
+
+    def loop() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model) if case == "accumulate" else contextlib.nullcontext():
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accelerator.backward(loss)
+                if case == "clip":
+                    accelerator.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return loop
+
+
+def main() -> None:
+    """Measure and print the table."""
+    print(table(rows(reference_python())))
+
+
+if __name__ == "__main__":
+    worker() if "--worker" in sys.argv else main()
