@@ -70,13 +70,13 @@ def code_in(name: str) -> Attack:
 
 
 def code_as_a_plain_pickle(folder: Path) -> None:
-    (folder / "optimizer.bin").write_bytes(pickle.dumps(make_proof(folder)))
+    (folder / "optimizer.bin").write_bytes(pickle.dumps(make_proof(folder), protocol=2))
     approve(folder)
 
 
 def code_through_an_allowed_name(folder: Path) -> None:
     """`getattr` and `eval` hidden behind names that a careless filter lets through."""
-    torch.save({"x": Payload(getattr, os, "system"), "y": Payload(eval, "__import__('os')")}, folder / "scheduler.bin")
+    torch.save({"x": Payload(getattr, "x", "upper"), "y": Payload(eval, "__import__('os')")}, folder / "scheduler.bin")
     approve(folder)
 
 

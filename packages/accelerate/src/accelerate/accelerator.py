@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accel_data.skipping import skip_first_batches
-from accel_integrations.engines.registry import make_engine
-from accel_integrations.unwrap import extract_model_from_parallel
-from accel_ops.memory import release_memory
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.logging import get_logger
 
 from accel_integrations.engines.engine import EngineContext
+from accel_integrations.engines.registry import make_engine
 from accel_integrations.prepared.prepared import Prepared
+from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives, files
+from accel_ops.memory import release_memory
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
+from accel_state.logging import get_logger
 from accel_state.settings.handlers import Handlers
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking.profiling import record_profile
@@ -37,18 +37,18 @@ from accelerate.arguments import (
 )
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import Preparer, is_dispatched
-from accelerate.stepping import Accumulation, StepController, is_lomo_optimizer
+from accelerate.stepping import Accumulation, StepController, is_lomo_optimizer, sync_in_backward
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+    from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accel_state.mesh import ParallelismConfig
     from accel_state.settings.accumulation import GradientAccumulationPlugin
     from accel_state.settings.compile import TorchDynamoPlugin
@@ -147,6 +147,7 @@ class Accelerator:
         self.dataloader_config = resolve_loader_settings(dataloader_config, split_batches)
         self.rng_types = resolve_rng_types(rng_types)
         accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+        compilation = resolve_dynamo(dynamo_backend, dynamo_plugin)
         handlers = Handlers.sort(kwargs_handlers)
         plugins = resolve_plugins(
             {
@@ -160,27 +161,28 @@ class Accelerator:
         self.log_with = filter_trackers(log_with, self.logging_dir)
 
         # Who we are and how we train
-        self.state = AcceleratorState(
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            dynamo_plugin=resolve_dynamo(dynamo_backend, dynamo_plugin),
-            _from_accelerator=True,
-            **plugins,
-            **(handlers.process_group.to_kwargs() if handlers.process_group else {}),
-        )
-        self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
-        self._prepared = Prepared()
-        self.engine = make_engine(
-            EngineContext(
-                state=self.state,
-                gradient_state=self.gradient_state,
-                handlers=handlers,
-                prepared=self._prepared,
-                device_placement=device_placement,
-                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                split_batches=self.dataloader_config.split_batches,
+        with _forget_state_on_error():
+            self.state = AcceleratorState(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                dynamo_plugin=compilation,
+                _from_accelerator=True,
+                **plugins,
+                **(handlers.process_group.to_kwargs() if handlers.process_group else {}),
             )
-        )
+            self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+            self._prepared = Prepared()
+            self.engine = make_engine(
+                EngineContext(
+                    state=self.state,
+                    gradient_state=self.gradient_state,
+                    handlers=handlers,
+                    prepared=self._prepared,
+                    device_placement=device_placement,
+                    step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                    split_batches=self.dataloader_config.split_batches,
+                )
+            )
 
         # Who does the work
         self._stepping = StepController(self.engine, self.gradient_state, self._prepared)
@@ -1012,3 +1014,15 @@ class Accelerator:
             profile_handler (`ProfileKwargs`, *optional*): Overrides the accelerator's own.
         """
         return record_profile(profile_handler or self.profile_handler or ProfileKwargs())
+
+
+@contextmanager
+def _forget_state_on_error() -> Iterator[None]:
+    """Leave no state of a run that could not be set up: the next accelerator may ask for another one."""
+    is_first = not AcceleratorState._shared_state
+    try:
+        yield
+    except BaseException:
+        if is_first:
+            AcceleratorState._reset_state()
+        raise

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_state.enums import RNGType
 from accel_state.environment import parse_flag_from_env
@@ -16,6 +16,9 @@ from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
+
+if TYPE_CHECKING:
+    from accel_state.mesh import ParallelismConfig
 
 
 class NotGiven:
@@ -45,6 +48,7 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: For a value of another class.
+        NotImplementedError: For plugins and axes of parallelism that have no implementation yet.
     """
     resolved = dict(given)
     for argument, (variable, where) in PLUGINS.items():
@@ -52,10 +56,32 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
         wanted = variable is not None and parse_flag_from_env(variable)
         if value is None and not wanted:
             continue
-        module, _, name = where.partition(":")
-        plugin_class = getattr(import_module(module), name)
+        plugin_class = _plugin_class(where, argument if value is not None else f"{variable}=true")
         resolved[argument] = plugin_class() if value is None else _checked(argument, value, plugin_class)
+    if resolved.get("parallelism_config") is not None:
+        _check_axes(resolved["parallelism_config"])
     return resolved
+
+
+def _plugin_class(where: str, asked_by: str) -> Any:
+    module, _, name = where.partition(":")
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise NotImplementedError(
+            f"{asked_by} asks for the {name}, which is not part of this release: leave it out."
+        ) from None
+
+
+def _check_axes(config: ParallelismConfig) -> None:
+    later = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
+    if later:
+        raise NotImplementedError(
+            f"parallelism_config={config!r} divides the work along {', '.join(map(repr, later))}, which this release "
+            "does not implement: use dp_replicate_size only, or leave the configuration out."
+        )
 
 
 def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

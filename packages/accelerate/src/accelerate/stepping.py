@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_ops.collectives import reduce
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -28,6 +31,7 @@ class StepController:
     Attributes:
         step (`int`): Micro-batches since the last end of a data loader.
         has_lomo_optimizer (`bool`): Whether an optimizer of the `lomo_optim` library was prepared.
+        flag_tensor (`torch.Tensor`, *optional*): 0-dim, 1 while this process's trigger is raised.
     """
 
     def __init__(self, engine: Engine, gradient_state: GradientState, prepared: Prepared) -> None:
@@ -36,6 +40,7 @@ class StepController:
         self.prepared = prepared
         self.step = 0
         self.has_lomo_optimizer = False
+        self.flag_tensor: torch.Tensor | None = None
         self._checked: tuple[nn.Module, ...] | None = ()  # the models of the last `accumulate`, found in order
 
     # ---- accumulating -------------------------------------------------------------------------------------------
@@ -89,10 +94,17 @@ class StepController:
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def backward(self, loss: torch.Tensor, kwargs: dict[str, Any]) -> None:
-        """Accumulate the gradients of `loss`, divided by the length of the window."""
-        num_steps = self.gradient_state.num_steps
-        if num_steps > 1:
+    def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        """Accumulate the gradients of `loss`; see `Accelerator.backward`."""
+        averaging = self.engine.averaging
+        if averaging is not None:
+            loss = averaging.add(loss, weight)
+        elif weight is not None:
+            raise ValueError(
+                f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') takes "
+                "into account: choose that, or leave the weight out."
+            )
+        elif (num_steps := self.gradient_state.num_steps) > 1:
             loss = loss / num_steps
         if self.has_lomo_optimizer and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])
@@ -126,8 +138,10 @@ class StepController:
         return [_unwrap_optimizer(optimizer) for optimizer in chosen]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients back to their true size; see `Accelerator.unscale_gradients`."""
+        """Bring gradients to their true size; see `Accelerator.unscale_gradients`."""
         self.engine.unscale_gradients(self.plain_optimizers(optimizer))
+        if self.engine.averaging is not None and self.gradient_state.sync_gradients:
+            self.engine.averaging.finish_window()
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
@@ -140,6 +154,20 @@ class StepController:
         """Bound every element; see `Accelerator.clip_grad_value_`."""
         self.unscale_gradients()
         self.engine.clip_grad_value_(parameters, clip_value)
+
+    # ---- triggers -----------------------------------------------------------------------------------------------
+
+    def set_trigger(self) -> None:
+        """Raise this process's flag."""
+        self.flag_tensor = torch.tensor(1, device=self.engine.context.state.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process raised its flag; lowers it."""
+        device = self.engine.context.state.device
+        mine = torch.tensor(0, device=device) if self.flag_tensor is None else self.flag_tensor
+        raised = bool(reduce(mine) >= 1)
+        self.flag_tensor = torch.tensor(0, device=device)
+        return raised
 
     def forget(self) -> None:
         """Start over, holding on to no model."""
@@ -174,6 +202,25 @@ class Accumulation(ContextDecorator):
     ) -> None:
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
+
+
+@contextmanager
+def sync_in_backward(model: nn.Module) -> Iterator[None]:
+    """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
+
+    `Accelerator.trigger_sync_in_backward` is static, so there is no engine to ask.
+    """
+    replica = model._orig_mod if hasattr(model, "_orig_mod") else model
+    if not isinstance(replica, DistributedDataParallel):
+        yield
+        return
+    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
+    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
+    replica.reducer.prepare_for_backward([])  # what the forward would have done, had it known
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync, replica.require_forward_param_sync = before
 
 
 def is_lomo_optimizer(optimizer: object) -> bool:

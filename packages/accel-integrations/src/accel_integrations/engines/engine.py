@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel_integrations.averaging import WindowAverage
+from accel_integrations.precision.registry import make_precision
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_integrations.unwrap import extract_model_from_parallel
+from accel_state.mesh import DataPlace
+
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_integrations.precision.precision import Precision
-    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
-    from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient_state import GradientState
-    from accel_state.mesh import DataPlace
     from accel_state.settings.handlers import Handlers
 
 
@@ -55,6 +59,9 @@ class Engine(ABC):
         self.context = context
         self.gradient_state = context.gradient_state
         self.precision: Precision = self.make_precision(context.state.mixed_precision)
+        average_over = context.gradient_state.plugin_kwargs.get("average_over", "steps")
+        self.averaging = None if average_over == "steps" else WindowAverage(self, average_over)
+        """How gradients are averaged over a window; None when each loss is divided by the number of steps."""
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -65,13 +72,20 @@ class Engine(ABC):
             ValueError: Naming the settings in conflict and the allowed ones.
         """
 
-    @abstractmethod
     def make_precision(self, wanted: str) -> Precision:
-        """The precision object for `mixed_precision=wanted` under this engine."""
+        """The precision object for `mixed_precision=wanted` under this engine.
 
-    @abstractmethod
+        Raises:
+            NotImplementedError: When there is none.
+        """
+        return make_precision(wanted, self.context.state.device.type, self.context.handlers)
+
     def data_place(self) -> DataPlace:
         """Which slice of the data this process reads."""
+        state = self.context.state
+        if state.parallelism_config is not None:
+            return state.parallelism_config.data_place(state.process_index, state.num_processes)
+        return DataPlace(state.process_index, state.num_processes)
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
@@ -89,13 +103,22 @@ class Engine(ABC):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Place the model and wrap it for this way of training; `evaluation` models get no gradient machinery."""
 
-    @abstractmethod
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer."""
+        wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.precision.scaler)
+        wrapped.step_through(self.step, self.averaging.finish_window if self.averaging is not None else None)
+        return wrapped
 
-    @abstractmethod
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a learning-rate scheduler, tied to the prepared optimizers it drives."""
+        prepared = self.context.prepared.optimizers
+        driven = [optimizer for optimizer in prepared if getattr(scheduler, "optimizer", None) is optimizer.optimizer]
+        return AcceleratedScheduler(
+            scheduler,
+            driven or prepared,
+            step_with_optimizer=self.context.step_scheduler_with_optimizer,
+            split_batches=self.context.split_batches,
+        )
 
     def finish_loader(self, loader: Any) -> Any:
         """The last touch on a prepared data loader (XLA's device loader, sequence-parallel adapters)."""
@@ -103,7 +126,7 @@ class Engine(ABC):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model that went into `prepare_model`."""
-        return model
+        return extract_model_from_parallel(model, keep_torch_compile=False)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accel_ops.random import restore_rng_state
 from torch import nn
 
 from accel_ops.filenames import (
@@ -25,6 +24,7 @@ from accel_ops.filenames import (
     WEIGHTS_NAME,
 )
 from accel_ops.files import load
+from accel_ops.random import restore_rng_state
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
 from accelerate.checkpoint.legacy import list_legacy_files

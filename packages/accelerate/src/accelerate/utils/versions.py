@@ -2,3 +2,4 @@
 
 from accel_state.libraries import compare_versions as compare_versions
 from accel_state.libraries import is_torch_version as is_torch_version
+from accel_state.libraries import torch_version as torch_version

@@ -1,0 +1,178 @@
+"""What our data loaders share: a torch loader inside, and a place in the gradient state while they are iterated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from accel_state.errors import missing_library
+from accel_state.gradient_state import GradientState
+from accel_state.libraries import is_torchdata_stateful_dataloader_available
+
+LOADER_ARGUMENTS: dict[str, Any] = {
+    "batch_size": 1,
+    "shuffle": False,
+    "sampler": None,
+    "batch_sampler": None,
+    "num_workers": 0,
+    "collate_fn": None,
+    "pin_memory": False,
+    "drop_last": False,
+    "timeout": 0,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "generator": None,
+    "prefetch_factor": None,
+    "persistent_workers": False,
+    "pin_memory_device": "",
+    "in_order": True,
+}
+ORDER_ARGUMENTS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
+
+
+def copied_arguments(dataloader: Any) -> dict[str, Any]:
+    """The arguments of a loader that have nothing to do with which samples it reads."""
+    return {
+        name: getattr(dataloader, name, default)
+        for name, default in LOADER_ARGUMENTS.items()
+        if name not in ORDER_ARGUMENTS
+    }
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A loader that reads through another one and passes all its attributes on.
+
+    Args:
+        dataset: As for `torch.utils.data.DataLoader`.
+        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        batch_sampler: As for `torch.utils.data.DataLoader`.
+        kwargs: Likewise.
+
+    Attributes:
+        base_dataloader: The loader inside.
+
+    Raises:
+        ImportError: When torchdata is needed and missing.
+    """
+
+    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
+        """Make an instance that is also one of torchdata's class, when it reads through that."""
+        return object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
+
+    def __init__(
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
+    ) -> None:
+        # no call of super: all that torch's class would set is found through __getattr__
+        make = _stateful_class() if use_stateful_dataloader else DataLoader
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.base_dataloader = make(dataset, batch_sampler=batch_sampler, **kwargs)
+        if use_stateful_dataloader:
+            self.dl_state_dict = self.base_dataloader.state_dict()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":  # while a copy is being restored
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self.base_dataloader)
+
+    # ---- torchdata's state --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the last batch was read; only with a stateful loader."""
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the last batch; only with a stateful loader."""
+        self.base_dataloader.load_state_dict(state_dict)
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Correct `dl_state_dict` for batches that were read but not handed out.
+
+        There are none, because the state is taken before the loader reads ahead. Subclasses may need to.
+        """
+
+    def _update_state_dict(self, finished: bool) -> None:
+        if self.use_stateful_dataloader:
+            self.dl_state_dict = self.base_dataloader.state_dict()
+            self.adjust_state_dict_for_prefetch()
+            self.dl_state_dict["_iterator_finished"] = finished
+
+    # ---- copies -------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        kept = {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
+        return _restore, (_plain_class(type(self)), self.use_stateful_dataloader, kept)
+
+
+class DataLoaderStateMixin:
+    """Tells the gradient state that a loader is being iterated, and when its last batch comes.
+
+    Attributes:
+        end_of_dataloader (`bool`): Whether the current batch is the last one.
+        remainder (`int`): How many samples of the last batch over all processes are real; 0 for all, -1 when unknown.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    gradient_state: GradientState
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.end_of_dataloader = False
+        cls.remainder = -1
+
+    def reset(self) -> None:
+        """Forget where the last iteration ended."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self.reset()
+        with contextlib.suppress(Exception):  # streams have no length
+            if not self._drop_last:  # type: ignore[attr-defined]
+                self.remainder = self.total_dataset_length % self.total_batch_size  # type: ignore[attr-defined]
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """End an iteration."""
+        self.gradient_state._remove_dataloader(self)
+
+
+def _stateful_class() -> Any:
+    if not is_torchdata_stateful_dataloader_available():
+        raise missing_library("torchdata>=0.8.0", why="use_stateful_dataloader=True")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+@cache
+def _stateful_twin(cls: type) -> type:
+    return type(cls.__name__, (cls, _stateful_class()), {"__module__": cls.__module__})
+
+
+def _plain_class(cls: type) -> type:
+    """The class of this module that a twin was made from."""
+    stateful = is_torchdata_stateful_dataloader_available() and issubclass(cls, _stateful_class())
+    return cls.__mro__[1] if stateful else cls
+
+
+def _restore(cls: type, use_stateful_dataloader: bool, attributes: dict[str, Any]) -> Any:
+    loader = object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
+    loader.__dict__.update(attributes)
+    if isinstance(loader, DataLoaderStateMixin):
+        loader.gradient_state = GradientState()
+    return loader

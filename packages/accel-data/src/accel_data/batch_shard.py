@@ -1,0 +1,121 @@
+"""Sharing out the batches of a batch sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import cycle
+from typing import Any
+
+from torch.utils.data import BatchSampler
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process out of many.
+
+    Batches are handed out in rounds of one per process; with `split_batches` every batch is cut into one slice per
+    process instead. When the last round (or batch) is not full, and `even_batches` is set, it is filled up with the
+    first samples, so that all processes get equally many batches of equal size; otherwise processes may get less.
+    With `drop_last` of the sampler, what does not make a full round is left out.
+
+    Args:
+        batch_sampler (`torch.utils.data.Sampler`): Yields lists of indices.
+        num_processes (`int`): Over how many processes.
+        process_index (`int`): Which of them.
+        split_batches (`bool`): Cut batches instead of dealing them out.
+        even_batches (`bool`): Fill up what is not full.
+
+    Raises:
+        ValueError: When a batch cannot be cut evenly, or cannot be filled up because its size is unknown.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size or 0) % num_processes != 0:
+            raise ValueError(
+                f"split_batches=True cannot cut batches of {self.batch_size} evenly between {num_processes} processes: "
+                f"choose a batch size that is a multiple of {num_processes}."
+            )
+        if even_batches and self.batch_size is None:
+            raise ValueError(
+                f"even_batches=True cannot fill up the batches of {type(batch_sampler).__name__}, which has no "
+                "batch_size: give it that attribute, or set even_batches=False."
+            )
+
+    @property
+    def total_length(self) -> int:
+        """How many batches there are over all processes."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        if self.split_batches:
+            return len(self.batch_sampler)
+        rounds, left = divmod(len(self.batch_sampler), self.num_processes)
+        if left == 0 or self.drop_last:
+            return rounds
+        return rounds + 1 if self.even_batches or self.process_index < left else rounds
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._slices() if self.split_batches else self._rounds()
+
+    def _slices(self) -> Iterator[list[int]]:
+        """This process's slice of every batch."""
+        assert self.batch_size is not None
+        width = self.batch_size // self.num_processes
+        own = slice(width * self.process_index, width * (self.process_index + 1))
+        first: list[int] | None = None
+        for batch in self.batch_sampler:
+            first = list(batch) if first is None else first
+            if len(batch) < self.batch_size:
+                if self.drop_last:
+                    continue
+                if self.even_batches:
+                    batch = _filled_up(list(batch), self.batch_size, cycle(first))
+            share = batch[own]
+            if share:
+                yield share
+
+    def _rounds(self) -> Iterator[list[int]]:
+        """This process's batch of every round."""
+        first: list[int] = []  # the samples of the first round
+        waiting: list[list[int]] = []  # the batches of a round, until all of them are known
+        for position, batch in enumerate(self.batch_sampler):
+            if len(waiting) == self.num_processes:  # its last batch was short, but not the last of all
+                yield waiting[self.process_index]
+                waiting = []
+            if position < self.num_processes and not self.drop_last:
+                first += batch
+            waiting.append(batch)
+            if len(waiting) == self.num_processes and len(batch) == (self.batch_size or len(batch)):
+                yield waiting[self.process_index]
+                waiting = []
+        if self.drop_last or not first or not waiting:
+            return
+        if self.even_batches:
+            yield self._fill_round(waiting, first)
+        elif self.process_index < len(waiting):
+            yield waiting[self.process_index]
+
+    def _fill_round(self, waiting: list[list[int]], first: list[int]) -> list[int]:
+        assert self.batch_size is not None
+        filling = cycle(first)
+        for position in range(self.process_index + 1):
+            batch = list(waiting[position]) if position < len(waiting) else []
+            batch = _filled_up(batch, self.batch_size, filling)
+        return batch
+
+
+def _filled_up(batch: list[int], size: int, filling: Iterator[int]) -> list[int]:
+    return batch + [next(filling) for _ in range(size - len(batch))]

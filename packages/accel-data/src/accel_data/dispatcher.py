@@ -1,0 +1,206 @@
+"""A loader of which only the first process reads; the others are sent their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.loader_shard import EpochMixin
+from accel_data.rounds import Rounds, Share
+from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
+from accel_ops.placement import send_to_device
+from accel_ops.random import synchronize_rng_states
+from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
+
+
+class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
+    """Reads batches on the first process and sends every process its share.
+
+    A round is one batch per process, or one batch cut into shares with `split_batches`. A last round that does not
+    divide evenly is filled up with the first samples, unless `_drop_last` leaves it out.
+
+    Args:
+        dataset: As for `torch.utils.data.DataLoader`.
+        split_batches (`bool`): Cut each batch instead of reading one for each process.
+        skip_batches (`int`): How many rounds to read without handing them out.
+        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        slice_fn (*optional*): Cuts a batch, called as `slice_fn(batch, slice, process_index=..., num_processes=...)`.
+        torch_device_mesh (*optional*): Processes that differ only along tensor, context or sequence axes of it get the
+            same share.
+        iteration (`int`): The epoch of the next iteration.
+        kwargs: For `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.split_batches = split_batches
+        self.skip_batches = skip_batches
+        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.torch_device_mesh = torch_device_mesh
+        self.gradient_state = GradientState()
+        self.state = PartialState()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # one generator state for all, because each process may draw numbers of its own in between
+        synchronize_rng_states(["torch"])
+        self.set_epoch(self.iteration)
+        self.begin()
+        try:
+            yield from self._batches()
+        finally:
+            self.end()
+        self.iteration += 1
+
+    def _batches(self) -> Iterator[Any]:
+        state = self.state
+        shares: Iterator[Share]
+        if state.num_processes == 1:
+            shares = self._read_alone()
+        elif state.process_index == 0:
+            shares = self._read_and_send(Rounds(state))
+        else:
+            shares = iter(Rounds(state).receive, None)
+        for index, share in enumerate(shares):
+            batch = send_to_device(share.batch, state.device, non_blocking=self._non_blocking)
+            if share.is_last:
+                self.end_of_dataloader = True
+                self.remainder = share.num_samples
+            if index >= self.skip_batches:
+                yield batch
+            if share.is_last:
+                return
+
+    def _read_alone(self) -> Iterator[Share]:
+        reader = self._read_rounds()
+        current = next(reader, None)
+        while current is not None:
+            following = next(reader, None)
+            yield Share(current, following is None, ignorant_find_batch_size(current) or 0)
+            current = following
+
+    # ---- the first process --------------------------------------------------------------------------------------
+
+    def _read_and_send(self, rounds: Rounds) -> Iterator[Share]:
+        places = self._places()
+        first: Any = None
+        try:
+            reader = self._read_rounds()
+            current = next(reader, None)
+        except Exception as error:
+            rounds.send_error(error)
+            raise
+        if current is None:
+            rounds.send_end()
+        while current is not None:
+            try:
+                following = next(reader, None)
+                first = self._beginning(current, first)
+                shares, num_samples = self._cut(current, first, len(set(places)), places, following is None)
+                if shares is None:
+                    rounds.send_end()
+                    return
+            except Exception as error:
+                rounds.send_error(error)
+                raise
+            yield rounds.send(shares, following is None, num_samples)
+            current = following
+
+    def _read_rounds(self) -> Iterator[Any]:
+        """The data of one round after the other."""
+        per_round = 1 if self.split_batches else len(set(self._places()))
+        waiting: list[Any] = []
+        for batch in self.base_dataloader:
+            self._update_state_dict(finished=False)
+            waiting.append(batch)
+            if len(waiting) == per_round:
+                yield concatenate(waiting) if per_round > 1 else batch
+                waiting = []
+        self._update_state_dict(finished=True)
+        if waiting and not (self._drop_last and len(waiting) < per_round):
+            yield concatenate(waiting)
+
+    def _beginning(self, data: Any, first: Any) -> Any:
+        """The first samples, to fill the last round up with."""
+        if first is not None or self._drop_last:
+            return first
+        count = self.state.num_processes
+        return self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
+
+    def _cut(
+        self, data: Any, first: Any, count: int, places: list[int], is_last: bool
+    ) -> tuple[list[Any] | None, int]:
+        """Every process's share, and how many samples are real."""
+        num_samples = find_batch_size(data) or 0
+        size, left = divmod(num_samples, count)
+        if left and is_last and not self._drop_last:
+            while (find_batch_size(data) or 0) < (size + 1) * count:
+                data = concatenate([data, first])
+            size += 1
+        elif size == 0:
+            return None, 0
+        cut = [
+            self.slice_fn(data, slice(place * size, (place + 1) * size), process_index=place, num_processes=count)
+            for place in range(count)
+        ]
+        return [cut[place] for place in places], num_samples
+
+    def _places(self) -> list[int]:
+        """Which share each process gets."""
+        if self.torch_device_mesh is None:
+            return list(range(self.state.num_processes))
+        return _places_in(self.torch_device_mesh)
+
+    # ---- sizes --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        whole = len(self.base_dataloader)
+        if self.split_batches:
+            return whole
+        count = len(set(self._places()))
+        return whole // count if self._drop_last else -(-whole // count)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of one round."""
+        size: int = self.dataset.batch_size if hasattr(self.dataset, "batch_size") else self.batch_size
+        return size if self.split_batches else size * len(set(self._places()))
+
+
+def _places_in(mesh: Any) -> list[int]:
+    """The data index of every rank of a mesh."""
+    names = list(mesh.mesh_dim_names or ())
+    sharing = [axis for axis, name in enumerate(names) if name in ("tp", "cp", "sp")]
+    grid = torch.as_tensor(mesh.mesh)
+    data_axes = [axis for axis in range(grid.ndim) if axis not in sharing]
+    ordered = grid.permute(*data_axes, *sharing).reshape(-1, max(1, _product(grid, sharing)))
+    places = [0] * grid.numel()
+    for index, row in enumerate(ordered.tolist()):
+        for rank in row:
+            places[rank] = index
+    return places
+
+
+def _product(grid: torch.Tensor, axes: list[int]) -> int:
+    size = 1
+    for axis in axes:
+        size *= grid.shape[axis]
+    return size

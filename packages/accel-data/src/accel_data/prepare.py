@@ -1,0 +1,194 @@
+"""From a `DataLoader` to one that reads its process's share: choose the sampler, the shard, the loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from accel_data.adapter import copied_arguments
+from accel_data.batch_shard import BatchSamplerShard
+from accel_data.dispatcher import DataLoaderDispatcher
+from accel_data.iterable_shard import IterableDatasetShard
+from accel_data.loader_shard import DataLoaderShard
+from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
+from accel_data.split_stream import SplitStream, find_split
+from accel_state.enums import RNGType
+from accel_state.mesh import data_place_of
+from accel_state.processes import PartialState
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoader[Any]:
+    """Make a data loader yield this process's share of the batches.
+
+    Args:
+        dataloader (`torch.utils.data.DataLoader`): The loader, as for one process.
+        device (`torch.device`, *optional*): Where batches go; that of the process when None.
+        num_processes (`int`, *optional*): Over how many processes; as many as there are when None.
+        process_index (`int`, *optional*): Which of them; this one when None.
+        split_batches (`bool`): Whether a batch is that of all processes together.
+        put_on_device (`bool`): Move batches to the device.
+        rng_types (list of `str` or `RNGType`, *optional*): Random generators to synchronise at every beginning.
+        dispatch_batches (`bool`, *optional*): Read on the first process only; when None, for streams that are put on
+            the device and cannot be divided at their source.
+        even_batches (`bool`): Give all processes equally many batches, with some samples twice if need be.
+        slice_fn_for_dispatch (*optional*): Cuts a batch that was read for all processes.
+        use_seedable_sampler (`bool`): Shuffle by seed and epoch alone.
+        data_seed (`int`, *optional*): That seed.
+        non_blocking (`bool`): Let copies to the device overlap with other work.
+        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh (*optional*): Processes that differ only along its tensor, context or sequence axes read the
+            same.
+
+    Returns:
+        A `DataLoaderShard` or `DataLoaderDispatcher`.
+
+    Raises:
+        ValueError: For settings that cannot be combined, or a batch that cannot be cut evenly.
+    """
+    state = PartialState()
+    count = state.num_processes if num_processes is None else num_processes
+    index = state.process_index if process_index is None else process_index
+    if torch_device_mesh is not None and num_processes is None:
+        place = data_place_of(torch_device_mesh)
+        count, index = place.count, place.index
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    part = find_split(dataloader.dataset, index, count) if is_stream and count > 1 and not dispatch_batches else None
+    if dispatch_batches is None:
+        dispatch_batches = put_on_device and is_stream and part is None
+    if dispatch_batches and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True sends batches to the devices, so it cannot be combined with put_on_device=False: "
+            "leave device_placement on, or set dispatch_batches=False."
+        )
+    if split_batches:
+        _check_divisible(dataloader, count)
+
+    rng_types = list(rng_types) if rng_types is not None else None
+    sampler = _choose_sampler(dataloader, use_seedable_sampler, data_seed)
+    kwargs = copied_arguments(dataloader)
+    generator = None
+    dataset, batches = dataloader.dataset, None if is_stream else batch_sampler_of(dataloader)
+    if count > 1 and not dispatch_batches:
+        generator = _shared_generator(dataset, sampler, is_stream, use_seedable_sampler)
+        if part is not None:
+            dataset = SplitStream(part, _own_batch_size(dataloader, split_batches, count) or 1, count)
+        elif is_stream:
+            dataset = IterableDatasetShard(
+                dataset,
+                batch_size=dataloader.batch_size or 1,
+                drop_last=dataloader.drop_last,
+                num_processes=count,
+                process_index=index,
+                split_batches=split_batches,
+            )
+        else:
+            batches = BatchSamplerShard(
+                batches,
+                num_processes=count,
+                process_index=index,
+                split_batches=split_batches,
+                even_batches=even_batches,
+            )
+    if rng_types is not None and generator is None:
+        rng_types = [kind for kind in rng_types if kind not in (RNGType.GENERATOR, RNGType.GENERATOR.value)]
+    if is_stream:
+        kwargs["drop_last"] = dataloader.drop_last
+        kwargs["batch_size"] = (
+            dataloader.batch_size if dispatch_batches else _own_batch_size(dataloader, split_batches, count)
+        )
+    elif isinstance(dataloader.sampler, BatchSampler) and not dispatch_batches:
+        kwargs |= {"sampler": batches, "batch_size": dataloader.batch_size}
+    elif dataloader.batch_sampler is None and not isinstance(dataloader.sampler, BatchSampler):
+        kwargs |= {"sampler": dataloader.sampler, "batch_size": None}
+    else:
+        kwargs["batch_sampler"] = batches
+    common = {
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "torch_device_mesh": torch_device_mesh,
+    }
+    prepared: Any
+    if dispatch_batches:
+        kwargs.pop("generator")
+        prepared = DataLoaderDispatcher(
+            dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common, **kwargs
+        )
+    else:
+        prepared = DataLoaderShard(
+            dataset,
+            device=(device or state.device) if put_on_device else None,
+            rng_types=rng_types,
+            synchronized_generator=generator,
+            **common,
+            **kwargs,
+        )
+    if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
+        prepared.set_sampler(sampler)
+    return prepared  # type: ignore[no-any-return]
+
+
+def _choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:
+    """The sampler of single indices, made seedable if that is wanted."""
+    sampler = get_sampler(dataloader)
+    if not isinstance(sampler, RandomSampler) or not use_seedable_sampler:
+        return sampler
+    return SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator if sampler.generator is not None else torch.Generator(),
+        data_seed=data_seed,
+    )
+
+
+def _shared_generator(dataset: Any, sampler: Any, is_stream: bool, use_seedable_sampler: bool) -> Any:
+    """The generator that all processes must draw the same numbers from; made where the sampler has none."""
+    if is_stream:
+        return getattr(dataset, "generator", None)
+    if use_seedable_sampler or not hasattr(sampler, "generator"):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    return sampler.generator
+
+
+def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
+    size = dataloader.batch_size
+    if size is None:
+        size = getattr(batch_sampler_of(dataloader), "batch_size", None)
+    if size is None:
+        raise ValueError(
+            "split_batches=True needs to know the batch size, but neither the data loader nor its batch sampler has "
+            "one: give the sampler the attribute batch_size, or set split_batches=False."
+        )
+    if size > 1 and size % count != 0:
+        raise ValueError(
+            f"split_batches=True cannot cut batches of {size} evenly between {count} processes: choose a batch size "
+            f"that is a multiple of {count}, or set split_batches=False."
+        )
+
+
+def _own_batch_size(dataloader: DataLoader[Any], split_batches: bool, count: int) -> int | None:
+    size = dataloader.batch_size
+    return size // count if split_batches and size is not None else size

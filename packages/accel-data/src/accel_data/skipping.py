@@ -1,0 +1,139 @@
+"""Starting in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
+from accel_data.dispatcher import DataLoaderDispatcher
+from accel_data.loader_shard import DataLoaderShard
+from accel_data.samplers import batch_sampler_of
+from accel_state.gradient_state import GradientState
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches; their samples are never read.
+
+    Args:
+        batch_sampler: Yields lists of indices.
+        skip_batches (`int`): How many batches to leave out.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # while a copy is being restored
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index, batch in enumerate(self.batch_sampler):
+            if index >= self.skip_batches:
+                yield batch
+
+    @property
+    def total_length(self) -> int:
+        """How many batches there are, those left out included."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
+class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that reads its first batches without handing them out, for streams.
+
+    Args:
+        dataset: As for `torch.utils.data.DataLoader`.
+        skip_batches (`int`): How many batches to leave out.
+        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        kwargs: For `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for index, batch in enumerate(self.base_dataloader):
+            if index >= self.skip_batches:
+                self._update_state_dict(finished=False)
+                yield batch
+        self._update_state_dict(finished=True)
+
+    def __len__(self) -> int:
+        return max(0, len(self.base_dataloader) - self.skip_batches)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader like the one given, which begins later.
+
+    Args:
+        dataloader (`torch.utils.data.DataLoader`): A prepared loader, or any other.
+        num_batches (`int`): How many batches (of this process) to leave out. Their samples are not read, except from a
+            stream, which can only be read from the start.
+
+    Returns:
+        A new loader, of the same kind.
+
+    Raises:
+        ValueError: When `num_batches` is negative.
+
+    Example:
+        ```python
+        rest = skip_first_batches(loader, num_batches=100)
+        ```
+    """
+    if num_batches < 0:
+        raise ValueError(f"num_batches={num_batches!r}: only 0 or more batches can be skipped.")
+    kwargs = copied_arguments(dataloader)
+    is_stream = isinstance(dataloader.dataset, IterableDataset)
+    kind = _kind(dataloader)
+    if isinstance(dataloader, DataLoaderDispatcher):
+        rounds = 1 if dataloader.split_batches else len(set(dataloader._places()))
+        kwargs |= {
+            "split_batches": dataloader.split_batches,
+            "slice_fn": dataloader.slice_fn,
+            "torch_device_mesh": dataloader.torch_device_mesh,
+            "_drop_last": dataloader._drop_last,
+            "_non_blocking": dataloader._non_blocking,
+            "iteration": dataloader.iteration,
+        }
+        num_to_skip = num_batches * rounds
+    else:
+        num_to_skip = num_batches
+    if isinstance(dataloader, DataLoaderShard):
+        kwargs |= {
+            "device": dataloader.device,
+            "rng_types": dataloader.rng_types,
+            "synchronized_generator": dataloader.synchronized_generator,
+            "_drop_last": dataloader._drop_last,
+            "_non_blocking": dataloader._non_blocking,
+            "iteration": dataloader.iteration,
+        }
+    if is_stream:
+        kwargs |= {"drop_last": dataloader.drop_last, "batch_size": dataloader.batch_size}
+        kwargs["skip_batches"] = num_batches + getattr(dataloader, "skip_batches", 0)
+        kind = SkipDataLoader if kind is DataLoader else kind
+    else:
+        skipping = SkipBatchSampler(batch_sampler_of(dataloader), skip_batches=num_to_skip)
+        if isinstance(dataloader.sampler, BatchSampler):
+            kwargs |= {"sampler": skipping, "batch_size": dataloader.batch_size}
+        else:
+            kwargs["batch_sampler"] = skipping
+    if issubclass(kind, DataLoaderAdapter):
+        kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
+    return kind(dataloader.dataset, **kwargs)
+
+
+def _kind(dataloader: Any) -> type:
+    kinds = (DataLoaderDispatcher, DataLoaderShard, SkipDataLoader)
+    return next((kind for kind in kinds if isinstance(dataloader, kind)), DataLoader)

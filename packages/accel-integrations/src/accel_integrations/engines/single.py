@@ -1,0 +1,20 @@
+"""One process: plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import nn
+
+from accel_integrations.engines.engine import Engine
+
+
+@final
+class SingleEngine(Engine):
+    """Trains in this process alone; nothing differs from the neutral engine."""
+
+    name = "single"
+
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        """Move the model to the device."""
+        return model.to(self.context.state.device) if device_placement else model

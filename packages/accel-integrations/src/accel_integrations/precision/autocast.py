@@ -1,0 +1,81 @@
+"""Forward passes under `torch.autocast`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from accel_integrations.precision.precision import Precision
+from accel_ops.dtypes import convert_to_fp32
+from accel_state.settings.handlers import AutocastKwargs, Handlers
+
+
+@final
+class AutocastForward:
+    """A forward that runs under autocast and returns float32; takes the place of `model.forward`.
+
+    An object rather than a closure, so that the model can still be copied and pickled.
+
+    Args:
+        forward: The forward to call.
+        device_type: As for `torch.autocast`.
+        dtype: As for `torch.autocast`.
+        options: Further arguments of `torch.autocast`.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, options: dict[str, Any]
+    ) -> None:
+        self.__wrapped__ = forward  # signatures are read through it
+        self.__name__ = "forward"
+        self.device_type = device_type
+        self.dtype = dtype
+        self.options = options
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        with torch.autocast(self.device_type, self.dtype, **self.options):
+            outputs = self.__wrapped__(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+
+def autocast(device_type: str, dtype: torch.dtype, handler: AutocastKwargs | None) -> AbstractContextManager[None]:
+    """The context that `Accelerator.autocast` gives."""
+    options = handler.to_kwargs() if handler is not None else {}
+    return torch.autocast(device_type, dtype, **options)
+
+
+def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler: AutocastKwargs | None) -> nn.Module:
+    """Put `AutocastForward` in the place of the model's forward; `_original_forward` keeps the old one."""
+    options = handler.to_kwargs() if handler is not None else {}
+    model._original_forward = model.forward  # type: ignore[assignment]
+    model.forward = AutocastForward(model.forward, device_type, dtype, options)
+    return model
+
+
+@final
+class BFloat16Precision(Precision):
+    """bfloat16 where it is safe, by `torch.autocast`; parameters and outputs stay in float32.
+
+    Args:
+        device_type: The type of device to compute on.
+        handlers: May hold how autocast behaves.
+    """
+
+    name = "bf16"
+
+    def __init__(self, device_type: str, handlers: Handlers) -> None:
+        self._device_type = device_type
+        self._handler = handlers.autocast
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Let `model.forward` run under autocast."""
+        return wrap_forward(model, self._device_type, torch.bfloat16, self._handler)
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A context under autocast."""
+        return autocast(self._device_type, torch.bfloat16, handler or self._handler)

@@ -1,0 +1,44 @@
+"""Number formats by the value of `mixed_precision`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from accel_integrations.precision.autocast import BFloat16Precision
+from accel_integrations.precision.full import FullPrecision
+from accel_integrations.precision.loss_scale import Float16Precision
+from accel_integrations.precision.precision import Precision
+from accel_state.devices import device_kind
+from accel_state.settings.handlers import Handlers
+
+PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
+    "no": lambda device_type, handlers: FullPrecision(),
+    "bf16": BFloat16Precision,
+    "fp16": Float16Precision,
+}
+
+
+def make_precision(wanted: str, device_type: str, handlers: Handlers) -> Precision:
+    """The object for a number format.
+
+    Args:
+        wanted: "no", "bf16" or "fp16".
+        device_type: The type of device to compute on.
+        handlers: How autocast and the scaler behave.
+
+    Raises:
+        NotImplementedError: For another format.
+        ValueError: When the device cannot compute in it.
+    """
+    make = PRECISIONS.get(wanted)
+    if make is None:
+        raise NotImplementedError(
+            f"mixed_precision={wanted!r} is not part of this release: choose from {', '.join(map(repr, PRECISIONS))}."
+        )
+    supported = {"bf16": "supports_bf16", "fp16": "supports_fp16"}.get(wanted)
+    if supported is not None and not getattr(device_kind(device_type), supported)():
+        raise ValueError(
+            f"mixed_precision={wanted!r} cannot be computed on this {device_type!r} device: choose another format, or "
+            "another device (cpu=True)."
+        )
+    return make(device_type, handlers)

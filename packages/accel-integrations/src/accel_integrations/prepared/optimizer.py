@@ -1,0 +1,160 @@
+"""`AcceleratedOptimizer`: an optimizer that steps only at the end of an accumulation window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_integrations.precision.loss_scale import scaled_step
+from accel_ops.placement import send_to_device
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.gradient_state import GradientState
+
+TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer: `step` and `zero_grad` do nothing while gradients are still being accumulated.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`): The optimizer.
+        device_placement (`bool`): Move its state to the device of this process.
+        scaler (`torch.amp.GradScaler`, *optional*): Through which steps are taken under float16.
+
+    Attributes:
+        optimizer: The wrapped optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # no call of super: the parameters belong to the wrapped optimizer
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self._is_overflow = False
+        self._before_step: Callable[[], None] | None = None
+        self._take_step: TakeStep | None = None
+        if device_placement and optimizer.state:
+            moved = send_to_device(optimizer.state_dict(), self.accelerator_state.device)
+            optimizer.load_state_dict(moved)
+
+    def step_through(self, take_step: TakeStep, before_step: Callable[[], None] | None = None) -> None:
+        """Have an engine take the steps.
+
+        Args:
+            take_step: Called with the wrapped optimizer and the closure; returns False for a skipped step.
+            before_step: Called before every step that is taken.
+        """
+        self._take_step = take_step
+        self._before_step = before_step
+
+    # ---- what the wrapped optimizer holds -----------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's groups of parameters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's default settings."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Give the wrapped optimizer more parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped optimizer."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state_dict()
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+        """Drop the gradients, at the end of a window."""
+        if self.gradient_state.sync_gradients:
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Apply the gradients, at the end of a window."""
+        if not self.gradient_state.sync_gradients:
+            return
+        if self._before_step is not None:
+            self._before_step()
+        if self._take_step is not None:
+            self._is_overflow = not self._take_step(self.optimizer, closure)
+        elif self.scaler is not None:
+            self._is_overflow = not scaled_step(self.scaler, self.optimizer, closure)
+        else:
+            self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not taken, because gradients were not finite."""
+        return self._is_overflow
+
+    def train(self) -> None:
+        """Switch a schedule-free optimizer to training; others have no such modes."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Switch a schedule-free optimizer to evaluation; others have no such modes."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        switch = getattr(self.optimizer, mode, None)
+        if callable(switch):
+            switch()
+
+    # ---- copies -------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the ties to a running engine."""
+        return {
+            **self.__dict__,
+            "_take_step": None,
+            "_before_step": None,
+            "accelerator_state": None,
+            "gradient_state": None,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, in the state of this process."""
+        self.__dict__.update(state)
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"

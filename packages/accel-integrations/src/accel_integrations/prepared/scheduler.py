@@ -1,0 +1,71 @@
+"""`AcceleratedScheduler`: a learning-rate scheduler that keeps pace with the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
+
+
+class AcceleratedScheduler:
+    """Wraps a scheduler written for one process: it steps when its optimizers step, once for each process's batch.
+
+    Args:
+        scheduler (`torch.optim.lr_scheduler.LRScheduler`): The scheduler.
+        optimizers (optimizer or list of them): The prepared optimizers whose steps count.
+        step_with_optimizer (`bool`): False steps it whenever `step` is called.
+        split_batches (`bool`): Whether a loader's batch is split between processes, so that one step is one batch.
+
+    Attributes:
+        scheduler: The wrapped scheduler.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+        self._steps_per_call = 1 if split_batches else PartialState().num_processes
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step as often as one process alone would have stepped for the same data."""
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                self.scheduler._step_count += 1  # as far as without accumulation, which silences torch's order check
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        last = getattr(self.scheduler, "total_steps", None)
+        for _ in range(self._steps_per_call):
+            # a schedule of fixed length may end between two steps of several processes
+            if last is None or self._steps_per_call == 1 or self.scheduler._step_count <= last:
+                self.scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> Any:
+        """The learning rates now, one for each group of parameters."""
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        return self.scheduler.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped scheduler."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_lr(self) -> Any:
+        """As of the wrapped scheduler."""
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the wrapped scheduler."""
+        return self.scheduler.print_lr(*args, **kwargs)

@@ -1,0 +1,5 @@
+"""The old path of seeds and random states."""
+
+from accel_ops.random import set_seed as set_seed
+from accel_ops.random import synchronize_rng_state as synchronize_rng_state
+from accel_ops.random import synchronize_rng_states as synchronize_rng_states
