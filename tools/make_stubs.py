@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 UMBRELLA = Path(__file__).resolve().parents[1] / "packages" / "accelerate" / "src" / "accelerate"
-LAZY_PACKAGES = (UMBRELLA / "__init__.py", UMBRELLA / "utils" / "__init__.py")
+LAZY_PACKAGES = {"accelerate": UMBRELLA / "__init__.py", "accelerate.utils": UMBRELLA / "utils" / "__init__.py"}
 
 
-def make_stub(source: str) -> str:
-    """The stub of a package whose `__init__.py` holds the table `EXPORTS`."""
+def make_stub(source: str, package: str) -> str:
+    """The stub of a package whose `__init__.py` holds the table `EXPORTS` and perhaps `SUBMODULES`."""
     tree = ast.parse(source)
     lines = [f'"""{ast.get_docstring(tree)}"""', ""]
     constants = []
@@ -29,7 +29,7 @@ def make_stub(source: str) -> str:
             if name == "EXPORTS":
                 lines += _imports(ast.literal_eval(value))
             elif name == "SUBMODULES":
-                lines += [f"from accelerate import {module} as {module}" for module in ast.literal_eval(value)]
+                lines += [f"from {package} import {module} as {module}" for module in ast.literal_eval(value)]
             elif isinstance(value, ast.Constant):
                 constants.append(f"{name}: {type(value.value).__name__}")
     head, imports = lines[:2], sorted(set(lines[2:]))
@@ -45,13 +45,10 @@ def _imports(table: dict[str, str]) -> list[str]:
     return found
 
 
-def stale() -> list[Path]:
-    """The stubs that do not say what their table says."""
-    return [
-        path.with_suffix(".pyi")
-        for path in LAZY_PACKAGES
-        if not path.with_suffix(".pyi").exists() or path.with_suffix(".pyi").read_text() != make_stub(path.read_text())
-    ]
+def stale() -> dict[Path, str]:
+    """The stubs that do not say what their table says, with what they should say."""
+    wanted = {path.with_suffix(".pyi"): make_stub(path.read_text(), name) for name, path in LAZY_PACKAGES.items()}
+    return {path: text for path, text in wanted.items() if not path.exists() or path.read_text() != text}
 
 
 def main() -> int:
@@ -60,9 +57,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a stub is stale")
     check = parser.parse_args().check
     found = stale()
-    for stub in found:
+    for stub, text in found.items():
         if not check:
-            stub.write_text(make_stub(stub.with_suffix(".py").read_text()))
+            stub.write_text(text)
         print(stub.relative_to(UMBRELLA.parents[3]), "is stale" if check else "written")
     return 1 if check and found else 0
 

@@ -11,13 +11,13 @@ import argparse
 import shutil
 
 import torch
-from accelerate.utils import ProjectConfiguration, set_seed, tqdm
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed, tqdm
 
 
 class Progress:
@@ -98,7 +98,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     train_loader, test_loader = make_loaders(args.batch_size)
     steps = args.epochs * len(train_loader) // args.accumulate
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=args.learning_rate, total_steps=steps + 1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: max(0.02, 1 - step / steps))
     model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
         model, optimizer, scheduler, train_loader, test_loader
     )

@@ -11,11 +11,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
-from accelerate.utils import set_seed, tqdm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import set_seed, tqdm
 
 # shapes: B batch, T positions, V = 256 byte values, D width
 

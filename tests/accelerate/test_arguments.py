@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from accel_state.accelerator_state import AcceleratorState
 
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin

@@ -107,4 +107,4 @@ def test_the_plain_collectives(rank: int, world: int) -> None:
     assert accelerator.pad_across_processes(mine, pad_index=9).tolist() == ([0.0, 9.0] if rank == 0 else [1.0, 1.0])
     assert accelerator.pad_across_processes(mine, pad_index=9, pad_first=True).tolist()[-1] == float(rank)
     assert accelerator.reduce(torch.tensor(rank + 1.0)).item() == 3.0
-    assert accelerator.reduce([torch.tensor(rank + 1.0)], reduction="mean", scale=2.0)[0].item() == 3.0
+    assert accelerator.reduce([torch.tensor(rank + 1.0)], reduction="mean")[0].item() == 1.5

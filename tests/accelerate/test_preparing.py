@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from accel_data.loader_shard import DataLoaderShard
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from accel_data.loader_shard import DataLoaderShard
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accelerate import Accelerator
 from tests.support.ranks import ranks
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from accel_state.settings.accumulation import GradientAccumulationPlugin
-from accel_state.settings.ddp import DistributedDataParallelKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel_state.settings.accumulation import GradientAccumulationPlugin
+from accel_state.settings.ddp import DistributedDataParallelKwargs
 from accelerate import Accelerator
 from tests.support.ranks import ranks
 

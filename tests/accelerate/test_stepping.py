@@ -105,7 +105,7 @@ def test_accumulate_without_prepare_is_refused() -> None:
 def test_accumulate_takes_models_only() -> None:
     accelerator = Accelerator(cpu=True)
     _, optimizer, _ = prepared(accelerator)
-    with pytest.raises(TypeError, match=r"accumulate\(\) got .*AcceleratedOptimizer.*prepared models"):
+    with pytest.raises(TypeError, match=r"(?s)accumulate\(\) got .*of type AcceleratedOptimizer.*prepared models"):
         accelerator.accumulate(optimizer).__enter__()
 
 

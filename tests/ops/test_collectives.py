@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+
 from accel_ops import collectives
 from accel_ops.collectives import (
     CannotPadNestedTensorWarning,
@@ -24,7 +25,6 @@ from accel_ops.collectives import (
 from accel_ops.gathering import SLOT_BYTES
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
-
 from tests.support.ranks import ranks
 
 Point = namedtuple("Point", "x y")

@@ -61,15 +61,16 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
         """Make an instance that is also one of torchdata's class, when it reads through that."""
-        return object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
+        plain: Any = cls
+        return object.__new__(_stateful_twin(plain) if use_stateful_dataloader else cls)
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
         # no call of super: all that torch's class would set is found through __getattr__
-        make = _stateful_class() if use_stateful_dataloader else DataLoader
+        make: Any = _stateful_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.base_dataloader = make(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
         if use_stateful_dataloader:
             self.dl_state_dict = self.base_dataloader.state_dict()
 
@@ -160,7 +161,7 @@ def _stateful_class() -> Any:
 
 
 @cache
-def _stateful_twin(cls: type) -> type:
+def _stateful_twin(cls: Any) -> type:
     return type(cls.__name__, (cls, _stateful_class()), {"__module__": cls.__module__})
 
 
@@ -171,7 +172,7 @@ def _plain_class(cls: type) -> type:
 
 
 def _restore(cls: type, use_stateful_dataloader: bool, attributes: dict[str, Any]) -> Any:
-    loader = object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
+    loader: Any = object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
     loader.__dict__.update(attributes)
     if isinstance(loader, DataLoaderStateMixin):
         loader.gradient_state = GradientState()

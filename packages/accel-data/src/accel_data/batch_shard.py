@@ -36,6 +36,7 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
+        self.batch_size: Any  # None where the sampler has none
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index

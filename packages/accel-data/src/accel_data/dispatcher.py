@@ -181,7 +181,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of one round."""
-        size: int = self.dataset.batch_size if hasattr(self.dataset, "batch_size") else self.batch_size
+        size: int = getattr(self.dataset, "batch_size", None) or self.batch_size or 1
         return size if self.split_batches else size * len(set(self._places()))
 
 

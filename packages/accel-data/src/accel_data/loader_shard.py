@@ -26,6 +26,7 @@ class EpochMixin:
         """Choose the epoch of the next iteration, for samplers and data sets that shuffle by it."""
         self.iteration = epoch
         batches: Any = batch_sampler_of(self)
+        receiver: Any
         for receiver in (batches, getattr(innermost(batches), "sampler", None)):
             if hasattr(receiver, "set_epoch"):
                 receiver.set_epoch(epoch)
@@ -104,9 +105,11 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     def _batches(self) -> Iterator[Any]:
         device, non_blocking = self.device, self._non_blocking
         uneven = isinstance(self.dataset, SplitStream)
-        batches = UnevenStream(iter(self.base_dataloader)) if uneven else iter(self.base_dataloader)
-        nothing = object()
-        current = next(batches, nothing)
+        batches: Iterator[Any] = iter(self.base_dataloader)
+        if uneven:
+            batches = UnevenStream(batches)
+        nothing: Any = object()
+        current: Any = next(batches, nothing)
         index = 0
         while current is not nothing:
             if device is not None:
@@ -133,5 +136,5 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         """Samples of one batch over all processes."""
         batches = self.dataset if isinstance(self.dataset, IterableDatasetShard) else batch_sampler_of(self)
         if getattr(batches, "split_batches", False):
-            return batches.batch_size  # type: ignore[no-any-return]
-        return batches.batch_size * getattr(batches, "num_processes", 1)  # type: ignore[no-any-return]
+            return batches.batch_size
+        return batches.batch_size * getattr(batches, "num_processes", 1)

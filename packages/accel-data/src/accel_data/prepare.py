@@ -144,7 +144,7 @@ def prepare_data_loader(
         )
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
-    return prepared  # type: ignore[no-any-return]
+    return prepared
 
 
 def _choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:

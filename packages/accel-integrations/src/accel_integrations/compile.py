@@ -18,7 +18,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         return model
     if plugin.use_regional_compilation:
         return compile_regions(model, **plugin.to_kwargs())
-    compiled: nn.Module = torch.compile(model, **plugin.to_kwargs())
+    compiled: Any = torch.compile(model, **plugin.to_kwargs())
     return compiled
 
 
@@ -34,10 +34,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         whole model compiled.
     """
     if is_repeated_blocks(module):
-        blocks: nn.Module = nn.ModuleList(torch.compile(block, **compile_kwargs) for block in module.children())
-        return _remember(blocks, module)
+        blocks: list[Any] = [torch.compile(block, **compile_kwargs) for block in module.children()]
+        return _remember(nn.ModuleList(blocks), module)
     if not has_repeated_blocks(module):
-        compiled: nn.Module = torch.compile(module, **compile_kwargs)
+        compiled: Any = torch.compile(module, **compile_kwargs)
         return compiled
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update(module.__dict__)

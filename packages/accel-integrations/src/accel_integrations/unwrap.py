@@ -66,17 +66,21 @@ def _compiled_like(compiled: nn.Module, inner: nn.Module) -> nn.Module:
             return compiled
         again: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
         return again
-    found: Any = compiled
-    wrappers = _wrapper_classes()
-    while isinstance(found, wrappers):
-        found = found.module
+    found = _unwrapped(compiled)
     assert has_compiled_regions(found)
-    return found  # type: ignore[no-any-return]
+    return found
+
+
+def _unwrapped(model: Any, wrappers: tuple[type, ...] | None = None) -> Any:
+    wrappers = _wrapper_classes() if wrappers is None else wrappers
+    inner: Any = model
+    while isinstance(inner, wrappers):
+        inner = getattr(inner, "module")  # noqa: B009 - typed as a plain object
+    return inner
 
 
 def _without(model: Any, wrappers: tuple[type, ...], recursive: bool) -> Any:
-    while isinstance(model, wrappers):
-        model = model.module
+    model = _unwrapped(model, wrappers)
     if recursive and isinstance(model, nn.Module):
         for name, child in list(model.named_children()):
             inner = _without(child, wrappers, recursive)

@@ -119,7 +119,7 @@ def _sum(leaves: list[torch.Tensor], transport: Transport, world: int) -> list[t
     sums = list(leaves)
     for members in by_dtype.values():
         total = transport.all_reduce(torch.cat([leaves[index].reshape(-1) for index in members]))
-        pieces = torch.split_with_sizes_copy(total, [leaves[index].numel() for index in members])
+        pieces = torch.split(total, [leaves[index].numel() for index in members])
         for index, piece in zip(members, pieces, strict=True):
             sums[index] = piece.view(leaves[index].shape)
     return sums

@@ -55,8 +55,10 @@ def recursively_apply(
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
         data: Nested lists, tuples, named tuples and mappings.
+        *args: For `func`.
         test_type: Tells which objects are leaves; tensors unless given.
         error_on_other_type (`bool`): Refuse anything else; otherwise it is kept as it is.
+        **kwargs: For `func`.
 
     Returns:
         The results in a structure of the same types.

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+split_copy: Any = torch.split_with_sizes_copy  # torch does not say what it returns
 Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each leaf, some without first sizes
 
 
@@ -93,7 +94,7 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     for group in layout.groups:
         part = buffer[..., group.start : group.start + group.num_bytes]
         if group.num_bytes:
-            pieces: Sequence[torch.Tensor] = torch.split_with_sizes_copy(part.view(group.dtype), group.counts, dim=-1)
+            pieces: Sequence[torch.Tensor] = split_copy(part.view(group.dtype), group.counts, dim=-1)
         else:
             pieces = [part.new_empty((*part.shape[:-1], 0), dtype=group.dtype) for _ in group.leaves]
         for index, piece in zip(group.leaves, pieces, strict=True):

@@ -3,72 +3,78 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_state.enums import DistributedType, FP8BackendType, PrecisionType
+from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
 from accel_state.environment import parse_choice_from_env, parse_flag_from_env
-from accel_state.processes import PartialState, ProcessPlace
+from accel_state.errors import missing_library
+from accel_state.libraries import is_fp8_available
+from accel_state.processes import PartialState, ProcessPlace, kind_of
 from accel_state.shared import SharedDict
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_state.mesh import ParallelismConfig
     from accel_state.settings.compile import TorchDynamoPlugin
+    from accel_state.settings.plugin import Plugin
 
-PLUGINS = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")  # in the order of precedence
-CHANGE_NOTHING = (None, "no")
+STARTS_ITS_OWN_GROUP = frozenset({DistributedType.DEEPSPEED})
+"""Ways of training whose library joins the processes itself, so that none need be there yet."""
 
 
 class AcceleratorState(ProcessPlace):
-    """Everything of `PartialState`, and the number format and plugins of the run.
+    """Everything that `PartialState` says, and the number format and the way of training of this run.
 
-    All instances share one state. The first one settles everything; a later one may repeat what was settled, but not
-    contradict it.
+    All instances share one state. The first one, usually made by an `Accelerator`, settles everything; a later one may
+    repeat what was settled, but not contradict it.
 
     Args:
         mixed_precision (`str`, *optional*): "no", "fp16", "bf16" or "fp8"; `ACCELERATE_MIXED_PRECISION` when None.
         cpu (`bool`): Compute on the CPU even where there is an accelerator.
         dynamo_plugin (`TorchDynamoPlugin`, *optional*): How models are compiled.
-        deepspeed_plugin (`DeepSpeedPlugin` or `dict` of them, *optional*): Train with DeepSpeed.
+        deepspeed_plugin (`DeepSpeedPlugin`, or `dict` of them, *optional*): Train with DeepSpeed; of several set-ups
+            the first is in use until another is selected.
         fsdp_plugin (`FullyShardedDataParallelPlugin`, *optional*): Train with sharded parameters.
-        torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Train with split layers.
+        torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Train a model that is split already.
         megatron_lm_plugin (`MegatronLMPlugin`, *optional*): Train with Megatron-LM.
         parallelism_config (`ParallelismConfig`, *optional*): How processes divide data, layers and sequences.
-        kwargs: For `PartialState`, when this instance is the one that makes it.
+        kwargs: For `PartialState`, when it is not there yet.
 
     Attributes:
-        device_mesh (`DeviceMesh`, *optional*): The processes as a grid, when there is a parallelism config.
-        dynamo_plugin (`TorchDynamoPlugin`): How models are compiled.
-        deepspeed_plugins (`dict`, *optional*): DeepSpeed set-ups by name.
-        use_ipex (`bool`): Always False; Intel's extension is part of torch now.
+        distributed_type (`DistributedType`): The way of training a plugin stands for, else as in `PartialState`.
+        deepspeed_plugins (`DeepSpeedPlugin` or `dict`, *optional*): As given.
+        device_mesh (`DeviceMesh`, *optional*): The processes as a grid, where there is a parallelism config.
+        downcast_bfloat (`bool`): On XLA: whether both float and double become bfloat16.
 
     Raises:
-        ValueError: For a number format that does not exist or that the device lacks, a plugin that cannot train on
-            the device, and for what contradicts the settings of the first instance.
+        ValueError: For settings that do not exist, that the device cannot do, that exclude one another, or that
+            contradict what the first instance settled.
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
     _known_attrs: ClassVar[list[str]] = [
-        *PartialState._known_attrs, "deepspeed_plugins", "device_mesh", "dynamo_plugin", "fsdp_plugin",
-        "megatron_lm_plugin", "parallelism_config", "torch_tp_plugin", "use_ipex", "_plugins",
+        *PartialState._known_attrs, "deepspeed_plugin", "deepspeed_plugins", "device_mesh", "downcast_bfloat",
+        "dynamo_plugin", "fsdp_plugin", "is_fsdp2", "megatron_lm_plugin", "mixed_precision", "parallelism_config",
+        "torch_tp_plugin",
     ]  # fmt: skip
 
+    _cpu: bool
     _mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin
-    deepspeed_plugins: dict[str, Any] | None
+    deepspeed_plugins: Any
     fsdp_plugin: Any
     megatron_lm_plugin: Any
     torch_tp_plugin: Any
     parallelism_config: ParallelismConfig | None
     device_mesh: DeviceMesh | None
-    use_ipex: bool
+    downcast_bfloat: bool
 
     def __init__(
         self,
-        mixed_precision: str | PrecisionType | None = None,
+        mixed_precision: str | None = None,
         cpu: bool = False,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugin: Any = None,
@@ -80,117 +86,172 @@ class AcceleratorState(ProcessPlace):
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
-        if self.initialized:
-            self._check_repeated(mixed_precision, cpu)
-            return
         plugins = {
             "deepspeed_plugin": deepspeed_plugin,
-            "fsdp_plugin": fsdp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
+            "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
         }
-        precision = _read_precision(mixed_precision)
+        wanted = None if mixed_precision is None else _read_precision("mixed_precision", mixed_precision)
+        if self.initialized:
+            self._check_same(wanted, cpu, plugins, dynamo_plugin, parallelism_config)
+            return
+        if not _from_accelerator:
+            raise ValueError(
+                "There is no AcceleratorState yet: make an `Accelerator()` first, which settles how this run trains. "
+                "For the process's place alone, `PartialState()` will do."
+            )
+        precision = wanted or _read_precision(
+            "ACCELERATE_MIXED_PRECISION", parse_choice_from_env("ACCELERATE_MIXED_PRECISION")
+        )
+        if precision == "fp8" and not is_fp8_available():
+            raise missing_library("torchao", why="mixed_precision='fp8'")
         place = PartialState(cpu, **kwargs)
-        _check_cpu(place, cpu)
+        if cpu and not place._cpu:
+            raise ValueError(
+                f"cpu=True, but this process already computes on {str(place.device)!r}: pass cpu=True where the first "
+                "PartialState or Accelerator is made, or set ACCELERATE_USE_CPU=true."
+            )
+        self.__dict__.update(place.__dict__)
+        self._mixed_precision = precision
         try:
-            self.__dict__.update(place._shared_state)
-            self._mixed_precision = precision
-            self._settle(plugins, parallelism_config, dynamo_plugin)
+            self._settle(plugins, dynamo_plugin, parallelism_config)
         except BaseException:
             self._shared_state.clear()
             raise
 
+    # ---- settling, once -----------------------------------------------------------------------------------------
+
     def _settle(
-        self, plugins: Mapping[str, Any], parallelism: ParallelismConfig | None, dynamo: TorchDynamoPlugin | None
+        self,
+        plugins: Mapping[str, Any],
+        dynamo_plugin: TorchDynamoPlugin | None,
+        parallelism_config: ParallelismConfig | None,
     ) -> None:
-        """Take over the plugins: each says by its class facts what it makes of the run."""
         from accel_state.settings.compile import TorchDynamoPlugin
 
-        self.use_ipex = False
-        self.dynamo_plugin = TorchDynamoPlugin() if dynamo is None else dynamo
-        self.deepspeed_plugins = None
-        self.fsdp_plugin = self.megatron_lm_plugin = self.torch_tp_plugin = None
-        self.parallelism_config = parallelism
+        self.dynamo_plugin = TorchDynamoPlugin() if dynamo_plugin is None else dynamo_plugin
+        self.deepspeed_plugins = plugins["deepspeed_plugin"]
+        self.fsdp_plugin = plugins["fsdp_plugin"]
+        self.megatron_lm_plugin = plugins["megatron_lm_plugin"]
+        self.torch_tp_plugin = plugins["torch_tp_plugin"]
+        self.parallelism_config = parallelism_config
         self.device_mesh = None
-        if parallelism is not None:
-            self.device_mesh = parallelism.get_device_mesh(self.device.type)
-        for argument in PLUGINS:
-            if plugins[argument] is not None:
-                self._take(argument, plugins[argument])
-        if self._mixed_precision == "fp8":
-            _check_fp8()
-        if self.dynamo_plugin.backend.value != "NO" and self._mixed_precision == "no" and self.device.type == "cuda":
+        self.downcast_bfloat = False
+        self._take_ways(plugins)
+        if parallelism_config is not None:
+            self._check_parallelism(parallelism_config)
+            self.device_mesh = parallelism_config.get_device_mesh(self.device.type)
+        if self.distributed_type == DistributedType.XLA and self._mixed_precision == "bf16":
+            self._use_xla_bf16()
+        if self.device.type == "cuda" and self._mixed_precision == "no" and self._compiles:
             import torch
 
-            torch.backends.cuda.matmul.allow_tf32 = True
+            torch.backends.cuda.matmul.allow_tf32 = True  # what compiled float32 code is made for
 
-    def _take(self, argument: str, given: Any) -> None:
-        named = _by_name(argument, given)
-        first = next(iter(named.values()))
-        kind = self.device.type
-        if kind not in first.works_on:
-            raise ValueError(
-                f"{argument}={first!r} cannot train on {kind!r} devices: it works on {', '.join(sorted(first.works_on))}."
-            )
-        if argument == "deepspeed_plugin":
-            self.deepspeed_plugins = named
-        else:
-            setattr(self, argument, first)
-        if first.distributed_type is not None and (
-            self.num_processes > 1 or argument != "fsdp_plugin" or self.backend
-        ):
-            self.distributed_type = first.distributed_type
-            self.main_process = first.main_process
-        for plugin in named.values():
-            plugin.attach(self)
+    def _take_ways(self, plugins: Mapping[str, Any]) -> None:
+        """Let each plugin say by its class facts what it makes of the run, and take over what the run has settled."""
+        ways = _ways(plugins)
+        if len(ways) > 1:
+            raise ValueError(f"{' and '.join(ways)} are different ways of training: pass one of them.")
+        for argument, given in plugins.items():
+            for plugin in _each(given):
+                kind = kind_of(self.device).name
+                if kind not in plugin.works_on:
+                    raise ValueError(
+                        f"{argument}={type(plugin).__name__} cannot train on {kind!r}: it works on "
+                        f"{', '.join(sorted(plugin.works_on))}."
+                    )
+        for argument, plugin in ways.items():
+            if self.backend is None and plugin.distributed_type not in STARTS_ITS_OWN_GROUP:
+                warnings.warn(
+                    f"{argument} has no effect: it divides work between processes, and this process stands alone. "
+                    "Start the script with `accelerate launch` or torchrun.",
+                    stacklevel=5,
+                )
+                continue
+            assert plugin.distributed_type is not None
+            self.distributed_type = plugin.distributed_type
+            self.main_process = PartialState().main_process = plugin.main_process
+        for given in plugins.values():
+            for plugin in _each(given):
+                plugin.attach(self)
+        if isinstance(self.deepspeed_plugins, dict):
+            next(iter(self.deepspeed_plugins.values())).select(_from_accelerator_state=True)
+        elif self.deepspeed_plugins is not None:
+            self.deepspeed_plugins.select(_from_accelerator_state=True)
 
-    def _check_repeated(self, mixed_precision: str | PrecisionType | None, cpu: bool) -> None:
-        """Compare the arguments of a later instance with what the first settled."""
-        remedy = (
-            "All accelerators of a process share one state: create them with the same settings, or call "
-            "`AcceleratorState._reset_state()` in between."
-        )
-        wanted = getattr(mixed_precision, "value", mixed_precision)
-        if wanted is not None and wanted != self._mixed_precision:
+    def _check_parallelism(self, config: ParallelismConfig) -> None:
+        config.check_world_size(self.num_processes)
+        if config.cp_enabled and not self.is_fsdp2 and not parse_flag_from_env("ACCELERATE_ALLOW_CP_STANDALONE"):
             raise ValueError(
-                f"mixed_precision={wanted!r} was asked for, but AcceleratorState already has "
-                f"mixed_precision={self._mixed_precision!r}. {remedy}"
+                f"cp_size={config.cp_size} shares sequences between processes that must also share the parameters: pass "
+                "a FullyShardedDataParallelPlugin(fsdp_version=2), or set ACCELERATE_ALLOW_CP_STANDALONE=true."
             )
-        if cpu and self.device.type != "cpu":
-            raise ValueError(
-                f"cpu={cpu!r} was asked for, but AcceleratorState already computes on {str(self.device)!r}. {remedy}"
-            )
+
+    def _use_xla_bf16(self) -> None:
+        self.downcast_bfloat = bool(os.environ.get("ACCELERATE_DOWNCAST_BF16"))
+        os.environ["XLA_USE_BF16"] = str(int(not self.downcast_bfloat))
+        os.environ["XLA_DOWNCAST_BF16"] = str(int(self.downcast_bfloat))
+
+    def _check_same(
+        self,
+        precision: str | None,
+        cpu: bool,
+        plugins: Mapping[str, Any],
+        dynamo_plugin: TorchDynamoPlugin | None,
+        parallelism_config: ParallelismConfig | None,
+    ) -> None:
+        """Refuse settings that contradict what the first instance settled; those not given agree with anything."""
+        pairs: list[tuple[str, Any, Any]] = []
+        if precision is not None:
+            pairs.append(("mixed_precision", precision, self._mixed_precision))
+        if cpu:
+            pairs.append(("cpu", True, self._cpu or self.device.type == "cpu"))
+        if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:
+            pairs.append(("dynamo_backend", str(dynamo_plugin.backend), str(self.dynamo_plugin.backend)))
+        if parallelism_config is not None:
+            pairs.append(("parallelism_config", parallelism_config, self.parallelism_config))
+        for argument in _ways(plugins):
+            held = self.deepspeed_plugins if argument == "deepspeed_plugin" else getattr(self, argument)
+            pairs.append((argument, True, held is not None))
+        for name, wanted, settled in pairs:
+            if wanted != settled:
+                raise ValueError(
+                    f"{name}={wanted!r} contradicts {name}={settled!r}, which the first Accelerator of this process "
+                    "settled. All of them share one state: create them with the same settings, or leave this one out."
+                )
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
     @property
     def initialized(self) -> bool:
         """True once an instance has been made (and not been reset since)."""
-        return self._shared_state != PartialState._shared_state and "_mixed_precision" in self._shared_state
+        return "_mixed_precision" in self._shared_state
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of the run; under DeepSpeed, what its configuration says."""
-        plugin = self.deepspeed_plugin if self.deepspeed_plugins else None
-        config = getattr(plugin, "deepspeed_config", None) or {}
-        for name in ("fp16", "bf16"):
-            if config.get(name, {}).get("enabled", False) is True:
-                return name
+        """The number format of the run; under DeepSpeed, what the configuration in use says."""
+        if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_plugin is not None:
+            config = self.deepspeed_plugin.deepspeed_config
+            return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
         return self._mixed_precision
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded by `fully_shard`."""
-        return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
+        return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
+
+    @property
+    def _compiles(self) -> bool:
+        return self.dynamo_plugin.backend != DynamoBackend.NO
+
+    # ---- DeepSpeed set-ups --------------------------------------------------------------------------------------
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed set-up in use; None without DeepSpeed."""
-        for plugin in (self.deepspeed_plugins or {}).values():
-            if plugin.selected:
-                return plugin
-        return None
+        """The DeepSpeed set-up in use; None when DeepSpeed was not asked for."""
+        return next((plugin for plugin in _each(self.deepspeed_plugins) if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """The DeepSpeed set-up of that name.
@@ -198,29 +259,30 @@ class AcceleratorState(ProcessPlace):
         Raises:
             ValueError: When there is none.
         """
-        plugins = self.deepspeed_plugins or {}
-        if name not in plugins:
+        named = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
+        if name not in named:
             raise ValueError(
-                f"There is no DeepSpeed plugin {name!r}: choose from {', '.join(map(repr, plugins)) or 'none'}."
+                f"There is no DeepSpeed plugin named {name!r}: "
+                + (
+                    f"choose from {', '.join(map(repr, named))}."
+                    if named
+                    else "pass deepspeed_plugins={name: plugin}."
+                )
             )
-        return plugins[name]
+        return named[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the DeepSpeed set-up of that name the one in use.
+        """Use the DeepSpeed set-up of that name from now on.
 
         Raises:
             ValueError: When there is none.
         """
-        chosen = self.get_deepspeed_plugin(name or "")
-        for plugin in (self.deepspeed_plugins or {}).values():
+        chosen = self.get_deepspeed_plugin(name)  # type: ignore[arg-type] # None is refused like any unknown name
+        for plugin in _each(self.deepspeed_plugins):
             plugin._unselect()
         chosen.select(_from_accelerator_state=True)
 
     # ---- the end ------------------------------------------------------------------------------------------------
-
-    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """End a process group, on all its processes together; the default one, and with it all, when None."""
-        PartialState().destroy_process_group(group)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
@@ -234,53 +296,31 @@ class AcceleratorState(ProcessPlace):
             PartialState._reset_state()
 
     def __repr__(self) -> str:
-        lines = super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+        text = f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
         if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_plugin is not None:
-            lines += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
-        return lines
+            text += f"ds_config: {self.deepspeed_plugin.deepspeed_config}\n"
+        return text
 
 
-def _read_precision(mixed_precision: str | PrecisionType | None) -> str:
-    name, given = "mixed_precision", getattr(mixed_precision, "value", mixed_precision)
-    if given is None:
-        name, given = "ACCELERATE_MIXED_PRECISION", parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no")
+def _read_precision(name: str, given: str | PrecisionType) -> str:
     value = str(given).lower()
     if value not in PrecisionType:
-        raise ValueError(f"{name}={given!r} is unknown: choose from {', '.join(PrecisionType.list())}.")
+        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.")
     return value
 
 
-def _check_cpu(place: PartialState, cpu: bool) -> None:
-    if cpu and place.device.type != "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ:
-        raise ValueError(
-            f"cpu={cpu!r} was asked for, but PartialState already computes on {str(place.device)!r}: pass cpu=True where "
-            "it is made first."
-        )
-
-
-def _by_name(argument: str, given: Any) -> dict[str, Any]:
-    """The plugins by name; a single one is the "default", the first of several is selected."""
+def _each(given: Any) -> list[Any]:
+    """The plugins of one argument: none, one, or those of a dictionary."""
+    if given is None:
+        return []
     if not isinstance(given, dict):
-        named = {"default": given}
-    elif given:
-        named = given
-    else:
-        raise ValueError(f"{argument}={given!r} holds no plugin: leave it out, or name one.")
-    for index, plugin in enumerate(named.values()):
-        if argument == "deepspeed_plugin" and index == 0:
-            plugin.select(_from_accelerator_state=True)
-    return named
+        return [given]
+    if not given:
+        raise ValueError("deepspeed_plugin={} holds no plugin: name at least one, or leave it out.")
+    return list(given.values())
 
 
-def _check_fp8() -> None:
-    from accel_state.libraries import is_fp8_available
-
-    if not is_fp8_available():
-        raise ValueError(
-            f"mixed_precision='fp8' needs a library that computes in 8-bit floats ({', '.join(_fp8_libraries())}), and "
-            "none is installed. Install one, or choose 'bf16'."
-        )
-
-
-def _fp8_libraries() -> Iterator[str]:
-    yield from (backend.value.lower() for backend in FP8BackendType if backend.value != "NO")
+def _ways(plugins: Mapping[str, Any]) -> dict[str, Plugin]:
+    """Those arguments that choose a way of training, with the plugin that stands for each."""
+    first = {argument: _each(given)[0] for argument, given in plugins.items() if given is not None}
+    return {argument: plugin for argument, plugin in first.items() if plugin.distributed_type is not None}

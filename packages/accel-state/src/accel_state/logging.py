@@ -1,4 +1,4 @@
-"""Loggers that know about processes: a message appears once, or from all processes in order."""
+"""Loggers that know about processes: a message comes once, or from all processes in their order."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from typing import Any
 from accel_state.processes import PartialState, is_initialized
 
 
-class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg] # not subscriptable at run time in all versions
-    """A logger whose methods take two more keywords.
+class MultiProcessAdapter(logging.LoggerAdapter):
+    """A logger whose methods take two more keywords and say which process speaks.
 
-    `main_process_only` (`bool`, True): whether only the main process speaks. `in_order` (`bool`, False): whether all
-    processes speak, one after the other; all of them must then make the call.
+    `main_process_only` (`bool`): whether only the main process speaks; True unless `in_order` is.
+    `in_order` (`bool`): whether all processes speak, one after the other; all of them must then make the call.
     """
-
-    @staticmethod
-    def _should_log(main_process_only: bool) -> bool:
-        return not main_process_only or PartialState().is_main_process
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
         """Log a message.
@@ -28,7 +24,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg] # no
         Args:
             level: As for `logging.Logger.log`.
             msg: The message.
-            args: Its arguments.
+            args: What is formatted into it.
             kwargs: `main_process_only`, `in_order`, and what `logging.Logger.log` takes.
 
         Raises:
@@ -39,33 +35,34 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg] # no
                 f"The logger {self.logger.name!r} cannot tell yet which process this is: make an `Accelerator()` or a "
                 "`PartialState()` before logging."
             )
-        main_process_only = kwargs.pop("main_process_only", True)
+        state = PartialState()
         in_order = kwargs.pop("in_order", False)
+        main_process_only = kwargs.pop("main_process_only", not in_order)
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # past this method and `_emit`
-        if not self.isEnabledFor(level):
-            return
-        if in_order:
-            state = PartialState()
+        if main_process_only:
+            if state.is_main_process:
+                self._emit(level, msg, args, kwargs)
+        elif in_order:
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self._emit(level, msg, args, kwargs)
-                state.wait_for_everyone()
-        elif self._should_log(main_process_only):
+                state.wait_for_everyone()  # whatever the level here: it may be another one elsewhere
+        else:
             self._emit(level, msg, args, kwargs)
 
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: MutableMapping[str, Any]) -> None:
-        msg, kwargs = self.process(msg, kwargs)
-        self.logger.log(level, msg, *args, **kwargs)
+        if self.isEnabledFor(level):
+            msg, kwargs = self.process(msg, kwargs)
+            self.logger.log(level, msg, *args, **kwargs)
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Say which process speaks."""
-        if self.extra:
-            kwargs.setdefault("extra", self.extra)
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """Put the rank before the message."""
+        kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
-    @functools.lru_cache(None)  # noqa: B019 - loggers live as long as the program
+    @functools.cache  # noqa: B019 - loggers live as long as the program
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn, but only the first time that this message comes."""
+        """Warn, but only at the first call with the same arguments, which must be hashable."""
         self.warning(*args, stacklevel=2, **kwargs)
 
 
@@ -74,20 +71,27 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Args:
         name (`str`): As for `logging.getLogger`.
-        log_level (`str`, *optional*): Such as `"INFO"`; `ACCELERATE_LOG_LEVEL` when None, and that of the root logger
-            when there is no such variable either.
+        log_level (`str`, *optional*): Such as `"INFO"`, for this logger and the root logger; `ACCELERATE_LOG_LEVEL`
+            when None. Without either, levels stay as they are.
+
+    Raises:
+        ValueError: For a level that does not exist.
 
     Example:
         ```python
         logger = get_logger(__name__)
         logger.info("once")
         logger.info("from everyone", main_process_only=False)
-        logger.info("from everyone, in order", main_process_only=False, in_order=True)
+        logger.info("from everyone, in order", in_order=True)
         ```
     """
-    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     logger = logging.getLogger(name)
+    level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level is not None:
-        logger.setLevel(level.upper())
-        logger.root.setLevel(level.upper())
+        known = logging.getLevelNamesMapping()
+        if level.upper() not in known:
+            source = "log_level" if log_level else "ACCELERATE_LOG_LEVEL"
+            raise ValueError(f"{source}={level!r} is no level of logging: use one of {', '.join(known)}.")
+        logger.setLevel(known[level.upper()])
+        logging.getLogger().setLevel(known[level.upper()])
     return MultiProcessAdapter(logger, {})

@@ -84,7 +84,7 @@ class ProcessPlace:
             ```
         """
         if self.use_distributed:
-            _kind_of(self.device).barrier(self.device.index)
+            kind_of(self.device).barrier(self.device.index)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -347,7 +347,7 @@ class PartialState(ProcessPlace):
         """The kind of device that this process computes on."""
         override = os.environ.get("ACCELERATE_TORCH_DEVICE")
         if override is not None:
-            kind = _kind_of(torch.device(override))
+            kind = kind_of(torch.device(override))
         else:
             kind = device_kind("cpu") if self._cpu else detect_device_kind()
         if kind.collective_backend is None and self.backend is not None:
@@ -360,7 +360,7 @@ class PartialState(ProcessPlace):
         return self._kind().distributed_type
 
 
-def _kind_of(device: torch.device) -> DeviceKind:
+def kind_of(device: torch.device) -> DeviceKind:
     """The row of a device; that of the CPU for those without a row of their own, such as "meta"."""
     return next((kind for kind in DEVICE_KINDS if kind.name == device.type), DEVICE_KINDS[-1])
 

@@ -49,7 +49,7 @@ def on_close(callback: Callable[[], None]) -> None:
         callback: Held weakly: a bound method does not keep its object alive. It must not wait for other processes.
     """
     bound = hasattr(callback, "__self__")
-    _callbacks.append(weakref.WeakMethod(callback) if bound else weakref.ref(callback))  # type: ignore[arg-type]
+    _callbacks.append(weakref.WeakMethod(callback) if bound else weakref.ref(callback))
 
 
 def close_process_group(group: Any = None) -> None:
@@ -162,7 +162,7 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
     import torch
     import torch.distributed as dist
 
-    failing = dist.AllreduceOptions()
+    failing: Any = dist.AllreduceOptions()
     failing.reduceOp = dist.ReduceOp.BAND  # not defined for floats
     tensors = [torch.zeros(1)]
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()

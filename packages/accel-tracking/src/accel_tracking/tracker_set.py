@@ -56,8 +56,8 @@ class TrackerSet:
     def _make(self, name: str, project_name: str, arguments: Mapping[str, Any]) -> GeneralTracker:
         tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]  # its constructor is the subclass's own
         if tracker_class.requires_logging_directory:
-            return tracker_class(project_name, self.logging_dir, **arguments)  # type: ignore[no-any-return]
-        return tracker_class(project_name, **arguments)  # type: ignore[no-any-return]
+            return tracker_class(project_name, self.logging_dir, **arguments)
+        return tracker_class(project_name, **arguments)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """A started tracker by name.

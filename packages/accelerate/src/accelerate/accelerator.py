@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from reprlib import repr as shorten
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accel_data.skipping import skip_first_batches
 
+from accel_data.skipping import skip_first_batches
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import make_engine
 from accel_integrations.prepared.prepared import Prepared
@@ -285,11 +286,10 @@ class Accelerator:
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in 8-bit floats; `FP8BackendType.NO` without fp8."""
-        if not self.fp8_enabled:
-            return FP8BackendType.NO
-        if self.fp8_recipe_handler is not None:
-            return FP8BackendType(self.fp8_recipe_handler.backend)
-        return FP8BackendType(os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper())
+        recipe = type(self.fp8_recipe_handler).__name__.removesuffix("RecipeKwargs")
+        chosen = getattr(self.fp8_recipe_handler, "backend", recipe if self.fp8_recipe_handler else None)
+        chosen = chosen or os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+        return FP8BackendType(chosen) if self.fp8_enabled else FP8BackendType.NO
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
@@ -806,13 +806,13 @@ class Accelerator:
         """
         return gather_for_metrics(input_data, use_gather_object, self.gradient_state)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Add up tensors of all processes.
+    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
+        """Add up tensors of all processes, or average them.
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): Equal shapes on all processes.
-            reduction (`"sum"`, `"mean"` or `"none"`): What to do.
-            scale (`float`): Factor on the result.
+            reduction (`"sum"`, `"mean"` or `"none"`): What to do; "none" is another name of "sum".
+            scale (`float`): A factor for the result; XLA only.
 
         Returns:
             The same structure on every process.
@@ -945,7 +945,7 @@ class Accelerator:
         wrong = [item for item in objects if not all(callable(getattr(item, name, None)) for name in wanted)]
         if wrong:
             raise ValueError(
-                f"register_for_checkpointing() cannot store {', '.join(f'{x!r} ({type(x).__name__})' for x in wrong)}: "
+                f"register_for_checkpointing() cannot store {', '.join(f'{shorten(x)} ({type(x).__name__})' for x in wrong)}: "
                 "an object needs the methods state_dict() and load_state_dict(state)."
             )
         self._custom_objects.extend(objects)

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_integrations.unwrap import extract_model_from_parallel
 from torch import nn
 
+from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.durable import make_folder
 from accel_ops.filenames import MODEL_NAME as MODEL_NAME
 from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+
 from accel_ops.collectives import gather, gather_object
 from accel_ops.nested import recursively_apply
 from accel_state.logging import get_logger

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from accel_data.prepare import prepare_data_loader
-from accel_integrations.compile import compile_model
-from accel_integrations.prepared.scheduler import AcceleratedScheduler
-from accel_integrations.unwrap import extract_model_from_parallel
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel_data.prepare import prepare_data_loader
+from accel_integrations.compile import compile_model
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
 
 if TYPE_CHECKING:
-    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accel_state.accelerator_state import AcceleratorState
-
     from accel_integrations.engines.engine import Engine
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
+    from accel_state.accelerator_state import AcceleratorState
     from accel_state.settings.data import DataLoaderConfiguration
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
@@ -45,7 +45,7 @@ class PreparesEach(Protocol):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Prepare an optimizer."""
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
+    def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler."""
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> Any:
@@ -134,7 +134,7 @@ class Preparer:
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
         return _keep(self.prepared.optimizers, optimizer)
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+    def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler once."""
         known = _find(self.prepared.schedulers, scheduler, lambda known: known.scheduler)
         if known is not None:
@@ -198,13 +198,12 @@ def is_dispatched(model: nn.Module) -> bool:
 
 
 def _prepare_one(item: Any, placement: bool | None, each: PreparesEach) -> Any:
-    for kind, prepare in (
-        (DataLoader, each.prepare_data_loader),
-        (nn.Module, each.prepare_model),
-        (torch.optim.Optimizer, each.prepare_optimizer),
-    ):
-        if isinstance(item, kind):
-            return prepare(item, device_placement=placement)
+    if isinstance(item, DataLoader):
+        return each.prepare_data_loader(item, device_placement=placement)
+    if isinstance(item, nn.Module):
+        return each.prepare_model(item, device_placement=placement)
+    if isinstance(item, torch.optim.Optimizer):
+        return each.prepare_optimizer(item, device_placement=placement)
     if isinstance(item, SCHEDULERS):
         return each.prepare_scheduler(item)
     return item  # nothing to prepare: comes back as it is
@@ -223,7 +222,7 @@ def _check_placement(placement: Sequence[bool | None] | None, objects: Sequence[
 
 def _check_type(method: str, item: Any, wanted: type) -> None:
     if not isinstance(item, wanted):
-        raise TypeError(f"{method}() got {item!r} of type {type(item).__name__}: pass a {wanted.__qualname__}.")
+        raise TypeError(f"{method}() got {shorten(item)} of type {type(item).__name__}: pass a {wanted.__qualname__}.")
 
 
 def _inner_model(model: nn.Module) -> nn.Module:

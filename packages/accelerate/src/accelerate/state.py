@@ -1,7 +1,6 @@
 """The old path of the states, now `accel_state`."""
 
 from accel_state.accelerator_state import AcceleratorState as AcceleratorState
-
 from accel_state.gradient_state import GradientState as GradientState
 from accel_state.processes import PartialState as PartialState
 from accel_state.processes import do_nothing as do_nothing

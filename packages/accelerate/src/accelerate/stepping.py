@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from reprlib import repr as shorten
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,7 @@ class StepController:
         for model in models:
             if not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"accumulate() got {model!r} of type {type(model).__name__}: pass the prepared models, as in "
+                    f"accumulate() got {shorten(model)} of type {type(model).__name__}: pass the prepared models, as in "
                     "`with accelerator.accumulate(model):`."
                 )
         if not self.prepared.models:
@@ -165,7 +166,7 @@ class StepController:
         """Whether any process raised its flag; lowers it."""
         device = self.engine.context.state.device
         mine = torch.tensor(0, device=device) if self.flag_tensor is None else self.flag_tensor
-        raised = bool(reduce(mine) >= 1)
+        raised = bool(reduce(mine, reduction="sum") >= 1)
         self.flag_tensor = torch.tensor(0, device=device)
         return raised
 

@@ -49,7 +49,7 @@ class DDPEngine(Engine):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep gradients local during backward; for models that were not replicated, do nothing."""
         context = getattr(model, "no_sync", None)
-        return nullcontext() if context is None else context()  # type: ignore[no-any-return]
+        return nullcontext() if context is None else context()
 
     def sync_next_backward(self, model: nn.Module) -> None:
         """Make the next backward exchange gradients although its forward ran under `no_sync`."""
@@ -81,7 +81,7 @@ class DDPEngine(Engine):
         changed: list[tuple[Any, bool]] = []
         skipped = 0
         for loader in self.context.prepared.dataloaders:
-            sampler = getattr(loader, "batch_sampler", None)
+            sampler: Any = getattr(loader, "batch_sampler", None)
             if hasattr(sampler, "even_batches"):
                 changed.append((sampler, sampler.even_batches))
                 sampler.even_batches = even_batches
@@ -101,7 +101,7 @@ class DDPEngine(Engine):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over all processes."""
-        return reduce(weight.to(self.context.state.device), reduction="sum")  # type: ignore[no-any-return]
+        return reduce(weight.to(self.context.state.device), reduction="sum")
 
     @property
     def num_averaged(self) -> int:

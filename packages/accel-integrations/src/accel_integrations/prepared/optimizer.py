@@ -59,7 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # ---- what the wrapped optimizer holds -----------------------------------------------------------------------
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's state."""
         return self.optimizer.state
 
@@ -68,7 +68,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         """The wrapped optimizer's groups of parameters."""
         return self.optimizer.param_groups
 
@@ -77,7 +77,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         """The wrapped optimizer's default settings."""
         return self.optimizer.defaults
 
@@ -99,7 +99,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:  # type: ignore[override]
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drop the gradients, at the end of a window."""
         if self.gradient_state.sync_gradients:
             if set_to_none is None:

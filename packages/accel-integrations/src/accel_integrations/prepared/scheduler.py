@@ -56,7 +56,7 @@ class AcceleratedScheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped scheduler's state."""
-        return self.scheduler.state_dict()  # type: ignore[no-any-return]
+        return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the wrapped scheduler."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accel_state.logging import get_logger
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_ops.staging import recover
+from accel_state.logging import get_logger
 from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.load import (
     Checkpoint,

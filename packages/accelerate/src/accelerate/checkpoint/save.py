@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from accel_ops.random import capture_rng_state
-
 from accel_ops.filenames import (
     CUSTOM_OBJECT_NAME,
     DATALOADER_NAME,
@@ -17,6 +15,7 @@ from accel_ops.filenames import (
     SCHEDULER_NAME,
 )
 from accel_ops.files import check_loadable
+from accel_ops.random import capture_rng_state
 from accelerate.checkpoint.loaders import loader_position, sampler_state
 from accelerate.checkpoint.naming import numbered, weights_file
 from accelerate.checkpoint.transaction import FileWriter

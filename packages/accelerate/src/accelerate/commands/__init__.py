@@ -1,0 +1,1 @@
+"""The old paths of the commands, now in `accel_cli`."""

@@ -1,0 +1,8 @@
+"""The old path of the program `accelerate`."""
+
+import sys
+
+from accel_cli.main import main as main
+
+if __name__ == "__main__":
+    sys.exit(main())

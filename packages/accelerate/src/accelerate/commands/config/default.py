@@ -1,0 +1,5 @@
+"""The old path of writing default settings."""
+
+from accel_cli.config import default_command_parser as default_command_parser
+from accel_cli.config import default_config_command as default_config_command
+from accel_cli.configfile.write import write_basic_config as write_basic_config

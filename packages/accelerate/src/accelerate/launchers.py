@@ -1,0 +1,5 @@
+"""The old path of starting processes from Python."""
+
+from accel_cli.notebook import debug_launcher as debug_launcher
+from accel_cli.notebook import notebook_launcher as notebook_launcher
+from accel_cli.notebook import test_launch as test_launch
