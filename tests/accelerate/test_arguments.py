@@ -130,6 +130,11 @@ def test_handlers_reach_their_attributes() -> None:
     ] == handlers
 
 
+def test_a_single_handler_needs_no_list() -> None:
+    handler = GradScalerKwargs(init_scale=8.0)
+    assert Accelerator(cpu=True, kwargs_handlers=handler).scaler_handler is handler  # type: ignore[arg-type]
+
+
 def test_handlers_are_given_once_and_are_handlers() -> None:
     with pytest.raises(ValueError, match="at most one GradScalerKwargs"):
         Accelerator(cpu=True, kwargs_handlers=[GradScalerKwargs(), GradScalerKwargs()])

@@ -5,12 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel_state.enums import FP8BackendType
 from accel_state.mesh import ParallelismConfig
+from accel_state.settings.ddp import DistributedDataParallelKwargs
+from accel_state.settings.handlers import KwargsHandler
 from accelerate import Accelerator
 from tests.support.ranks import ranks
 
+
+class AORecipeKwargs(KwargsHandler):
+    """Stands in for the recipe of this name, which needs its library."""
+
+    slot = "fp8"
+
+
 READ_BY_OTHERS = [
-    "_custom_objects", "_dataloaders", "_models", "_optimizers", "_schedulers", "ao_recipe_handler", "autocast_handler",
+    "_custom_objects", "_dataloaders", "_models", "_load_model_state_pre_hook", "_optimizers",
+    "_save_model_state_pre_hook", "_schedulers", "ao_recipe_handler", "autocast_handler",
     "dataloader_config", "ddp_handler", "deepspeed_config", "deepspeed_engine_wrapped", "delayed_fp8_autocast",
     "device_placement", "flag_tensor", "fp8_enabled", "fp8_recipe_handler", "gradient_state", "has_fp8_handler",
     "has_lomo_optimizer", "init_handler", "log_with", "msamp_recipe_handler", "native_amp", "profile_handler",
@@ -22,6 +33,27 @@ READ_BY_OTHERS = [
 def test_attributes_that_others_read_are_there() -> None:
     accelerator = Accelerator(cpu=True)
     assert [name for name in READ_BY_OTHERS if not hasattr(accelerator, name)] == []
+
+
+def test_hooks_of_checkpoints_can_be_looked_up() -> None:
+    accelerator = Accelerator(cpu=True)
+    handle = accelerator.register_save_state_pre_hook(print)
+    assert list(accelerator._save_model_state_pre_hook.values()) == [print]
+    handle.remove()
+    assert not accelerator._save_model_state_pre_hook
+    accelerator.register_load_state_pre_hook(print)
+    assert list(accelerator._load_model_state_pre_hook.values()) == [print]
+
+
+def test_the_fp8_library_follows_recipe_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[AORecipeKwargs()])  # type: ignore[list-item]
+    assert accelerator.ao_recipe_handler is accelerator.fp8_recipe_handler is not None
+    assert accelerator.fp8_backend is FP8BackendType.NO
+    accelerator.fp8_enabled = True
+    assert accelerator.fp8_backend is FP8BackendType.AO
+    accelerator.fp8_recipe_handler = None
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    assert accelerator.fp8_backend is FP8BackendType.TE
 
 
 def test_the_lists_of_prepared_objects_are_filled_in_place() -> None:
@@ -75,6 +107,13 @@ def test_ranks_on_axes_that_are_not_used_are_refused(name: str) -> None:
 def test_there_is_no_pipeline() -> None:
     with pytest.raises(NotImplementedError, match="pipeline"):
         _ = Accelerator(cpu=True).pipeline_parallel_rank
+
+
+@ranks(2)
+def test_trainers_may_set_how_replicas_are_built(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    accelerator.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+    assert accelerator.prepare(torch.nn.Linear(1, 1)).find_unused_parameters
 
 
 @ranks(2)

@@ -90,7 +90,7 @@ def test_each_kind_has_a_method_of_its_own() -> None:
     ("method", "wanted"), [("prepare_model", "Module"), ("prepare_optimizer", "Optimizer"), ("prepare_data_loader", "DataLoader")]
 )  # fmt: skip
 def test_the_wrong_kind_is_named(method: str, wanted: str) -> None:
-    with pytest.raises(TypeError, match=rf"{method}\(\) got 3 of type int: pass a {wanted}"):
+    with pytest.raises(TypeError, match=rf"{method}\(\) got 3 of type int: pass an object of {wanted}"):
         getattr(Accelerator(cpu=True), method)(3)
 
 

@@ -153,7 +153,7 @@ def test_checkpoints_are_left_to_their_keeper(monkeypatch: pytest.MonkeyPatch) -
             return lambda *args, **kwargs: calls.append((name, args, kwargs))
 
     accelerator = Accelerator(cpu=True)
-    accelerator._checkpoint_keeper = Keeper()  # type: ignore[assignment]
+    accelerator._checkpoints = Keeper()  # type: ignore[assignment]
     accelerator.save_state("out", False, exclude=1)
     accelerator.load_state("out", {"a": 1}, include=2)
     accelerator.save_model(None, "weights")  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class CountCollectives:
     """Counts the messages of a `with` block."""
 
     NAMES = (
-        "all_gather_into_tensor",
+        "all_gather_single",
         "all_reduce",
         "broadcast",
         "all_gather",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.packing import flatten_together, layout_of, pack, signature_of, unflatten, unpack
 from accel_ops.transport import Transport, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
@@ -99,15 +99,23 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
         return tensor
     transport = transport_of(state)
     wire = transport.wire_device(state)
-    sums = _sum([leaf.detach().to(wire) for leaf in leaves], transport, state.num_processes)
-    if state.distributed_type == DistributedType.XLA:
-        sums = [total * scale for total in sums]
+    factor = scale if state.distributed_type == DistributedType.XLA else 1.0
     if reduction == "mean":
-        sums = [total / state.num_processes for total in sums]
-    return rebuild(tensor, (total.to(leaf.device) for total, leaf in zip(sums, leaves, strict=True)))
+        factor /= state.num_processes
+    moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
+    with torch.no_grad():
+        sums = _sum(moved, transport, state.num_processes, factor)
+    return rebuild(
+        tensor,
+        (
+            total if total.device == leaf.device else total.to(leaf.device)
+            for total, leaf in zip(sums, leaves, strict=True)
+        ),
+    )
 
 
-def _sum(leaves: list[torch.Tensor], transport: Transport, world: int) -> list[torch.Tensor]:
+def _sum(leaves: list[torch.Tensor], transport: Transport, world: int, factor: float) -> list[torch.Tensor]:
+    """Sums of the leaves over processes, times `factor`."""
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, leaf in enumerate(leaves):
         by_dtype.setdefault(leaf.dtype, []).append(index)
@@ -115,14 +123,20 @@ def _sum(leaves: list[torch.Tensor], transport: Transport, world: int) -> list[t
         layout = layout_of(signature_of(leaves))
         rows = transport.all_gather(pack(leaves, layout), world)
         per_process = [unpack(row, layout) for row in rows]
-        return [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*per_process, strict=True)]
+        sums = [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*per_process, strict=True)]
+        return sums if factor == 1.0 else [total * factor for total in sums]
     sums = list(leaves)
     for members in by_dtype.values():
-        total = transport.all_reduce(torch.cat([leaves[index].reshape(-1) for index in members]))
-        pieces = torch.split(total, [leaves[index].numel() for index in members])
-        for index, piece in zip(members, pieces, strict=True):
-            sums[index] = piece.view(leaves[index].shape)
+        alike = [leaves[index] for index in members]
+        total = transport.all_reduce(_flat_copy(alike))
+        total = total if factor == 1.0 else total * factor
+        for index, piece in zip(members, unflatten(total, alike), strict=True):
+            sums[index] = piece
     return sums
+
+
+def _flat_copy(leaves: list[torch.Tensor]) -> torch.Tensor:
+    return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
 
 
 @verify_operation

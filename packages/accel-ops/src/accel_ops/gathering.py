@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from accel_ops.nested import flatten, rebuild
-from accel_ops.packing import Layout, Signature, digest_of, layout_of, pack, unpack
+from accel_ops.packing import Layout, Signature, digest_of, layout_of, pack_into, signature_of, unpack
 from accel_ops.transport import Transport, transport_of
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
@@ -47,43 +48,40 @@ def gather_leaves(data: Any, operation: str, state: PartialState) -> Any:
         return data
     transport = transport_of(state)
     wire = transport.wire_device(state)
-    devices = [leaf.device for leaf in leaves]
-    message = Message([leaf.detach().to(wire) for leaf in leaves], structure)
-
-    slots = transport.all_gather(message.slot(), state.num_processes)
-    headers = _read_headers(slots, message)
-    if headers is None:
+    moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
+    message = message_of(structure, signature_of(moved))
+    with torch.no_grad():
+        joined = _exchange(moved, message, transport, state)
+    if joined is None:
         _report_mismatch(data, operation, state)
-    sizes = headers.first_sizes
-    if sizes is None:  # too many leaves for a slot: their sizes are part of the data
-        buffers = transport.all_gather(message.everything(_longest(headers, transport, message, state)), len(slots))
-        sizes = _first_sizes(buffers, message)
-        joined = _join(buffers[:, message.data_start :], message, sizes)
-    elif all(message.fits(row) for row in sizes):
-        joined = _join(slots[:, message.data_start :], message, sizes)
-    else:
-        joined = _second_round(transport, message, sizes)
-    return rebuild(data, (leaf.to(device) for leaf, device in zip(joined, devices, strict=True)))
+    if moved is not leaves:
+        joined = [
+            part if part.device == leaf.device else part.to(leaf.device)
+            for part, leaf in zip(joined, leaves, strict=True)
+        ]
+    return rebuild(data, joined)
 
 
+@dataclass(frozen=True, slots=True)
 class Message:
-    """What one process sends: a header, and packed leaves."""
+    """What a process sends: a header, then its packed leaves. The same object serves all leaves of one signature."""
 
-    def __init__(self, leaves: list[torch.Tensor], structure: tuple[Any, ...]) -> None:
-        self.leaves = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
-        self.first_sizes = [leaf.shape[0] for leaf in self.leaves]
-        self.rest = tuple((leaf.dtype, tuple(leaf.shape[1:])) for leaf in self.leaves)
-        self.digest = digest_of((structure, self.rest))
-        num_bytes = (HEADER_WORDS + len(leaves)) * WORD_BYTES
-        self.data_start = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        self.layout = self.layout_for(self.first_sizes)
+    rest: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each leaf: dtype, and sizes but the first
+    first_sizes: tuple[int, ...]
+    data_start: int
+    header: torch.Tensor  # uint8 of shape (data_start,), on the CPU
+    layout: Layout
 
     def layout_for(self, first_sizes: Sequence[int]) -> Layout:
         """The layout of a process's data, from its first sizes."""
-        return layout_of(self._signature(tuple(first_sizes)))
+        if tuple(first_sizes) == self.first_sizes:
+            return self.layout
+        return layout_of(_with_first_sizes(self.rest, first_sizes))
 
-    def _signature(self, first_sizes: tuple[int, ...]) -> Signature:
-        return tuple((dtype, (size, *rest)) for (dtype, rest), size in zip(self.rest, first_sizes, strict=True))
+    @property
+    def num_leaves(self) -> int:
+        """How many tensors there are."""
+        return len(self.rest)
 
     @property
     def lists_sizes(self) -> bool:
@@ -94,75 +92,84 @@ class Message:
         """Whether a process's data fit into its slot."""
         return self.data_start + self.layout_for(first_sizes).num_bytes <= SLOT_BYTES
 
-    def header(self) -> torch.Tensor:
-        """uint8 of shape (data_start,)."""
-        words = [self.digest, len(self.leaves), *self.first_sizes]
-        words += [0] * (self.data_start // WORD_BYTES - len(words))
-        return torch.tensor(words, dtype=torch.int64, device=self.leaves[0].device).view(torch.uint8)
-
-    def slot(self) -> torch.Tensor:
+    def slot(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """uint8 of shape (SLOT_BYTES,)."""
-        slot = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=self.leaves[0].device)
+        slot = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=leaves[0].device)
         if not self.lists_sizes:  # the length of the message stands in for the sizes
-            words = [self.digest, len(self.leaves), self.data_start + self.layout.num_bytes]
-            slot[: 3 * WORD_BYTES] = torch.tensor(words, dtype=torch.int64, device=slot.device).view(torch.uint8)
+            beginning = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
+            beginning.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
+            slot[: beginning.numel()] = beginning
             return slot
-        slot[: self.data_start] = self.header()
+        slot[: self.data_start] = self.header
         if self.fits(self.first_sizes):
-            slot[self.data_start : self.data_start + self.layout.num_bytes] = pack(self.leaves, self.layout)
+            pack_into(slot[self.data_start : self.data_start + self.layout.num_bytes], leaves, self.layout)
         return slot
 
-    def everything(self, length: int) -> torch.Tensor:
+    def everything(self, leaves: Sequence[torch.Tensor], length: int) -> torch.Tensor:
         """Header and data, filled up to `length` bytes."""
-        return _filled_up(torch.cat([self.header(), pack(self.leaves, self.layout)]), length)
+        buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
+        buffer[: self.data_start] = self.header
+        pack_into(buffer[self.data_start : self.data_start + self.layout.num_bytes], leaves, self.layout)
+        return buffer
 
 
-@dataclass(frozen=True, slots=True)
-class Headers:
-    """What the slots of all processes say."""
+@lru_cache(maxsize=256)
+def message_of(structure: tuple[Any, ...], signature: Signature) -> Message:
+    """What a process sends for leaves with these dtypes and shapes."""
+    shapes = [(dtype, tuple(shape) or (1,)) for dtype, shape in signature]
+    rest = tuple((dtype, shape[1:]) for dtype, shape in shapes)
+    first_sizes = tuple(shape[0] for _, shape in shapes)
+    data_start = _aligned((HEADER_WORDS + len(rest)) * WORD_BYTES)
+    words = [digest_of((structure, rest)), len(rest), *first_sizes]
+    words += [0] * (data_start // WORD_BYTES - len(words))
+    header = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+    return Message(rest, first_sizes, data_start, header, layout_of(_with_first_sizes(rest, first_sizes)))
 
-    first_sizes: list[list[int]] | None  # per process and leaf; None when the slots had no room for them
-    lengths: list[int]  # of the whole message, meaningful without first sizes
+
+def _with_first_sizes(rest: Sequence[tuple[torch.dtype, tuple[int, ...]]], first_sizes: Sequence[int]) -> Signature:
+    return tuple((dtype, (size, *sizes)) for (dtype, sizes), size in zip(rest, first_sizes, strict=True))
 
 
-def _read_headers(slots: torch.Tensor, message: Message) -> Headers | None:
-    """The headers; None when they do not fit together."""
-    num_words = HEADER_WORDS + (len(message.leaves) if message.lists_sizes else 1)
-    words = slots[:, : num_words * WORD_BYTES].contiguous().view(torch.int64).tolist()
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _exchange(
+    leaves: list[torch.Tensor], message: Message, transport: Transport, state: PartialState
+) -> list[torch.Tensor] | None:
+    """The joined leaves; None when what the processes brought does not fit together."""
+    slots = transport.all_gather(message.slot(leaves), state.num_processes)
+    words = _words(slots, HEADER_WORDS + (message.num_leaves if message.lists_sizes else 1))
     if any(row[:HEADER_WORDS] != words[0][:HEADER_WORDS] for row in words):
         return None
-    rest = [row[HEADER_WORDS:] for row in words]
-    return Headers(rest if message.lists_sizes else None, [row[0] for row in rest])
+    if not message.lists_sizes:  # too many leaves for a slot: their sizes are part of the data
+        longest = _aligned(max(row[HEADER_WORDS] for row in words))
+        buffers = transport.all_gather(message.everything(leaves, longest), state.num_processes)
+        sizes = [row[HEADER_WORDS:] for row in _words(buffers, HEADER_WORDS + message.num_leaves)]
+        return _join(buffers[:, message.data_start :], message, sizes)
+    sizes = [row[HEADER_WORDS:] for row in words]
+    if all(message.fits(row) for row in sizes):
+        return _join(slots[:, message.data_start :], message, sizes)
+    return _second_round(leaves, message, transport, sizes)
 
 
-def _longest(headers: Headers, transport: Transport, message: Message, state: PartialState) -> int:
-    longest = max(headers.lengths)
-    return -(-longest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # rows of the gathered buffer stay aligned
+def _words(rows: torch.Tensor, count: int) -> list[list[int]]:
+    words: list[list[int]] = rows[:, : count * WORD_BYTES].view(torch.int64).tolist()
+    return words
 
 
-def _first_sizes(buffers: torch.Tensor, message: Message) -> list[list[int]]:
-    num_words = HEADER_WORDS + len(message.leaves)
-    words = buffers[:, : num_words * WORD_BYTES].contiguous().view(torch.int64).tolist()
-    return [row[HEADER_WORDS:] for row in words]
-
-
-def _second_round(transport: Transport, message: Message, sizes: list[list[int]]) -> list[torch.Tensor]:
+def _second_round(
+    leaves: list[torch.Tensor], message: Message, transport: Transport, sizes: list[list[int]]
+) -> list[torch.Tensor]:
     """Send the data themselves."""
-    equal = all(row == sizes[0] for row in sizes)
-    if equal and len(message.leaves) == 1:  # straight into the result, nothing is copied
-        leaf = message.leaves[0].contiguous()
-        gathered = transport.all_gather(_wire_view(leaf), len(sizes))
+    if len(leaves) == 1 and all(row == sizes[0] for row in sizes):  # straight into the result, nothing is copied
+        leaf = leaves[0].contiguous()
+        gathered = transport.all_gather(leaf.resolve_conj().resolve_neg().view(-1).view(torch.uint8), len(sizes))
         return [gathered.view(leaf.dtype).view(len(sizes) * leaf.shape[0], *leaf.shape[1:])]
-    longest = max(message.layout_for(row).num_bytes for row in sizes)
-    length = -(-longest // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    return _join(
-        transport.all_gather(_filled_up(pack(message.leaves, message.layout), length), len(sizes)), message, sizes
-    )
-
-
-def _wire_view(leaf: torch.Tensor) -> torch.Tensor:
-    """A contiguous leaf as its bytes."""
-    return leaf.resolve_conj().resolve_neg().view(-1).view(torch.uint8)
+    length = _aligned(max(message.layout_for(row).num_bytes for row in sizes))
+    buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
+    pack_into(buffer[: message.layout.num_bytes], leaves, message.layout)
+    return _join(transport.all_gather(buffer, len(sizes)), message, sizes)
 
 
 def _join(rows: torch.Tensor, message: Message, sizes: list[list[int]]) -> list[torch.Tensor]:
@@ -175,12 +182,6 @@ def _join(rows: torch.Tensor, message: Message, sizes: list[list[int]]) -> list[
         layout = message.layout_for(first_sizes)
         per_process.append(unpack(row[: layout.num_bytes], layout))
     return [torch.cat(parts) for parts in zip(*per_process, strict=True)]
-
-
-def _filled_up(buffer: torch.Tensor, length: int) -> torch.Tensor:
-    if buffer.numel() == length:
-        return buffer
-    return torch.cat([buffer, buffer.new_empty(length - buffer.numel())])
 
 
 def _report_mismatch(data: Any, operation: str, state: PartialState) -> NoReturn:

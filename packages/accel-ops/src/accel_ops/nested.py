@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,10 +136,18 @@ def _visit(data: Any, leaves: list[torch.Tensor], structure: list[Any], operatio
 
 def rebuild(data: Any, leaves: Iterable[Any]) -> Any:
     """Put leaves, in the order of `flatten`, into a structure like `data`."""
+    return _put(data, iter(leaves))
+
+
+def _put(data: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(data, torch.Tensor):
-        return next(iter(leaves))
-    remaining = iter(leaves)
-    return recursively_apply(lambda _: next(remaining), data)
+        return next(leaves)
+    if type(data) is list:
+        return [_put(item, leaves) for item in data]
+    if isinstance(data, Mapping):
+        made: Callable[[Any], Any] = type(data)
+        return made({key: _put(item, leaves) for key, item in data.items()})
+    return honor_type(data, (_put(item, leaves) for item in data))
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 
 split_copy: Any = torch.split_with_sizes_copy  # torch does not say what it returns
+# many small tensors as one and back, in one call each
+flatten_together: Any = torch._utils._flatten_dense_tensors
+unflatten: Any = torch._utils._unflatten_dense_tensors
+SMALL_BYTES = 65536
 Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each leaf, some without first sizes
 
 
@@ -41,7 +45,7 @@ class Layout:
 
 def signature_of(leaves: Sequence[torch.Tensor]) -> Signature:
     """Dtype and shape of each leaf."""
-    return tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves)
+    return tuple([(leaf.dtype, leaf.shape) for leaf in leaves])
 
 
 @lru_cache(maxsize=256)
@@ -66,17 +70,19 @@ def digest_of(description: Any) -> int:
 
 
 def pack(leaves: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
-    """Copy leaves into one buffer; uint8 of shape (num_bytes,)."""
-    parts = [_pack_group([leaves[index] for index in group.leaves]) for group in layout.groups if group.num_bytes]
-    if not parts:
-        device = leaves[0].device if leaves else torch.device("cpu")
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Copy leaves, all on one device, into a new buffer; uint8 of shape (num_bytes,)."""
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=leaves[0].device)
+    pack_into(buffer, leaves, layout)
+    return buffer
 
 
-def _pack_group(leaves: list[torch.Tensor]) -> torch.Tensor:
-    flat = [leaf.detach().reshape(-1) for leaf in leaves]
-    return (flat[0] if len(flat) == 1 else torch.cat(flat)).resolve_conj().resolve_neg().view(torch.uint8)
+def pack_into(buffer: torch.Tensor, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
+    """Copy leaves, all on one device, into a buffer; uint8 of shape (num_bytes,)."""
+    with torch.no_grad():
+        for group in layout.groups:
+            if group.num_bytes:
+                flat = flatten_together([leaves[index] for index in group.leaves])
+                buffer[group.start : group.start + group.num_bytes].view(group.dtype).copy_(flat)
 
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -92,14 +98,40 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     rows = buffer.shape[0] if buffer.ndim == 2 else None
     found: list[torch.Tensor] = [buffer] * len(layout.shapes)
     for group in layout.groups:
-        part = buffer[..., group.start : group.start + group.num_bytes]
-        if group.num_bytes:
-            pieces: Sequence[torch.Tensor] = split_copy(part.view(group.dtype), group.counts, dim=-1)
+        part = buffer[..., group.start : group.start + group.num_bytes].view(group.dtype)
+        if rows is not None and group.num_bytes <= SMALL_BYTES:
+            order, templates = _joining(layout, group, rows, buffer.device)
+            pieces: Sequence[torch.Tensor] = unflatten(part.reshape(-1).index_select(0, order), templates)
         else:
-            pieces = [part.new_empty((*part.shape[:-1], 0), dtype=group.dtype) for _ in group.leaves]
+            copies = split_copy(part, group.counts, dim=-1) if group.num_bytes else _empty(part, group)
+            pieces = [
+                copy.view(_joined(layout.shapes[index], rows))
+                for index, copy in zip(group.leaves, copies, strict=True)
+            ]
         for index, piece in zip(group.leaves, pieces, strict=True):
-            shape = layout.shapes[index]
-            if rows is not None:
-                shape = (rows * shape[0], *shape[1:]) if shape else (rows,)
-            found[index] = piece.view(shape)
+            found[index] = piece
     return found
+
+
+def _joined(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:
+    if rows is None:
+        return shape
+    return (rows * shape[0], *shape[1:]) if shape else (rows,)
+
+
+def _empty(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
+    return [part.new_empty((*part.shape[:-1], 0)) for _ in group.leaves]
+
+
+@lru_cache(maxsize=256)
+def _joining(
+    layout: Layout, group: Group, rows: int, device: torch.device
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """For small leaves: the order of elements that joins each leaf over rows, and what the results look like.
+
+    One reordering and one call that makes all views is several times faster than a copy for each leaf.
+    """
+    elements = torch.arange(rows * sum(group.counts), device=device).view(rows, -1)
+    order = torch.cat([part.reshape(-1) for part in elements.split(group.counts, dim=1)])
+    templates = tuple(torch.empty(_joined(layout.shapes[index], rows), device="meta") for index in group.leaves)
+    return order, templates

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
+
 
 class Transport(Protocol):
     """Moves flat buffers between all processes."""
@@ -43,7 +45,7 @@ class TorchTransport:
     def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
         """Collect a buffer of shape (n,) as (world, n)."""
         gathered = buffer.new_empty(world * buffer.numel())
-        dist.all_gather_into_tensor(gathered, buffer)
+        getattr(dist, ALL_GATHER)(gathered, buffer)
         return gathered.view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
 from accel_state.logging import get_logger
-from accel_state.settings.handlers import Handlers
+from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking.profiling import record_profile
 from accel_tracking.registry import filter_trackers
@@ -31,6 +32,7 @@ from accelerate.arguments import (
     NotGiven,
     resolve_accumulation,
     resolve_dynamo,
+    resolve_handlers,
     resolve_loader_settings,
     resolve_plugins,
     resolve_project,
@@ -50,11 +52,11 @@ if TYPE_CHECKING:
 
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accel_state.mesh import ParallelismConfig
     from accel_state.settings.accumulation import GradientAccumulationPlugin
     from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.data import DataLoaderConfiguration
-    from accel_state.settings.handlers import AutocastKwargs, KwargsHandler
+    from accel_state.settings.ddp import DistributedDataParallelKwargs
+    from accel_state.settings.handlers import AutocastKwargs, Handlers, KwargsHandler
     from accel_state.settings.project import ProjectConfiguration
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
@@ -149,7 +151,7 @@ class Accelerator:
         self.rng_types = resolve_rng_types(rng_types)
         accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         compilation = resolve_dynamo(dynamo_backend, dynamo_plugin)
-        handlers = Handlers.sort(kwargs_handlers)
+        handlers = resolve_handlers(kwargs_handlers)
         plugins = resolve_plugins(
             {
                 "deepspeed_plugin": deepspeed_plugin if deepspeed_plugins is None else deepspeed_plugins,
@@ -200,7 +202,7 @@ class Accelerator:
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""
-        prepared = self._prepared
+        self._handlers, prepared = handlers, self._prepared
         self._models = prepared.models  # transformers asks whether anything was prepared
         self._optimizers = prepared.optimizers
         self._schedulers = prepared.schedulers
@@ -209,7 +211,6 @@ class Accelerator:
         self.trackers = self._tracker_set.active
         self.scaler = self.engine.precision.scaler  # transformers stores its state itself
         self.native_amp = self.mixed_precision in ("fp16", "bf16")  # whether torch.autocast is at work
-        self.ddp_handler = handlers.ddp  # optimum-habana changes it after construction
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.autocast_handler = handlers.autocast
@@ -224,6 +225,15 @@ class Accelerator:
         self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
         self.deepspeed_config: dict[str, Any] | None = None  # the configuration DeepSpeed ended up with
         self.deepspeed_engine_wrapped: Any = None  # its engine, once prepared
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """How replicas are built; trainers of other libraries set it before they prepare a model."""
+        return self._handlers.ddp
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._handlers.ddp = handler
 
     # ---- the run and this process's place in it -----------------------------------------------------------------
 
@@ -599,8 +609,7 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> Accumulation:
         """A block for one batch, in which gradients add up until their window is full.
 
-        Optimizers, schedulers and `zero_grad` called inside do their work only in the batch that ends a window. The end
-        of a prepared data loader ends the window as well.
+        Optimizers and schedulers work only in the batch that ends a window, as the end of a prepared loader does too.
 
         Args:
             models (`torch.nn.Module`): The prepared models trained in the block.
@@ -706,12 +715,6 @@ class Accelerator:
 
         Returns:
             The norm before, 0-dim.
-
-        Example:
-            ```python
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            ```
         """
         return self._stepping.clip_grad_norm_(parameters, max_norm, float(norm_type))
 
@@ -758,16 +761,7 @@ class Accelerator:
         return self._stepping.flag_tensor
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on all processes, for instance to stop early.
-
-        Example:
-            ```python
-            if loss_is_good_enough(loss):
-                accelerator.set_trigger()
-            if accelerator.check_trigger():
-                break
-            ```
-        """
+        """Raise a flag that `check_trigger` sees on all processes, for instance to stop early."""
         self._stepping.set_trigger()
 
     def check_trigger(self) -> bool:
@@ -791,11 +785,8 @@ class Accelerator:
         """Gather a batch's results and drop those of samples that only filled the last batch up.
 
         Args:
-            input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
+            input_data: Nested tensors of which the first dimension is the batch; or any objects, which come as a list.
             use_gather_object (`bool`): Gather as objects even if all leaves are tensors.
-
-        Returns:
-            Tensors in the structure given, concatenated over processes; objects as one list.
 
         Example:
             ```python
@@ -832,14 +823,19 @@ class Accelerator:
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _checkpoints(self) -> CheckpointKeeper:
-        keeper: CheckpointKeeper | None = vars(self).get("_checkpoint_keeper")
-        if keeper is None:
-            from accelerate.checkpoint.keeper import CheckpointKeeper
+        from accelerate.checkpoint.keeper import CheckpointKeeper
 
-            keeper = self._checkpoint_keeper = CheckpointKeeper(self)
-        return keeper
+        return CheckpointKeeper(self)
+
+    @property
+    def _save_model_state_pre_hook(self) -> Mapping[int, Callable[..., None]]:
+        return self._checkpoints._save_hooks  # read by other libraries
+
+    @property
+    def _load_model_state_pre_hook(self) -> Mapping[int, Callable[..., None]]:
+        return self._checkpoints._load_hooks  # read by other libraries
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The whole model's tensors by name, wherever they are.
@@ -858,12 +854,7 @@ class Accelerator:
             f (`str` or path): The file.
             safe_serialization (`bool`): Write safetensors.
         """
-        files.save(
-            obj,
-            f,
-            save_on_each_node=self.project_configuration.save_on_each_node,
-            safe_serialization=safe_serialization,
-        )
+        files.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(
         self,
@@ -888,16 +879,13 @@ class Accelerator:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Write everything needed to go on later: prepared and registered objects, and random states.
+        """Write everything needed to go on later, and return the folder; a kill at any moment leaves no half of it.
 
         Args:
-            output_dir (`str` or path, *optional*): The folder; found by itself with
-                `ProjectConfiguration(automatic_checkpoint_naming=True)`.
+            output_dir (`str` or path, *optional*): The folder; chosen by
+                `ProjectConfiguration(automatic_checkpoint_naming=True)` when left out.
             safe_serialization (`bool`): Write models as safetensors.
             save_model_func_kwargs: For the function that writes models.
-
-        Returns:
-            The folder written.
         """
         return self._checkpoints.save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
@@ -964,13 +952,6 @@ class Accelerator:
             project_name (`str`): Name of the run.
             config (`dict`, *optional*): Its settings, stored with it.
             init_kwargs (`dict`, *optional*): Per tracker name, further arguments of its constructor.
-
-        Example:
-            ```python
-            accelerator.init_trackers("digits", config={"learning_rate": 1e-3})
-            accelerator.log({"loss": 0.25}, step=10)
-            accelerator.end_training()
-            ```
         """
         self._tracker_set.start(project_name, config, init_kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from accel_state.environment import parse_flag_from_env
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
+from accel_state.settings.handlers import Handlers, KwargsHandler
 from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
 
@@ -82,6 +83,11 @@ def _check_axes(config: ParallelismConfig) -> None:
             f"parallelism_config={config!r} divides the work along {', '.join(map(repr, later))}, which this release "
             "does not implement: use dp_replicate_size only, or leave the configuration out."
         )
+
+
+def resolve_handlers(given: Iterable[KwargsHandler] | KwargsHandler | None) -> Handlers:
+    """The handlers by what they are for; a single one need not be in a list."""
+    return Handlers.sort([given] if isinstance(given, KwargsHandler) else given)
 
 
 def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

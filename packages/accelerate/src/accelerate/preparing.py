@@ -222,7 +222,7 @@ def _check_placement(placement: Sequence[bool | None] | None, objects: Sequence[
 
 def _check_type(method: str, item: Any, wanted: type) -> None:
     if not isinstance(item, wanted):
-        raise TypeError(f"{method}() got {shorten(item)} of type {type(item).__name__}: pass a {wanted.__qualname__}.")
+        raise TypeError(f"{method}() got {shorten(item)} of type {type(item).__name__}: pass an object of {wanted.__qualname__}.")
 
 
 def _inner_model(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from accel_ops.staging import path_inside
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 28
-NUM_VERIFYING_THREADS = 4
+MAX_VERIFYING_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,8 @@ class Manifest:
             ValueError: Naming the first file whose content has changed.
         """
         order = sorted(names, key=lambda name: -self.files[name].size)
-        with ThreadPoolExecutor(min(NUM_VERIFYING_THREADS, os.cpu_count() or 1), "verify") as pool:
+        num_threads = max(1, min(MAX_VERIFYING_THREADS, (os.cpu_count() or 1) - 1))  # one core is left to the reader
+        with ThreadPoolExecutor(num_threads, "verify") as pool:
             found = pool.map(checksum_file, [path_inside(folder, name) for name in order])
             for name, checksum in zip(order, found, strict=True):
                 if checksum != (expected := self.files[name].crc32):

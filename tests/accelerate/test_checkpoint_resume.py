@@ -1,0 +1,125 @@
+"""A run that is stopped and resumed with a real `Accelerator` ends where the uninterrupted one does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_ops.tensor_files import read_tensors
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed
+from tests.support.ranks import ranks
+
+
+class Run:
+    """A small training run, on one process or several."""
+
+    def __init__(self, folder: Path, seed: int, **loading: Any) -> None:
+        self.accelerator = Accelerator(
+            cpu=True,
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, **loading),
+            project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True),
+        )
+        set_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=200)
+        data = torch.arange(64.0).reshape(16, 4)
+        loader = DataLoader(TensorDataset(data), batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, scheduler, loader
+        )
+
+    def train(self, batches: Iterator[Any], count: int) -> None:
+        for _, (batch,) in zip(range(count), batches, strict=False):
+            self.accelerator.backward(self.model(batch).square().mean())
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def epoch(self) -> None:
+        self.train(iter(self.loader), 1000)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
+
+
+def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_resuming_between_epochs(tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1)
+    run.epoch()
+    run.accelerator.save_state()
+    run.epoch()
+    resumed = Run(tmp_path, seed=2)
+    resumed.accelerator.load_state()
+    assert resumed.accelerator.save_iteration == 1
+    resumed.epoch()
+    assert_same(run.weights(), resumed.weights())
+
+
+def test_resuming_within_an_epoch(tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1, use_stateful_dataloader=True)
+    batches = iter(run.loader)
+    run.train(batches, 3)
+    run.accelerator.save_state()
+    run.train(batches, 1000)
+    resumed = Run(tmp_path, seed=2, use_stateful_dataloader=True)
+    resumed.accelerator.load_state()
+    resumed.epoch()
+    assert_same(run.weights(), resumed.weights())
+
+
+@ranks(2)
+@pytest.mark.parametrize("stateful", [False, True])
+def test_resuming_on_ranks(rank: int, stateful: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, seed=1 + rank, use_stateful_dataloader=stateful)
+    run.epoch()
+    run.accelerator.save_state()
+    folder = tmp_path / "checkpoints" / "checkpoint_0"
+    assert sorted(read_tensors(folder / "model.safetensors")) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+    positions = ["dl_state_dict.bin", "dl_state_dict_rank1.bin"]
+    assert sorted(name for name in os.listdir(folder) if name.startswith("dl_")) == (positions if stateful else [])
+    run.epoch()
+    resumed = Run(tmp_path, seed=7, use_stateful_dataloader=stateful)
+    resumed.accelerator.load_state()
+    resumed.epoch()
+    assert_same(run.weights(), resumed.weights())
+
+
+def test_the_loss_scale_of_mixed_precision_is_kept(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, optimizer = nn.Linear(2, 2), None
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2)).sum())
+    optimizer.step()
+    accelerator.scaler.update(512.0)
+    accelerator.save_state(tmp_path / "state")
+    assert "scaler.pt" in os.listdir(tmp_path / "state")
+    accelerator.scaler.update(2.0)
+    accelerator.load_state(tmp_path / "state")
+    assert accelerator.scaler.get_scale() == 512.0
+
+
+def test_models_and_objects_are_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_model(model, tmp_path / "model")
+    assert sorted(read_tensors(tmp_path / "model" / "model.safetensors")) == ["bias", "weight"]
+    accelerator.save(model.state_dict(), tmp_path / "weights.safetensors", safe_serialization=True)
+    assert sorted(read_tensors(tmp_path / "weights.safetensors")) == ["bias", "weight"]
+    seen = []
+    handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(len(weights)))
+    accelerator.save_state(tmp_path / "state")
+    handle.remove()
+    accelerator.save_state(tmp_path / "state")
+    assert seen == [1]

@@ -1,0 +1,124 @@
+"""Places as the launchers announce them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_state.clusters import CLUSTERS, ClusterPlace, cluster_row, detect_cluster, first_host
+
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "head", "MASTER_PORT": "1234",
+}  # fmt: skip
+SLURM = {
+    "SLURM_JOB_ID": "4012345", "SLURM_STEP_ID": "2", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1", "SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[007-009,12],extra",
+}  # fmt: skip
+
+
+def test_torchrun() -> None:
+    assert detect_cluster(TORCHRUN) == ClusterPlace("torchrun", 3, 4, 1, 2, "head", 1234)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables"),
+    [
+        (
+            "Open MPI",
+            "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+        ("MVAPICH", "MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"),
+    ],
+)
+def test_mpi_launchers(name: str, variables: str) -> None:
+    rank, world_size, local_rank, local_world_size = variables.split()
+    one_machine = {rank: "1", world_size: "2", local_rank: "1", local_world_size: "2"}
+    assert detect_cluster(one_machine) == ClusterPlace(name, 1, 2, 1, 2, "127.0.0.1", 29500)
+    two_machines = {rank: "3", world_size: "4", local_rank: "1", local_world_size: "2", "MASTER_PORT": "77"}
+    assert detect_cluster(two_machines) == ClusterPlace(name, 3, 4, 1, 2, None, 77)
+    assert detect_cluster(two_machines | {"MASTER_ADDR": "head"}).master_addr == "head"  # type: ignore[union-attr]
+    assert detect_cluster({rank: "0", world_size: "1"}) is None
+
+
+def test_slurm() -> None:
+    assert detect_cluster(SLURM) == ClusterPlace("SLURM", 5, 7, 1, 2, "gpu007", 15000 + 2347)
+    last = SLURM | {"SLURM_PROCID": "6", "SLURM_NODEID": "3", "SLURM_LOCALID": "0"}
+    assert detect_cluster(last).local_world_size == 1  # type: ignore[union-attr]
+
+
+def test_a_batch_script_is_not_a_step() -> None:
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu[1-4]"}
+    assert detect_cluster(script) is None
+    assert detect_cluster(SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+
+
+def test_torchrun_inside_a_step_comes_first() -> None:
+    assert detect_cluster(SLURM | TORCHRUN).cluster == "torchrun"  # type: ignore[union-attr]
+
+
+def test_mpirun_inside_a_step_comes_before_the_step() -> None:
+    place = detect_cluster(SLURM | {"PMI_RANK": "9", "PMI_SIZE": "16", "MPI_LOCALRANKID": "3", "MPI_LOCALNRANKS": "8"})
+    assert place == ClusterPlace("PMI", 9, 16, 3, 8, "gpu007", 29500)
+
+
+def test_ranks_set_by_hand_may_leave_machines_out() -> None:
+    assert detect_cluster({"RANK": "1", "WORLD_SIZE": "2"}) == ClusterPlace("torchrun", 1, 2, 1, 2, None, 29500)
+    assert detect_cluster({"RANK": "0", "WORLD_SIZE": "1"}) == ClusterPlace("torchrun", 0, 1, 0, 1, None, 29500)
+    assert detect_cluster({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}).local_world_size == 2  # type: ignore[union-attr]
+
+
+def test_a_process_alone() -> None:
+    assert detect_cluster({}) is None
+    assert detect_cluster({"RANK": "0"}) is None
+    assert detect_cluster({"WORLD_SIZE": "2", "RANK": "-1"}) is None
+    assert detect_cluster({"WORLD_SIZE": "2", "RANK": ""}) is None
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="WORLD_SIZE is 'two'"):
+        detect_cluster({"RANK": "0", "WORLD_SIZE": "two"})
+    with pytest.raises(ValueError, match="torchrun announced rank 2 of 2 processes"):
+        detect_cluster({"RANK": "2", "WORLD_SIZE": "2"})
+
+
+def test_places_in_the_words_of_torchrun() -> None:
+    place = detect_cluster(TORCHRUN)
+    assert place is not None
+    assert place.torch_variables() == TORCHRUN
+    assert "MASTER_ADDR" not in ClusterPlace("PMI", 0, 2, 0, 1).torch_variables()
+
+
+def test_rows_are_found_by_name() -> None:
+    assert [cluster_row(row.name) for row in CLUSTERS] == list(CLUSTERS)
+    assert cluster_row("xla") is None
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-4]", "node1"),
+        ("node[007-010,12],login", "node007"),
+        ("node[3,5-7]", "node3"),
+        ("rack[1-2]-node[05,07]", "rack1-node05"),
+        ("a-b-[10-12].cluster.org,c", "a-b-10.cluster.org"),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_every_machine_finds_its_number_of_tasks(counts: list[int]) -> None:
+    listed = ",".join(map(str, counts))
+    world_size = sum(counts) + 1  # never one machine alone
+    for machine, count in enumerate(counts):
+        variables = SLURM | {"SLURM_NODEID": str(machine), "SLURM_STEP_TASKS_PER_NODE": listed}
+        place = detect_cluster(variables | {"SLURM_STEP_NUM_TASKS": str(world_size), "SLURM_PROCID": "0"})
+        assert place is not None
+        assert place.local_world_size == count

@@ -1,0 +1,254 @@
+"""The table of device kinds, as far as a machine without accelerators can tell; fake modules stand in for the rest."""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state import devices, libraries
+from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind
+from accel_state.enums import DistributedType
+
+NUMBERED = ["cuda", "xpu", "npu", "mlu", "musa", "sdaa", "neuron"]
+
+
+class FakeModule(types.ModuleType):
+    """Stands in for `torch.<kind>`."""
+
+    def __init__(self, name: str, count: int = 2) -> None:
+        super().__init__(name)
+        self.count = count
+        self.current: int | None = None
+        self.emptied = 0
+        self.seen_variables: dict[str, str] = {}
+
+    def is_available(self) -> bool:
+        self.seen_variables = dict(os.environ)
+        return self.count > 0
+
+    def device_count(self) -> int:
+        return self.count
+
+    def set_device(self, index: int) -> None:
+        self.current = index
+
+    def empty_cache(self) -> None:
+        self.emptied += 1
+
+    def is_bf16_supported(self) -> bool:
+        return self.count == 2
+
+    def get_rng_state(self) -> torch.Tensor:
+        return torch.zeros(1)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(name: str, count: int = 2) -> FakeModule:
+        module = FakeModule(f"torch.{name}", count)
+        monkeypatch.setattr(torch, name, module, raising=False)
+        return module
+
+    return make
+
+
+@pytest.fixture
+def xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A torch_xla with four processes, of which this is number 3."""
+    package, runtime, core, model = (
+        types.ModuleType(name)
+        for name in ("torch_xla", "torch_xla.runtime", "torch_xla.core", "torch_xla.core.xla_model")
+    )
+    package.__spec__ = types.SimpleNamespace()  # type: ignore[assignment]
+    package.device = lambda: torch.device("xla", 0)  # type: ignore[attr-defined]
+    answers = {
+        "global_ordinal": 3, "world_size": 4, "local_ordinal": 1, "local_process_count": 2, "device_type": "TPU",
+        "global_runtime_device_count": 4,
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(runtime, name, lambda value=value: value)
+    model.tags = []  # type: ignore[attr-defined]
+    model.rendezvous = model.tags.append  # type: ignore[attr-defined]
+    for module in (package, runtime, core, model):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    caches = (libraries.is_torch_xla_available, devices._load)
+    for cached in caches:
+        cached.cache_clear()
+    yield model
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_this_machine_computes_on_the_cpu() -> None:
+    kind = detect_device_kind()
+    assert kind.name == "cpu"
+    assert default_device() == torch.device("cpu")
+    assert (kind.device_count(), kind.index_of(7), kind.device(7)) == (1, None, torch.device("cpu"))
+    assert kind.supports_bf16()
+    assert kind.supports_fp16()
+    assert kind.rng_module() is None
+    assert kind.own_place() is None
+    kind.set_device(3)
+    kind.empty_cache()
+    kind.load_backend()
+
+
+def test_rows_are_complete_and_unambiguous() -> None:
+    names = [kind.name for kind in DEVICE_KINDS]
+    assert names[-1] == "cpu"
+    assert sorted(names) == sorted({*NUMBERED, "cpu", "mps", "hpu", "xla"})
+    several = [kind.distributed_type for kind in DEVICE_KINDS if kind.collective_backend]
+    assert len(set(several)) == len(several)
+    assert DistributedType.NO not in several
+    for kind in DEVICE_KINDS:
+        assert device_kind(kind.name) is kind
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="'tpu' is no device kind: use one of xla, .*cpu"):
+        device_kind("tpu")
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in DEVICE_KINDS if kind.name != "cpu"])
+def test_kinds_that_are_not_here_are_not_available(name: str) -> None:
+    kind = device_kind(name)
+    assert not kind.is_available()
+    assert kind.device_count() == 0
+
+
+@pytest.mark.parametrize("name", NUMBERED)
+def test_several_numbered_devices(name: str, fake: Any) -> None:
+    module, kind = fake(name), device_kind(name)
+    assert kind.is_available()
+    assert detect_device_kind() is kind
+    assert kind.device_count() == 2
+    assert kind.index_of(1) == 1
+    kind.set_device(None)
+    assert module.current is None
+    kind.set_device(1)
+    assert module.current == 1
+    kind.empty_cache()
+    assert module.emptied == 1
+    assert kind.rng_module() is module
+    assert kind.supports_bf16()
+
+
+def test_each_process_may_see_only_its_own_device(fake: Any) -> None:
+    fake("xpu", count=1)
+    assert device_kind("xpu").index_of(3) == 0
+
+
+def test_more_processes_than_devices_are_refused(fake: Any) -> None:
+    fake("xpu", count=2)
+    with pytest.raises(ValueError, match=r"Process 2 .* but 2 can be seen: start at most 2 .*ZE_AFFINITY_MASK"):
+        device_kind("xpu").index_of(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"), [("cuda", "PYTORCH_NVML_BASED_CUDA_CHECK"), ("mlu", "PYTORCH_CNDEV_BASED_MLU_CHECK")]
+)
+def test_looking_for_devices_does_not_start_the_driver(name: str, variable: str, fake: Any) -> None:
+    module = fake(name)
+    assert device_kind(name).is_available()
+    assert module.seen_variables[variable] == "1"
+    assert variable not in os.environ
+
+
+def test_the_device_decides_about_bf16(fake: Any) -> None:
+    fake("npu", count=1)
+    assert not device_kind("npu").supports_bf16()
+    assert not libraries.is_bf16_available()
+    assert libraries.is_fp16_available()
+
+
+def test_mps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake("mps", count=1)
+    kind = device_kind("mps")
+    monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
+    assert default_device() == torch.device("mps")
+    assert libraries.is_mps_available()
+    assert not libraries.is_mps_available(min_version="99")
+    kind.set_device(None)
+    assert os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] == "1"
+    monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 15)
+    assert kind.supports_bf16()
+
+
+def test_rocm_is_cuda_by_another_name(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake("cuda")
+    assert libraries.is_cuda_available()
+    assert not libraries.is_rocm_available()
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert libraries.is_rocm_available()
+
+
+def test_the_first_gaudi_has_no_fp16(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake("hpu", count=1)
+    experimental = types.ModuleType("habana_frameworks.torch.utils.experimental")
+    experimental.synDeviceType = types.SimpleNamespace(synDeviceGaudi="gaudi")  # type: ignore[attr-defined]
+    experimental._get_device_type = lambda: "gaudi"  # type: ignore[attr-defined]
+    parts = experimental.__name__.split(".")
+    for end in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
+    monkeypatch.setitem(sys.modules, experimental.__name__, experimental)
+    for cached in (libraries.is_hpu_available, libraries.is_habana_gaudi1):
+        cached.cache_clear()
+    try:
+        kind = device_kind("hpu")
+        assert not kind.supports_fp16()
+        assert kind.supports_bf16()
+        assert kind.device(0) == torch.device("hpu")
+    finally:
+        for cached in (libraries.is_hpu_available, libraries.is_habana_gaudi1):
+            cached.cache_clear()
+
+
+def test_a_library_that_does_not_work_here_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "torch_musa.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    devices._load.cache_clear()
+    assert not device_kind("musa").is_available()
+    devices._load.cache_clear()
+
+
+def test_counting_is_asked_for_separately(fake: Any) -> None:
+    fake("sdaa")
+    libraries.is_sdaa_available.cache_clear()
+    try:
+        assert libraries.is_sdaa_available()
+        assert libraries.is_sdaa_available(check_device=True)
+    finally:
+        libraries.is_sdaa_available.cache_clear()
+
+
+# ---- XLA ------------------------------------------------------------------------------------------------------------
+
+
+def test_xla_counts_its_own_processes(xla: Any) -> None:
+    kind = detect_device_kind()
+    assert kind.name == "xla"
+    place = kind.own_place()
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.local_world_size) == (3, 4, 1, 2)
+    assert kind.device(5) == torch.device("xla", 0)
+    assert kind.device_count() == 4
+    kind.barrier(None)
+    assert len(xla.tags) == 1
+    kind.empty_cache()
+    assert libraries.is_torch_xla_available(check_is_tpu=True)
+    assert not libraries.is_torch_xla_available(check_is_gpu=True)
+    assert libraries.is_bf16_available()
+    assert not libraries.is_bf16_available(ignore_tpu=True)
+    with pytest.raises(ValueError, match="check_is_tpu and check_is_gpu are both True"):
+        libraries.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_xla_can_be_forbidden(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libraries, "USE_TORCH_XLA", False)
+    assert detect_device_kind().name == "cpu"
