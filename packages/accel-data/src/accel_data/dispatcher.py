@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from accel_data.loader_shard import EpochMixin
 from accel_data.rounds import Rounds, Share
+from accel_data.samplers import batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
@@ -93,9 +95,23 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         reader = self._read_rounds()
         current = next(reader, None)
         while current is not None:
+            position = self._position()
             following = next(reader, None)
-            yield Share(current, following is None, ignorant_find_batch_size(current) or 0)
+            with self._at(position):
+                yield Share(current, following is None, ignorant_find_batch_size(current) or 0)
             current = following
+
+    def _position(self) -> Any:
+        """Where the base loader stands; only a stateful one knows."""
+        return self.dl_state_dict if self.use_stateful_dataloader else None
+
+    @contextmanager
+    def _at(self, position: Any) -> Iterator[None]:
+        """Show the position of the batch that is handed out, while one more has been read."""
+        ahead = self._position()
+        self.dl_state_dict = position
+        yield
+        self.dl_state_dict = ahead
 
     # ---- the first process --------------------------------------------------------------------------------------
 
@@ -111,6 +127,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         if current is None:
             rounds.send_end()
         while current is not None:
+            position = self._position()
             try:
                 following = next(reader, None)
                 first = self._beginning(current, first)
@@ -121,7 +138,8 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             except Exception as error:
                 rounds.send_error(error)
                 raise
-            yield rounds.send(shares, following is None, num_samples)
+            with self._at(position):
+                yield rounds.send(shares, following is None, num_samples)
             current = following
 
     def _read_rounds(self) -> Iterator[Any]:
@@ -148,17 +166,26 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     def _cut(
         self, data: Any, first: Any, count: int, places: list[int], is_last: bool
     ) -> tuple[list[Any] | None, int]:
-        """Every process's share, and how many samples are real."""
+        """Every process's share, and how many samples are real; None when there is nothing (more) to share out."""
         num_samples = find_batch_size(data) or 0
         size, left = divmod(num_samples, count)
-        if left and is_last and not self._drop_last:
-            while (find_batch_size(data) or 0) < (size + 1) * count:
-                data = concatenate([data, first])
-            size += 1
+        if left and is_last:
+            if self._drop_last and size == 0:
+                return None, 0
+            if not self._drop_last:
+                while (find_batch_size(data) or 0) < (size + 1) * count:
+                    data = concatenate([data, first])
+                size += 1
+            left = 0
         elif size == 0:
-            return None, 0
+            raise ValueError(
+                f"A round of {num_samples} samples in the middle of the data cannot be shared out between {count} "
+                "processes: let the batch sampler yield at least one sample for each process, short batches last."
+            )
+        # a round that does not divide evenly, and is not the last, gives the first processes one sample more
+        ends = [place * size + min(place, left) for place in range(count + 1)]
         cut = [
-            self.slice_fn(data, slice(place * size, (place + 1) * size), process_index=place, num_processes=count)
+            self.slice_fn(data, slice(ends[place], ends[place + 1]), process_index=place, num_processes=count)
             for place in range(count)
         ]
         return [cut[place] for place in places], num_samples
@@ -181,7 +208,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of one round."""
-        size: int = getattr(self.dataset, "batch_size", None) or self.batch_size or 1
+        size: int = getattr(batch_sampler_of(self), "batch_size", None) or self.batch_size or 1
         return size if self.split_batches else size * len(set(self._places()))
 
 

@@ -79,6 +79,14 @@ def prepare_data_loader(
             "dispatch_batches=True sends batches to the devices, so it cannot be combined with put_on_device=False: "
             "leave device_placement on, or set dispatch_batches=False."
         )
+    if not is_stream:
+        _check_not_empty(dataloader.dataset)
+        if batch_sampler_of(dataloader) is None and count > 1 and not dispatch_batches:
+            raise ValueError(
+                f"batch_size=None hands out the items of {type(dataloader.dataset).__name__} one by one, without batches "
+                f"to share out between {count} processes: give the data loader a batch_size, or read on one process "
+                "for all with dispatch_batches=True."
+            )
     if split_batches:
         _check_divisible(dataloader, count)
 
@@ -173,6 +181,14 @@ def _shared_generator(dataset: Any, sampler: Any, is_stream: bool, use_seedable_
     return sampler.generator
 
 
+def _check_not_empty(dataset: Any) -> None:
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(
+            f"{type(dataset).__name__} has length 0, so there is nothing to share out: check how it was read, or do "
+            "not prepare a data loader for it."
+        )
+
+
 def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
     size = dataloader.batch_size
     if size is None:
@@ -182,7 +198,7 @@ def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
             "split_batches=True needs to know the batch size, but neither the data loader nor its batch sampler has "
             "one: give the sampler the attribute batch_size, or set split_batches=False."
         )
-    if size > 1 and size % count != 0:
+    if size % count != 0:
         raise ValueError(
             f"split_batches=True cannot cut batches of {size} evenly between {count} processes: choose a batch size "
             f"that is a multiple of {count}, or set split_batches=False."

@@ -77,7 +77,11 @@ class Rounds:
         Raises:
             TypeError: When a share holds something other than tensors.
         """
-        flat = [flatten(share, "the dispatching data loader") for share in shares]
+        try:
+            flat = [flatten(share, "the dispatching data loader") for share in shares]
+        except TypeError as error:  # the others are waiting
+            self.send_error(error)
+            raise
         agreed = [(structure, signature_of(leaves)) for leaves, structure in flat]
         if agreed != self._agreed:
             self._send_terms(shares, agreed)
@@ -110,7 +114,7 @@ class Rounds:
         """Let the other processes raise the same error."""
         self._announce(ERROR)
         try:
-            pickle.dumps(error)
+            pickle.loads(pickle.dumps(error))  # classes with arguments of their own are often written, but not read
             sendable: Exception = error
         except Exception:  # an error that cannot travel goes as its text
             sendable = RuntimeError(f"{type(error).__name__}: {error}")
