@@ -45,7 +45,7 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
             file.write(b"dropped")
             raise RuntimeError("unexpected position")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="No space left"):  # noqa: PT012 - the patch must end first
         serialize()
 
 
@@ -56,7 +56,7 @@ def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path: Path, monkeypatch:
     for step in ("write", "fsync"):
         file = DurableFile(tmp_path / step)
         file.write(b"small")
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):  # noqa: PT012 - the patch must end first
             patch.setattr(durable.os, step, full)
             file.close()
 

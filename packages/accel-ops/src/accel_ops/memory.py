@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accel_state.devices import detect_device_kind
-from accel_state.logging import get_logger
 from accel_state.processes import PartialState
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)  # works before this process knows its place
 
 OUT_OF_MEMORY_MESSAGES = (
     "out of memory",  # any device's allocator, among them XPU's and CUDA's

@@ -98,12 +98,16 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     rows = buffer.shape[0] if buffer.ndim == 2 else None
     found: list[torch.Tensor] = [buffer] * len(layout.shapes)
     for group in layout.groups:
+        if not group.num_bytes:  # an empty buffer cannot be viewed in another dtype
+            for index in group.leaves:
+                found[index] = buffer.new_empty(_joined(layout.shapes[index], rows), dtype=group.dtype)
+            continue
         part = buffer[..., group.start : group.start + group.num_bytes].view(group.dtype)
         if rows is not None and group.num_bytes <= SMALL_BYTES:
             order, templates = _joining(layout, group, rows, buffer.device)
             pieces: Sequence[torch.Tensor] = unflatten(part.reshape(-1).index_select(0, order), templates)
         else:
-            copies = split_copy(part, group.counts, dim=-1) if group.num_bytes else _empty(part, group)
+            copies = split_copy(part, group.counts, dim=-1)
             pieces = [
                 copy.view(_joined(layout.shapes[index], rows))
                 for index, copy in zip(group.leaves, copies, strict=True)
@@ -117,10 +121,6 @@ def _joined(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:
     if rows is None:
         return shape
     return (rows * shape[0], *shape[1:]) if shape else (rows,)
-
-
-def _empty(part: torch.Tensor, group: Group) -> list[torch.Tensor]:
-    return [part.new_empty((*part.shape[:-1], 0)) for _ in group.leaves]
 
 
 @lru_cache(maxsize=256)

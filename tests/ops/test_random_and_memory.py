@@ -1,0 +1,140 @@
+"""Seeds and random states; memory that runs out."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from accel_ops.memory import (
+    convert_bytes,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
+from accel_ops.random import (
+    capture_rng_state,
+    restore_rng_state,
+    set_seed,
+    synchronize_rng_state,
+    synchronize_rng_states,
+)
+from tests.support.ranks import ranks
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+def test_seeds() -> None:
+    set_seed(3)
+    first = draw()
+    set_seed(3)
+    assert draw() == first
+    set_seed(2**32 + 1)  # numpy takes no more than 32 bits
+    set_seed(3, device_specific=True)
+    assert draw() == first, "the first process adds nothing"
+
+
+def test_deterministic() -> None:
+    set_seed(1, deterministic=True)
+    try:
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_states_come_back() -> None:
+    state = capture_rng_state()
+    expected = draw()
+    assert {"random_state", "numpy_random_seed", "torch_manual_seed"} <= set(state)
+    restore_rng_state(state)
+    assert draw() == expected
+    restore_rng_state({})
+
+
+@ranks(2)
+def test_processes_draw_alike_after_synchronising(rank: int, world: int) -> None:
+    from accel_ops.collectives import gather
+
+    torch.manual_seed(rank)
+    generator = torch.Generator().manual_seed(rank)
+    synchronize_rng_states(["torch", "generator"], generator)
+    drawn = torch.stack([torch.rand(()), torch.rand((), generator=generator)])[None]
+    found = gather(drawn)
+    assert torch.equal(found[0], found[1])
+    set_seed(5, device_specific=True)
+    found = gather(torch.rand(1))
+    assert found[0] != found[1]
+    with pytest.raises(ValueError, match="rng_type='cuda' names a device"):
+        synchronize_rng_state("cuda")  # type: ignore[arg-type]
+
+
+def test_synchronising_needs_a_generator() -> None:
+    with pytest.raises(ValueError, match="needs the generator"):
+        synchronize_rng_state("generator")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nonsense"):
+        synchronize_rng_states(["nonsense"])
+
+
+def test_out_of_memory_is_recognised() -> None:
+    assert should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory."))
+    assert should_reduce_batch_size(RuntimeError("XPU out of memory. Tried to allocate"))
+    assert not should_reduce_batch_size(RuntimeError("shapes do not match"))
+    assert not should_reduce_batch_size(ValueError("out of memory"))
+
+
+def test_smaller_and_smaller() -> None:
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=128)
+    def train(batch_size: int, other: str) -> tuple[int, str]:
+        tried.append(batch_size)
+        if batch_size > 100:
+            raise RuntimeError("CUDA out of memory.")
+        return batch_size, other
+
+    assert train("x") == (92, "x") or train("x")[0] <= 100
+    assert tried[:2] == [128, 115]
+    with pytest.raises(TypeError, match="leave it out"):
+        train(128, "x")
+
+    @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 0)
+    def never(batch_size: int) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(RuntimeError, match="No executable batch size found for never"):
+        never()
+
+    @find_executable_batch_size
+    def broken(batch_size: int) -> None:
+        raise KeyError("something else")
+
+    with pytest.raises(KeyError):
+        broken()
+
+
+@ranks(2)
+def test_all_processes_agree_on_the_size(rank: int, world: int) -> None:
+    from accel_state.processes import PartialState
+
+    PartialState()
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=100)
+    def train(batch_size: int) -> int:
+        tried.append(batch_size)
+        if rank == 1 and batch_size > 85:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return batch_size
+
+    assert train() == 81
+    assert tried == [100, 90, 81]
+
+
+def test_letting_go() -> None:
+    assert release_memory([1], {}) == [None, None]
+    assert convert_bytes(1500) == "1.46 KB"
+    assert convert_bytes(3 * 1024**5) == "3.0 PB"
