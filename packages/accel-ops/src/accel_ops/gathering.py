@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.nested import flatten, rebuild
-from accel_ops.packing import Layout, Signature, digest_of, layout_of, pack_into, signature_of, unpack
+from accel_ops.packing import ALIGNMENT_BYTES, Layout, Signature, digest_of, layout_of, pack_into, signature_of, unpack
 from accel_ops.transport import Transport, transport_of
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 
 SLOT_BYTES = 8192
 WORD_BYTES = 8
-ALIGNMENT_BYTES = 16  # of the data within a slot: the widest dtype is complex128
 HEADER_WORDS = 2  # digest, number of leaves; the first sizes follow
 
 

@@ -20,6 +20,7 @@ split_copy: Any = torch.split_with_sizes_copy  # torch does not say what it retu
 flatten_together: Any = torch._utils._flatten_dense_tensors
 unflatten: Any = torch._utils._unflatten_dense_tensors
 SMALL_BYTES = 65536
+ALIGNMENT_BYTES = 16  # of the widest dtype, complex128
 Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each leaf, some without first sizes
 
 
@@ -60,7 +61,8 @@ def layout_of(signature: Signature) -> Layout:
         num_bytes = sum(counts) * dtype.itemsize
         groups.append(Group(dtype, members, counts, start, num_bytes))
         start += num_bytes
-    return Layout(tuple(shape for _, shape in signature), tuple(groups), start)
+    num_bytes = -(-start // ALIGNMENT_BYTES) * ALIGNMENT_BYTES  # so that rows of packed structures stay aligned
+    return Layout(tuple(shape for _, shape in signature), tuple(groups), num_bytes)
 
 
 @lru_cache(maxsize=256)
