@@ -133,7 +133,11 @@ def test_8_bit_floats_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpu_must_be_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     PartialState()
-    with pytest.raises(ValueError, match="cpu=True, but this process already computes on 'cpu'"):
+    make(cpu=True)  # here it makes no difference
+    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
+    PartialState()
+    with pytest.raises(ValueError, match="cpu=True, but this process already computes on 'meta'"):
         make(cpu=True)
 
 

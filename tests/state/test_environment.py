@@ -74,9 +74,14 @@ def test_the_first_variable_with_a_number_counts(monkeypatch: pytest.MonkeyPatch
 
 def test_patching_sets_upper_case_text_and_takes_it_back() -> None:
     os.environ["PATCHED_BEFORE"] = "old"
-    with pytest.raises(KeyError), patch_environment(patched_before=2, patched_new=True):
+
+    @patch_environment(patched_before=2, patched_new=True)
+    def fail() -> None:
         assert (os.environ["PATCHED_BEFORE"], os.environ["PATCHED_NEW"]) == ("2", "True")
         raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert os.environ["PATCHED_BEFORE"] == "old"
     assert "PATCHED_NEW" not in os.environ
 

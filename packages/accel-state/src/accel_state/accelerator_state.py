@@ -63,6 +63,7 @@ class AcceleratorState(ProcessPlace):
 
     _cpu: bool
     _mixed_precision: str
+    fork_launched: bool
     dynamo_plugin: TorchDynamoPlugin
     deepspeed_plugins: Any
     fsdp_plugin: Any
@@ -107,7 +108,7 @@ class AcceleratorState(ProcessPlace):
         if precision == "fp8" and not is_fp8_available():
             raise missing_library("torchao", why="mixed_precision='fp8'")
         place = PartialState(cpu, **kwargs)
-        if cpu and not place._cpu:
+        if cpu and not (place._cpu or place.device.type == "cpu"):
             raise ValueError(
                 f"cpu=True, but this process already computes on {str(place.device)!r}: pass cpu=True where the first "
                 "PartialState or Accelerator is made, or set ACCELERATE_USE_CPU=true."

@@ -1,0 +1,61 @@
+"""Command lines of accelerate 1.x are understood as they were."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.main import COMMANDS, full_parser, main
+
+CASES = json.loads((Path(__file__).parent / "facts" / "parse_cases.json").read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(case["argv"])[:50])
+def test_namespace(case: dict[str, Any]) -> None:
+    found = vars(full_parser().parse_args(case["argv"]))
+    for name, value in case["namespace"].items():
+        if name == "nondefault" and name not in found:
+            continue  # only `launch` needs to know
+        have = found[name]
+        have = sorted(have) if isinstance(have, set) else list(have) if isinstance(have, tuple) else have
+        assert have == value or "<" in str(value), name
+
+
+def test_both_spellings_mean_the_same() -> None:
+    parse = COMMANDS["launch"].make_parser().parse_args
+    one = parse(["--mixed_precision", "bf16", "--num_processes=2", "x.py"])
+    other = parse(["--mixed-precision", "bf16", "--num-processes=2", "x.py"])
+    assert vars(one) == vars(other)
+
+
+def test_what_follows_the_script_is_the_scripts() -> None:
+    args = COMMANDS["launch"].make_parser().parse_args(["x.py", "--cpu", "--help"])
+    assert args.training_script_args == ["--cpu", "--help"]
+    assert args.cpu is False
+
+
+def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 1
+    assert "launch" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["nonsense"])
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["estimate-memory", "merge-weights", "test", "to-fsdp2", "tpu-config"])
+def test_later_commands_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = {"estimate-memory": ["x"], "merge-weights": ["a", "b"], "to-fsdp2": ["--config_file", "a.yaml"]}.get(
+        command, []
+    )
+    assert main([command, *arguments]) == 2
+    assert "not part of this release" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"accelerate {command}" in capsys.readouterr().out
