@@ -83,7 +83,10 @@ def test_accumulation_steps_by_number_plugin_and_variable(monkeypatch: pytest.Mo
     plugin = GradientAccumulationPlugin(sync_with_dataloader=False)
     assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 1
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "7")
-    assert Accelerator(cpu=True, gradient_accumulation_steps=3).gradient_accumulation_steps == 7
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    assert accelerator.gradient_accumulation_steps == 7
+    accelerator.gradient_accumulation_steps = 2  # a program that sets it later has its way
+    assert accelerator.gradient_accumulation_steps == 2
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     assert Accelerator(cpu=True, gradient_accumulation_steps=3).gradient_accumulation_steps == 3
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many")
@@ -236,7 +239,7 @@ def test_a_way_of_training_without_an_engine_leaves_no_state_behind(rank: int, w
     class Plugin(FullyShardedDataParallelPlugin):
         works_on = frozenset({"cpu"})
 
-    with pytest.raises(NotImplementedError, match="no engine for distributed_type='FSDP'"):
+    with pytest.raises(NotImplementedError, match="distributed_type='FSDP'"):
         Accelerator(fsdp_plugin=Plugin())
     assert Accelerator().distributed_type is DistributedType.MULTI_CPU
 

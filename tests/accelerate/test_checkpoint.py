@@ -97,6 +97,39 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() == wanted
 
 
+def test_random_states_of_another_machine_are_left_out_with_a_warning(tmp_path: Path) -> None:
+    kept = make_kept()
+    kept.fill(3.0)
+    kept.save_state(tmp_path / "state")
+    states = load(tmp_path / "state" / "random_states_0.pkl")
+    torch.save({**states, "torch_manual_seed": torch.zeros(3)}, tmp_path / "state" / "random_states_0.pkl")
+    (tmp_path / "state" / "manifest.json").unlink()
+    kept.fill(4.0)
+    with pytest.warns(UserWarning, match="random states do not fit this machine"):
+        kept.load_state(tmp_path / "state")
+    assert kept.values() == {3.0}
+
+
+class Epochs:
+    """A loader over data that shuffle by epoch."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+        self.dataset = self
+
+    def set_epoch(self, epoch: int) -> None:
+        raise AssertionError("the loader does this when it begins")
+
+
+def test_the_epoch_of_data_that_shuffle_by_it_is_kept(tmp_path: Path) -> None:
+    kept = Kept(_dataloaders=[Epochs(3), object()])
+    kept.save_state(tmp_path / "state")
+    assert "sampler.bin" in files(tmp_path / "state")
+    other = Kept(_dataloaders=[Epochs(0), object()])
+    other.load_state(tmp_path / "state")
+    assert other._dataloaders[0].iteration == 3
+
+
 def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
     kept = make_kept()
     kept.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -285,7 +318,9 @@ def test_other_numbers_of_processes_are_pointed_out(tmp_path: Path) -> None:
     for saved, reason in ((4, "random states of processes 1 to 3 are not used"), (1, "")):
         (tmp_path / "state" / "manifest.json").write_text(text.replace('"world_size": 1', f'"world_size": {saved}'))
         if reason:
-            with pytest.warns(UserWarning, match=f"saved by 4 processes and is loaded by 1: .*{reason}"):
+            with pytest.warns(
+                UserWarning, match=f"saved with num_processes=4 and is loaded with num_processes=1: .*{reason}"
+            ):
                 kept.load_state(tmp_path / "state")
         else:
             kept.load_state(tmp_path / "state")

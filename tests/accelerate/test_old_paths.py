@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import subprocess
 import sys
@@ -49,3 +50,18 @@ def test_xla_is_installed_on_colab_only(monkeypatch: pytest.MonkeyPatch) -> None
     torch_xla.install_xla(upgrade=True)
     assert commands[0][-2:] == ["--upgrade", "pip"]
     assert commands[1][-1].startswith("torch_xla[tpu]==2.")
+
+
+def test_rich_tracebacks_need_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.traceback", None)
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+    with pytest.raises(ImportError, match="pip install rich"):
+        importlib.import_module("accelerate.utils.rich")
+    installed: list[dict[str, Any]] = []
+    traceback = types.ModuleType("rich.traceback")
+    traceback.install = lambda **options: installed.append(options)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "rich", types.ModuleType("rich"))
+    monkeypatch.setitem(sys.modules, "rich.traceback", traceback)
+    importlib.import_module("accelerate.utils.rich")
+    assert installed == [{"show_locals": False}]
+    monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)

@@ -185,6 +185,22 @@ def test_unscaling_takes_prepared_optimizers() -> None:
     assert seen == [[optimizer.optimizer]] * 3
 
 
+def test_scaled_gradients_are_clipped_at_their_true_size_and_bad_steps_are_skipped() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    model, optimizer, _ = prepared(accelerator)
+    accelerator.backward(model(torch.full((1, 1), 4.0)).sum())
+    assert model.weight.grad.item() == 4096.0
+    assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() == 4.0
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert model.weight.item() == pytest.approx(0.5, abs=1e-5)
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.full((1, 1), float("inf"))).sum())
+    optimizer.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert model.weight.item() == pytest.approx(0.5, abs=1e-5)
+
+
 def test_handlers_of_the_scaler_are_kept() -> None:
     handler = GradScalerKwargs(init_scale=4.0)
     assert Accelerator(cpu=True, kwargs_handlers=[handler]).scaler_handler is handler

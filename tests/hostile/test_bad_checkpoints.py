@@ -64,6 +64,7 @@ def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> N
 def code_in(name: str) -> Attack:
     def attack(folder: Path) -> None:
         torch.save({"state": make_proof(folder)}, folder / name)
+        change_manifest(folder, lambda manifest: manifest["files"].setdefault(name, {}))
         approve(folder)
 
     return attack
@@ -202,7 +203,7 @@ def forged_journal(entry: dict[str, list[str]]) -> Attack:
 
 ATTACKS: dict[str, tuple[Attack, str]] = {
     **{f"code in {name}": (code_in(name), f"{name} holds more than plain data") for name in (
-        "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl",
+        "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl", "sampler.bin",
     )},
     "code as a plain pickle": (code_as_a_plain_pickle, r"optimizer\.bin"),
     "code through an allowed name": (code_through_an_allowed_name, r"scheduler\.bin holds more than plain data"),
@@ -238,6 +239,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 def kept(tmp_path: Path) -> Kept:
     """A run with a good checkpoint behind it and other values in front."""
     kept = make_kept()
+    kept._dataloaders = [object()]
     kept.fill(3.0)
     kept.save_state(tmp_path / "state")
     kept.fill(4.0)

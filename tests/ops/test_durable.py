@@ -45,7 +45,7 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
             file.write(b"dropped")
             raise RuntimeError("unexpected position")
 
-    with pytest.raises(OSError, match="No space left"):  # noqa: PT012 - the patch must end first
+    with pytest.raises(OSError, match="No space left"):
         serialize()
 
 
@@ -56,9 +56,10 @@ def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path: Path, monkeypatch:
     for step in ("write", "fsync"):
         file = DurableFile(tmp_path / step)
         file.write(b"small")
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):  # noqa: PT012 - the patch must end first
+        with monkeypatch.context() as patch:
             patch.setattr(durable.os, step, full)
-            file.close()
+            with pytest.raises(OSError, match="No space left"):
+                file.close()
 
 
 def test_an_existing_file_is_not_written_to(tmp_path: Path) -> None:

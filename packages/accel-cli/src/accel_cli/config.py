@@ -27,7 +27,7 @@ DEFAULT_OPTIONS = (
 def get_config_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate config` and its own commands."""
     parser = config_command_parser(subparsers)
-    commands = parser.add_subparsers(title="commands", metavar="command")
+    commands = parser.add_subparsers(title="commands", metavar="command", dest="subcommand")
     default_command_parser(commands)
     update_command_parser(commands)
     return parser

@@ -134,7 +134,8 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """Samples of one batch over all processes."""
-        batches = self.dataset if isinstance(self.dataset, IterableDatasetShard) else batch_sampler_of(self)
+        knows = isinstance(self.dataset, (IterableDatasetShard, SplitStream))
+        batches: Any = self.dataset if knows else batch_sampler_of(self)
         if getattr(batches, "split_batches", False):
             return batches.batch_size
         return batches.batch_size * getattr(batches, "num_processes", 1)

@@ -80,13 +80,7 @@ def prepare_data_loader(
             "leave device_placement on, or set dispatch_batches=False."
         )
     if not is_stream:
-        _check_not_empty(dataloader.dataset)
-        if batch_sampler_of(dataloader) is None and count > 1 and not dispatch_batches:
-            raise ValueError(
-                f"batch_size=None hands out the items of {type(dataloader.dataset).__name__} one by one, without batches "
-                f"to share out between {count} processes: give the data loader a batch_size, or read on one process "
-                "for all with dispatch_batches=True."
-            )
+        _check_indexed(dataloader, alone=count == 1 or bool(dispatch_batches), count=count)
     if split_batches:
         _check_divisible(dataloader, count)
 
@@ -181,11 +175,19 @@ def _shared_generator(dataset: Any, sampler: Any, is_stream: bool, use_seedable_
     return sampler.generator
 
 
-def _check_not_empty(dataset: Any) -> None:
+def _check_indexed(dataloader: DataLoader[Any], alone: bool, count: int) -> None:
+    """Refuse an indexed data set without samples, or, unless it is read by one process alone, without batches."""
+    dataset: Any = dataloader.dataset
+    kind = type(dataset).__name__
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ValueError(
-            f"{type(dataset).__name__} has length 0, so there is nothing to share out: check how it was read, or do "
-            "not prepare a data loader for it."
+            f"{kind} has length 0, so there is nothing to share out: check how it was read, or do not prepare a data "
+            "loader for it."
+        )
+    if not alone and batch_sampler_of(dataloader) is None:
+        raise ValueError(
+            f"batch_size=None hands out the items of {kind} one by one, without batches to share out between {count} "
+            "processes: give the data loader a batch_size, or read on one process for all with dispatch_batches=True."
         )
 
 

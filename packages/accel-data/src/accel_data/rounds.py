@@ -60,6 +60,7 @@ class Rounds:
         self._capacity = FIRST_CAPACITY_BYTES
         self._buffer = self._new_buffer()
         self._rows: list[torch.Tensor] | None = None
+        self._in_flight: Any = None
 
     def _new_buffer(self) -> torch.Tensor:
         return torch.zeros(self._capacity, dtype=torch.uint8, device=self._wire)
@@ -85,7 +86,7 @@ class Rounds:
         agreed = [(structure, signature_of(leaves)) for leaves, structure in flat]
         if agreed != self._agreed:
             self._send_terms(shares, agreed)
-        rows = self._new_rows()
+        rows = self._free_rows()
         header = torch.tensor([DATA, int(is_last), num_samples], dtype=torch.int64).view(torch.uint8)
         for row, (leaves, _), (_, signature) in zip(rows, flat, agreed, strict=True):
             row[: header.numel()] = header
@@ -121,19 +122,27 @@ class Rounds:
         dist.broadcast_object_list([sendable], src=self._state.process_index, device=self._wire)
 
     def _announce(self, what: int) -> None:
-        rows = self._new_rows()
+        rows = self._free_rows()
         header = torch.tensor([what], dtype=torch.int64).view(torch.uint8)
         for row in rows:
             row[: header.numel()] = header
         self._scatter(rows)
 
-    def _new_rows(self) -> list[torch.Tensor]:
+    def _free_rows(self) -> list[torch.Tensor]:
+        self.finish()
         if self._rows is None:
             self._rows = [self._new_buffer() for _ in range(self._state.num_processes)]
         return self._rows
 
     def _scatter(self, rows: list[torch.Tensor]) -> None:
-        dist.scatter(self._buffer, rows, src=self._state.process_index)
+        """Start sending; the reader goes on reading meanwhile."""
+        self._in_flight = dist.scatter(self._buffer, rows, src=self._state.process_index, async_op=True)
+
+    def finish(self) -> None:
+        """Wait until what was sent last has left, so that its buffers can be used again."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+            self._in_flight = None
 
     # ---- receiving side -----------------------------------------------------------------------------------------
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel_integrations.precision.autocast import AutocastForward
 from accel_ops.modules import has_compiled_regions, has_repeated_blocks, is_compiled_module, is_repeated_blocks
 from accel_state.enums import DynamoBackend
 from accel_state.settings.compile import TorchDynamoPlugin
@@ -40,12 +42,21 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         compiled: Any = torch.compile(module, **compile_kwargs)
         return compiled
     twin = module.__class__.__new__(module.__class__)
-    twin.__dict__.update(module.__dict__)
+    twin.__dict__.update({name: _bound_to(twin, module, value) for name, value in module.__dict__.items()})
     twin._modules = {
         name: child if child is None else compile_regions(child, **compile_kwargs)
         for name, child in module._modules.items()
     }
     return _remember(twin, module)
+
+
+def _bound_to(twin: nn.Module, module: nn.Module, value: Any) -> Any:
+    """A method that an attribute of `module` holds must be called on its twin, or nothing would run compiled."""
+    if isinstance(value, AutocastForward):
+        return value.bound_to(twin)
+    if isinstance(value, MethodType) and value.__self__ is module:
+        return MethodType(value.__func__, twin)
+    return value
 
 
 def _remember(twin: nn.Module, module: nn.Module) -> nn.Module:

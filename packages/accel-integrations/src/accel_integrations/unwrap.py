@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_ops.modules import has_compiled_regions, is_compiled_module
+from accel_ops.modules import is_compiled_module
 
 WRAPPERS = {
     # module: class; consulted only where somebody has imported the module
@@ -33,16 +33,22 @@ def extract_model_from_parallel(
     Returns:
         The model inside; `model` itself stays as it is, but for its forward with `keep_fp32_wrapper=False`.
     """
-    wrappers = _wrapper_classes()
     compiled = model if _is_compiled(model) else None
-    if compiled is not None:
-        model = _inside_compiled(compiled)
-    inner = _without(model, wrappers, recursive)
+    wrappers = _wrapper_classes()
+    inner = _without(model if compiled is None else _inside_compiled(compiled), wrappers, recursive)
     if not keep_fp32_wrapper:
         _restore_forward(inner)
-    if compiled is None or not keep_torch_compile:
+        _restore_forward(compiled)
+    if not keep_torch_compile:
+        return _inside_compiled(inner) if _is_compiled(inner) else inner
+    if compiled is None:
         return inner
-    return _compiled_like(compiled, inner)
+    if is_compiled_module(compiled):
+        return compiled if compiled._orig_mod is inner else _compiled_like(compiled, inner)
+    regional = _without(compiled, wrappers, recursive)
+    if not keep_fp32_wrapper:
+        _restore_forward(regional)
+    return regional
 
 
 def _wrapper_classes() -> tuple[type, ...]:
@@ -51,36 +57,22 @@ def _wrapper_classes() -> tuple[type, ...]:
 
 
 def _is_compiled(model: Any) -> bool:
+    """Whether the whole model is compiled, or is what `compile_regions` made."""
     return isinstance(model, nn.Module) and (is_compiled_module(model) or "_orig_mod" in model.__dict__)
 
 
-def _inside_compiled(model: nn.Module) -> nn.Module:
-    inner: nn.Module = model._orig_mod if is_compiled_module(model) else model.__dict__["_orig_mod"]  # type: ignore[assignment]
-    return inner
+def _inside_compiled(model: Any) -> Any:
+    return model._orig_mod if is_compiled_module(model) else model.__dict__["_orig_mod"]
 
 
-def _compiled_like(compiled: nn.Module, inner: nn.Module) -> nn.Module:
+def _compiled_like(compiled: Any, inner: nn.Module) -> Any:
     """`inner`, compiled as `compiled` is, without touching the latter."""
-    if is_compiled_module(compiled):
-        if compiled._orig_mod is inner:
-            return compiled
-        again: nn.Module = type(compiled)(inner, compiled.dynamo_ctx)
-        return again
-    found = _unwrapped(compiled)
-    assert has_compiled_regions(found)
-    return found
-
-
-def _unwrapped(model: Any, wrappers: tuple[type, ...] | None = None) -> Any:
-    wrappers = _wrapper_classes() if wrappers is None else wrappers
-    inner: Any = model
-    while isinstance(inner, wrappers):
-        inner = getattr(inner, "module")  # noqa: B009 - typed as a plain object
-    return inner
+    return type(compiled)(inner, compiled.dynamo_ctx)
 
 
 def _without(model: Any, wrappers: tuple[type, ...], recursive: bool) -> Any:
-    model = _unwrapped(model, wrappers)
+    while isinstance(model, wrappers):
+        model = model.module  # type: ignore[attr-defined]
     if recursive and isinstance(model, nn.Module):
         for name, child in list(model.named_children()):
             inner = _without(child, wrappers, recursive)
@@ -93,11 +85,7 @@ def _restore_forward(model: Any) -> None:
     original = getattr(model, "__dict__", {}).pop("_original_forward", None)
     if original is None:
         return
-    if isinstance(original, MethodType) and original.__self__ is model and _is_own_forward(original, model):
-        model.__dict__.pop("forward", None)  # the class's method shows again
+    if isinstance(original, MethodType) and getattr(type(model), "forward", None) is original.__func__:
+        del model.__dict__["forward"]  # the class's method shows again
     else:
-        model.forward = original
-
-
-def _is_own_forward(method: MethodType, model: Any) -> bool:
-    return getattr(type(model), "forward", None) is method.__func__
+        model.__dict__["forward"] = original

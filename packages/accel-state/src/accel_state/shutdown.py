@@ -65,8 +65,9 @@ def close_process_group(group: Any = None) -> None:
         groups = _open_groups()
     else:
         groups = [group]
-    if all([drain(each) for each in groups]):
-        dist.destroy_process_group(group)
+    for each in groups:
+        drain(each)
+    dist.destroy_process_group(group)
 
 
 def _close_at_exit() -> None:
@@ -78,8 +79,9 @@ def _close_at_exit() -> None:
     if not failed:
         _call_back()
     seconds = SECONDS_AFTER_AN_ERROR if failed else SECONDS_AT_CLOSE  # the others wait for a failed process to end
-    drained = all([drain(group, seconds) for group in _open_groups()])
-    if drained and not failed and dist.is_initialized():
+    for group in _open_groups():
+        drain(group, seconds)
+    if dist.is_initialized() and not failed:  # other libraries than gloo might wait for the others
         dist.destroy_process_group()
 
 
@@ -102,7 +104,8 @@ def _open_groups() -> list[Any]:
 def drain(group: Any, seconds: float = SECONDS_AT_CLOSE) -> bool:
     """Wait until no thread of a group's gloo backend has any Python object left to release.
 
-    Nothing is communicated. Call it when no collective is under way.
+    Nothing is communicated, and afterwards nothing can be: the processes no longer agree on how many collectives there
+    have been.
 
     Args:
         group: A `torch.distributed.ProcessGroup`; one without gloo needs no draining.
@@ -110,7 +113,7 @@ def drain(group: Any, seconds: float = SECONDS_AT_CLOSE) -> bool:
 
     Returns:
         False when time ran out, because another process does not take part in a collective. The group then lives on
-        until the process is gone: ending its threads would mean to wait for that process.
+        until the process is gone, even if it is destroyed: to end its threads would mean to wait for that process.
     """
     done = all([_drain_backend(backend, seconds) for backend in _gloo_backends(group)])
     if not done:

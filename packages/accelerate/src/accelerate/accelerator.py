@@ -21,7 +21,6 @@ from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
-from accel_state.logging import get_logger
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking.profiling import record_profile
@@ -30,6 +29,7 @@ from accel_tracking.tracker_set import TrackerSet
 from accelerate.arguments import (
     NOT_GIVEN,
     NotGiven,
+    check_num_steps,
     resolve_accumulation,
     resolve_dynamo,
     resolve_handlers,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from accel_state.settings.handlers import AutocastKwargs, Handlers, KwargsHandler
     from accel_state.settings.project import ProjectConfiguration
     from accelerate.checkpoint.keeper import CheckpointKeeper
-
-logger = get_logger(__name__)
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
 
@@ -603,13 +601,13 @@ class Accelerator:
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        steps = resolve_accumulation(gradient_accumulation_steps, None).num_steps
+        steps = check_num_steps("gradient_accumulation_steps", gradient_accumulation_steps)
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     def accumulate(self, *models: nn.Module) -> Accumulation:
         """A block for one batch, in which gradients add up until their window is full.
 
-        Optimizers and schedulers work only in the batch that ends a window, as the end of a prepared loader does too.
+        Optimizers and schedulers act only in the batch that ends a window; the end of a prepared loader ends one too.
 
         Args:
             models (`torch.nn.Module`): The prepared models trained in the block.
@@ -629,15 +627,12 @@ class Accelerator:
         """
         return Accumulation(self._stepping, models)
 
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which `backward` of this model exchanges no gradients between processes."""
-        with self.engine.no_sync(model):
-            yield
+        return self.engine.no_sync(model)
 
     @staticmethod
-    @contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """A block in which `backward` exchanges gradients although the forward ran under `no_sync`.
 
         Example:
@@ -650,11 +645,11 @@ class Accelerator:
                 accelerator.backward(losses[-1])
             ```
         """
-        with sync_in_backward(model):
-            yield
+        return sync_in_backward(model)
 
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
         """A block in which processes may run out of batches at different times.
 
         Args:
@@ -668,8 +663,7 @@ class Accelerator:
                     ...
             ```
         """
-        with self.engine.join(joinables, even_batches=even_batches):
-            yield
+        return self.engine.join(joinables, even_batches=even_batches)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -696,7 +690,9 @@ class Accelerator:
         return self._stepping.has_lomo_optimizer
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients that loss scaling (fp16) enlarged back to their true size, in order to read or change them.
+        """Bring gradients to their true size, in order to read or change them, where a window ends.
+
+        Loss scaling (fp16) and averaging over windows or weights keep them in another size until then.
 
         Args:
             optimizer (prepared optimizer or list of them, *optional*): Whose gradients; all prepared ones' when None.

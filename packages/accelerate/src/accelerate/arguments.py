@@ -104,10 +104,19 @@ def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | No
                 "twice: pass only the plugin, with num_steps in it."
             )
         return plugin if plugin.num_steps is not None else replace(plugin, num_steps=1)
-    key, value = "gradient_accumulation_steps", num_steps
-    if (variable := "ACCELERATE_GRADIENT_ACCUMULATION_STEPS") in os.environ and os.environ[variable] != "auto":
-        key, value = variable, os.environ[variable]  # type: ignore[assignment]
-    return GradientAccumulationPlugin(num_steps=at_least(1).read(key, value))
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if os.environ.get(variable, "auto") == "auto":
+        return GradientAccumulationPlugin(num_steps=check_num_steps("gradient_accumulation_steps", num_steps))
+    return GradientAccumulationPlugin(num_steps=check_num_steps(variable, os.environ[variable]))
+
+
+def check_num_steps(key: str, value: Any) -> int:
+    """The number of batches in a window, from a number or text.
+
+    Raises:
+        ValueError: When it is below 1 or no whole number.
+    """
+    return int(at_least(1).read(key, value))
 
 
 def resolve_loader_settings(

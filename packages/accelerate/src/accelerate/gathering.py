@@ -28,6 +28,9 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool, state: Gradient
     Returns:
         Tensors in the structure given, concatenated over processes; objects as one list.
     """
+    real = getattr(state.active_dataloader, "num_real_samples", None)
+    if real is not None:  # this process's part of a stream has ended before others': it repeats samples
+        input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
     gathered = gather_object(input_data) if as_objects else gather(input_data)
     if not state.end_of_dataloader:
@@ -39,7 +42,14 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool, state: Gradient
         return gathered
     if as_objects:
         return gathered[:remainder] if isinstance(gathered, list) else gathered
-    return recursively_apply(lambda tensor: tensor[:remainder] if tensor.ndim else tensor, gathered)
+    return _first(gathered, remainder)
+
+
+def _first(data: Any, count: int) -> Any:
+    """The first samples of every tensor, or of a list."""
+    if not _holds_only_tensors(data):
+        return data[:count] if isinstance(data, list) else data
+    return recursively_apply(lambda tensor: tensor[:count] if tensor.ndim else tensor, data)
 
 
 def _holds_only_tensors(data: Any) -> bool:

@@ -106,11 +106,11 @@ class Preparer:
     def prepare_model(self, model: nn.Module, device_placement: bool | None, evaluation: bool) -> nn.Module:
         """The order of the steps from a plain model to one that trains here."""
         _check_type("prepare_model", model, nn.Module)
-        known = _find(self.prepared.models, model, _inner_model)
+        known = _find(self.prepared.wrapped, model, _inner_model)
         if known is not None:
             return known
         if getattr(model, PREPARED_MARK, False):
-            return _keep(self.prepared.models, model)
+            return self._keep_model(model)
         self.check_device_map(model)
         place = self._placed(device_placement) and not is_dispatched(model)
 
@@ -120,7 +120,11 @@ class Preparer:
         model = self.engine.precision.wrap_forward(model)
         model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=place)
         model = compile_model(model, self.state.dynamo_plugin)
-        return _keep(self.prepared.models, model)
+        return self._keep_model(model)
+
+    def _keep_model(self, model: nn.Module) -> nn.Module:
+        self.prepared.models.append(_inner_model(model))
+        return _keep(self.prepared.wrapped, model)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None
@@ -222,7 +226,9 @@ def _check_placement(placement: Sequence[bool | None] | None, objects: Sequence[
 
 def _check_type(method: str, item: Any, wanted: type) -> None:
     if not isinstance(item, wanted):
-        raise TypeError(f"{method}() got {shorten(item)} of type {type(item).__name__}: pass an object of {wanted.__qualname__}.")
+        raise TypeError(
+            f"{method}() got {shorten(item)} of type {type(item).__name__}: pass an object of {wanted.__qualname__}."
+        )
 
 
 def _inner_model(model: nn.Module) -> nn.Module:

@@ -173,6 +173,7 @@ class StepController:
     def forget(self) -> None:
         """Start over, holding on to no model."""
         self.step = 0
+        self.has_lomo_optimizer = False
         self._checked = ()
 
 

@@ -107,6 +107,7 @@ class Engine(ABC):
         """Wrap an optimizer."""
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.precision.scaler)
         wrapped.step_through(self.step, self.averaging.finish_window if self.averaging is not None else None)
+        self.precision.watch(optimizer)
         return wrapped
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -170,7 +171,7 @@ class Engine(ABC):
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Sum of a window's weight over the processes whose gradients are averaged (0-dim float64 in and out)."""
+        """Sum of a window's weight over the processes whose gradients are averaged (0-dim float32 in and out)."""
         return weight
 
     @property
@@ -185,4 +186,4 @@ class Engine(ABC):
         return self.unwrap(model).state_dict()
 
     def close(self) -> None:
-        """Let go of what this engine holds of the process group, so that the process can exit cleanly."""
+        """Finish what needs the process group, which is about to end; must not wait for other processes."""

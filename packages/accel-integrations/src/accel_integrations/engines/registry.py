@@ -6,22 +6,29 @@ from importlib import import_module
 from importlib.metadata import entry_points
 
 from accel_integrations.engines.engine import Engine, EngineContext
+from accel_state import shutdown
 from accel_state.enums import DistributedType
 
-ENGINES: dict[str, str] = {
+DATA_PARALLEL = "accel_integrations.engines.ddp:DDPEngine"
+
+ENGINES: dict[str, str | None] = {
     "NO": "accel_integrations.engines.single:SingleEngine",
-    "MULTI_CPU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_GPU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_NPU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_MLU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_SDAA": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_MUSA": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_XPU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_HPU": "accel_integrations.engines.ddp:DDPEngine",
-    "MULTI_NEURON": "accel_integrations.engines.ddp:DDPEngine",
+    "MULTI_CPU": DATA_PARALLEL,
+    "MULTI_GPU": DATA_PARALLEL,
+    "MULTI_NPU": DATA_PARALLEL,
+    "MULTI_MLU": DATA_PARALLEL,
+    "MULTI_SDAA": DATA_PARALLEL,
+    "MULTI_MUSA": DATA_PARALLEL,
+    "MULTI_XPU": DATA_PARALLEL,
+    "MULTI_HPU": DATA_PARALLEL,
+    "MULTI_NEURON": DATA_PARALLEL,
+    "FSDP": None,
+    "DEEPSPEED": None,
+    "MEGATRON_LM": None,
+    "XLA": None,
 }
-"""Engine class by the distributed type of the run. Types that are missing are looked for among the
-`accelerate.engines` entry points of installed packages, which bear the same names."""
+"""Engine class by the distributed type of the run; None for those that come with a later release. What the table has
+no class for is looked for among the `accelerate.engines` entry points of installed packages, by the same names."""
 
 ENTRY_POINTS = "accelerate.engines"
 
@@ -41,15 +48,17 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         loaded: type[Engine] = entry.load()
         return loaded
+    known = ", ".join(name for name, where in ENGINES.items() if where is not None)
+    problem = "comes with a later release" if name in ENGINES else "is not known"
     raise NotImplementedError(
-        f"This release has no engine for distributed_type={name!r}: it trains on one process and with data parallel "
-        f"replicas ({', '.join(ENGINES)}). Leave the plugin for {name} out, or install a package that registers an "
-        f"engine of this name in the entry point group {ENTRY_POINTS!r}."
+        f"The engine for distributed_type={name!r} {problem}; there are engines for {known}. Leave out the plugin or "
+        f"flag that asks for {name}, or install a package that registers an engine of this name in the entry point "
+        f"group {ENTRY_POINTS!r}."
     )
 
 
 def make_engine(context: EngineContext) -> Engine:
-    """The engine of a run, checked before anything is prepared.
+    """The engine of a run, checked before anything is prepared, and closed before the process group is.
 
     Raises:
         NotImplementedError: When there is none for the run's distributed type.
@@ -57,4 +66,5 @@ def make_engine(context: EngineContext) -> Engine:
     """
     engine = engine_class(context.state.distributed_type)(context)
     engine.check()
+    shutdown.on_close(engine.close)
     return engine

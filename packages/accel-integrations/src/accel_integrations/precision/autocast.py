@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, final
 
 import torch
@@ -36,6 +37,13 @@ class AutocastForward:
         self.dtype = dtype
         self.options = options
 
+    def bound_to(self, model: nn.Module) -> AutocastForward:
+        """The same for another model of the same class, as the one that `compile_regions` makes."""
+        forward = self.__wrapped__
+        if isinstance(forward, MethodType):
+            forward = MethodType(forward.__func__, model)
+        return AutocastForward(forward, self.device_type, self.dtype, self.options)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward."""
         with torch.autocast(self.device_type, self.dtype, **self.options):
@@ -52,8 +60,9 @@ def autocast(device_type: str, dtype: torch.dtype, handler: AutocastKwargs | Non
 def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler: AutocastKwargs | None) -> nn.Module:
     """Put `AutocastForward` in the place of the model's forward; `_original_forward` keeps the old one."""
     options = handler.to_kwargs() if handler is not None else {}
-    model._original_forward = model.forward  # type: ignore[assignment]
-    model.forward = AutocastForward(model.forward, device_type, dtype, options)
+    forward = model.forward
+    # past `__setattr__`, by which compiled modules would hand one of them on to the module inside
+    model.__dict__.update(_original_forward=forward, forward=AutocastForward(forward, device_type, dtype, options))
     return model
 
 

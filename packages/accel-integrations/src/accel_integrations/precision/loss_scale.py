@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import OptState
 
 from accel_integrations.precision.autocast import autocast, wrap_forward
 from accel_integrations.precision.precision import Precision
@@ -17,7 +19,7 @@ from accel_state.settings.handlers import AutocastKwargs, Handlers
 def scaled_step(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
 ) -> bool:
-    """Take a step through a scaler, and let the scale adapt.
+    """Take a step through a scaler; its scale is not updated.
 
     Returns:
         False when the optimizer was not called, because gradients were not finite.
@@ -39,7 +41,6 @@ def scaled_step(
             del optimizer.step
         else:
             optimizer.step = own  # type: ignore[method-assign]
-    scaler.update()
     return taken
 
 
@@ -47,18 +48,24 @@ def scaled_step(
 class Float16Precision(Precision):
     """float16 where it is safe, by `torch.autocast`, with `torch.amp.GradScaler`.
 
+    The scale adapts once all optimizers have stepped, because what one of them finds in its gradients must not change
+    the scale by which those of the others are divided. When only some step, it adapts before the next backward.
+
     Args:
         device_type: The type of device to compute on.
         handlers: May hold how autocast and the scaler behave.
     """
 
     name = "fp16"
+    scaler: torch.amp.GradScaler
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
         self._device_type = device_type
         self._handler = handlers.autocast
         options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
         self.scaler = torch.amp.GradScaler(device_type, **options)
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._must_update = False
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run under autocast."""
@@ -68,29 +75,52 @@ class Float16Precision(Precision):
         """A context under autocast."""
         return autocast(self._device_type, torch.float16, handler or self._handler)
 
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Wait for this optimizer too before the scale adapts."""
+        self._optimizers.add(optimizer)
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply the loss by the current scale."""
-        assert self.scaler is not None
+        if self._must_update:
+            self._update()
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale; asked twice within a step, it does so once."""
-        assert self.scaler is not None
-        state = self.scaler._per_optimizer_states[id(optimizer)]
-        if state["stage"].value == 0:  # READY: torch refuses the second time
+        if self._stage_of(optimizer) is OptState.READY:  # torch refuses the second time
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take a step unless gradients are not finite."""
-        assert self.scaler is not None
-        return scaled_step(self.scaler, optimizer, closure)
+        if self._stage_of(optimizer) is OptState.STEPPED:
+            self._update()
+        taken = scaled_step(self.scaler, optimizer, closure)
+        self._must_update = True
+        if all(self._stage_of(each) is OptState.STEPPED for each in self._optimizers):
+            self._update()
+        return taken
+
+    def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState | None:
+        """How far the optimizer is since the last update; None when the scaler was switched off."""
+        if not self.scaler.is_enabled():
+            return None
+        stage: OptState = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+        return stage
+
+    def _update(self) -> None:
+        self._must_update = False
+        self.scaler.update()
+
+    # ---- storing ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any] | None:
         """The scale and its history."""
-        assert self.scaler is not None
+        if self._must_update:
+            self._update()
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with that scale."""
-        assert self.scaler is not None
         self.scaler.load_state_dict(state)

@@ -38,6 +38,9 @@ class Precision(ABC):
         """A context in which operations run in this format; `handler` overrides the configured one."""
         return nullcontext()
 
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take note of a plain torch optimizer whose steps this object will take."""
+
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to call `backward` on."""
         return loss

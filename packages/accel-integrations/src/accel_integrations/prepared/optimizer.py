@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
+from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.precision.loss_scale import scaled_step
 from accel_ops.placement import send_to_device
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
+move_to_device = send_to_device  # the old name
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -43,8 +45,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._before_step: Callable[[], None] | None = None
         self._take_step: TakeStep | None = None
         if device_placement and optimizer.state:
-            moved = send_to_device(optimizer.state_dict(), self.accelerator_state.device)
-            optimizer.load_state_dict(moved)
+            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
+        if is_lomo_optimizer(optimizer):
+            self._take_step = _stepped_in_backward
 
     def step_through(self, take_step: TakeStep, before_step: Callable[[], None] | None = None) -> None:
         """Have an engine take the steps.
@@ -53,8 +56,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             take_step: Called with the wrapped optimizer and the closure; returns False for a skipped step.
             before_step: Called before every step that is taken.
         """
-        self._take_step = take_step
-        self._before_step = before_step
+        if self._take_step is not _stepped_in_backward:
+            self._take_step = take_step
+            self._before_step = before_step
 
     # ---- what the wrapped optimizer holds -----------------------------------------------------------------------
 
@@ -117,6 +121,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = not self._take_step(self.optimizer, closure)
         elif self.scaler is not None:
             self._is_overflow = not scaled_step(self.scaler, self.optimizer, closure)
+            self.scaler.update()
         else:
             self.optimizer.step(closure) if closure is not None else self.optimizer.step()
 
@@ -141,14 +146,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # ---- copies -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the ties to a running engine."""
-        return {
-            **self.__dict__,
-            "_take_step": None,
-            "_before_step": None,
-            "accelerator_state": None,
-            "gradient_state": None,
-        }
+        """Everything but the ties to this process and its engine: a copy steps by itself."""
+        ties = ("_take_step", "_before_step", "accelerator_state", "gradient_state")
+        return {**self.__dict__, **dict.fromkeys(ties)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, in the state of this process."""
@@ -158,3 +158,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A stand-in for an optimizer's `step` that notes the call in `accelerated_optimizer._accelerate_step_called`.
+
+    Args:
+        accelerated_optimizer: Where the call is noted.
+        method: The `step` to call.
+    """
+
+    def patched_step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True  # type: ignore[attr-defined]
+        return method(*args, **kwargs)
+
+    return patched_step
+
+
+def _stepped_in_backward(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
+    """LOMO has updated the parameters already."""
+    return True

@@ -21,6 +21,9 @@ class Prepared:
     """
 
     models: list[nn.Module] = field(default_factory=list)
+    """The models that users built; hooks of checkpoints get these."""
+    wrapped: list[nn.Module] = field(default_factory=list)
+    """What `prepare` made of each of them."""
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     dataloaders: list[Any] = field(default_factory=list)
@@ -28,5 +31,5 @@ class Prepared:
 
     def clear(self) -> None:
         """Forget everything but the custom objects registered for checkpoints."""
-        for kept in (self.models, self.optimizers, self.schedulers, self.dataloaders):
+        for kept in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders):
             kept.clear()

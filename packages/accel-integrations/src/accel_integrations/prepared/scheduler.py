@@ -38,16 +38,13 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
-                self.scheduler._step_count += 1  # as far as without accumulation, which silences torch's order check
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
         last = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._steps_per_call):
-            # a schedule of fixed length may end between two steps of several processes
-            if last is None or self._steps_per_call == 1 or self.scheduler._step_count <= last:
+            if last is None or self.scheduler._step_count <= last:  # a schedule of fixed length stays at its end
                 self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:

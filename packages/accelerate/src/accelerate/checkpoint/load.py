@@ -28,7 +28,7 @@ from accel_ops.random import restore_rng_state
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
 from accelerate.checkpoint.legacy import list_legacy_files
-from accelerate.checkpoint.loaders import is_stateful, restore_sampler
+from accelerate.checkpoint.loaders import is_stateful, restore_order
 from accelerate.checkpoint.manifest import Manifest, share_of
 from accelerate.checkpoint.naming import count_files, numbered, numbered_checkpoints, weights_file
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
@@ -350,7 +350,7 @@ def apply_state(receivers: Receivers, state: TrainingState) -> None:
     _apply(receivers.schedulers, state.schedulers)
     for index, loader in enumerate(receivers.dataloaders):
         if state.samplers.get(index) is not None:
-            restore_sampler(loader, state.samplers[index])
+            restore_order(loader, state.samplers[index])
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
     if state.scaler is not None:
@@ -381,14 +381,16 @@ def warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None
     saved = checkpoint.world_size
     if saved in (0, num_processes):
         return
+    first, last = sorted((saved, num_processes))
+    ranks = f"process {first}" if last - first == 1 else f"processes {first} to {last - 1}"
     effect = (
-        f"processes {saved} to {num_processes - 1} keep their present random states"
+        f"{ranks} cannot go on with random states of an earlier run"
         if num_processes > saved
-        else f"the random states of processes {num_processes} to {saved - 1} are not used"
+        else f"the random states of {ranks} are not used"
     )
     warnings.warn(
-        f"The checkpoint {os.fspath(checkpoint.folder)} was saved by {saved} processes and is loaded by {num_processes}: "
-        f"{effect}. Weights, optimizers and schedulers are complete; choose the batch size per process anew if the global "
-        "one is to stay",
-        stacklevel=2,
+        f"The checkpoint {os.fspath(checkpoint.folder)} was saved with num_processes={saved} and is loaded with "
+        f"num_processes={num_processes}: {effect}. Weights, optimizers and schedulers are complete; choose the batch size "
+        "per process anew if the global one is to stay",
+        stacklevel=4,
     )

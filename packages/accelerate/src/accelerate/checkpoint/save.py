@@ -16,7 +16,7 @@ from accel_ops.filenames import (
 )
 from accel_ops.files import check_loadable
 from accel_ops.random import capture_rng_state
-from accelerate.checkpoint.loaders import loader_position, sampler_state
+from accelerate.checkpoint.loaders import loader_position, order_state
 from accelerate.checkpoint.naming import numbered, weights_file
 from accelerate.checkpoint.transaction import FileWriter
 
@@ -42,7 +42,7 @@ def write_shared_state(
     for index, scheduler in enumerate(schedulers):
         _save_checked(files, numbered(f"{SCHEDULER_NAME}.bin", index), scheduler)
     for index, loader in enumerate(dataloaders):
-        if (state := sampler_state(loader)) is not None:
+        if (state := order_state(loader)) is not None:
             files.save(numbered(f"{SAMPLER_NAME}.bin", index), state)
     if scaler is not None:
         files.save(SCALER_NAME, scaler.state_dict())

@@ -12,5 +12,5 @@ from accel_cli.configfile.schema import SageMakerConfig as SageMakerConfig
 hf_cache_home = _hub_home(os.environ)
 cache_dir = config_folder(os.environ)
 default_config_file = default_config_path(os.environ)
-default_json_config_file = os.path.join(cache_dir, "default_config.json")
+default_json_config_file = os.path.join(cache_dir, "default_config.yaml")  # also holds JSON, since version 1
 default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")

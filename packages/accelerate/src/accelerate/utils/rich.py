@@ -1,0 +1,11 @@
+"""Importing this module gives tracebacks the looks of the `rich` library."""
+
+from accel_state.errors import missing_library
+from accel_state.libraries import is_rich_available as is_rich_available
+
+try:
+    from rich.traceback import install
+except ModuleNotFoundError:
+    raise missing_library("rich", why="The appearance of tracebacks") from None
+
+install(show_locals=False)

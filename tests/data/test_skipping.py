@@ -1,0 +1,87 @@
+"""Starting in the middle of an epoch."""
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from accel_data.loader_shard import DataLoaderShard
+from accel_data.prepare import prepare_data_loader
+from accel_data.skipping import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from accel_state.gradient_state import GradientState
+from tests.data.sharing import Numbers
+from tests.data.test_prepare import Squares
+
+
+def lists(loader) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def test_skipped_samples_are_not_read() -> None:
+    data = Squares(10)
+    rest = skip_first_batches(prepare_data_loader(DataLoader(data, batch_size=2)), 3)
+    assert isinstance(rest, DataLoaderShard)
+    assert (len(rest), rest.total_batch_size, rest.total_dataset_length) == (2, 2, 10)
+    assert lists(rest) == [[6, 7], [8, 9]]
+    assert data.read == [6, 7, 8, 9]
+
+
+def test_a_shuffled_epoch_goes_on_where_it_was_left() -> None:
+    def loader():
+        plain = DataLoader(Squares(21), batch_size=2, shuffle=True)
+        return prepare_data_loader(plain, num_processes=2, process_index=1, use_seedable_sampler=True, data_seed=1)
+
+    whole, later = loader(), loader()
+    epochs = [lists(whole) for _ in range(3)]
+    later.set_epoch(1)
+    rest = skip_first_batches(later, 2)
+    assert lists(rest) == epochs[1][2:]
+    later.set_epoch(2)
+    assert lists(later) == epochs[2], "the loader itself is as before"
+
+
+def test_skipping_adds_up_and_may_go_past_the_end() -> None:
+    loader = prepare_data_loader(DataLoader(Squares(10), batch_size=2))
+    assert lists(skip_first_batches(skip_first_batches(loader, 1), 2)) == [[6, 7], [8, 9]]
+    past = skip_first_batches(loader, 9)
+    assert (len(past), lists(past)) == (0, [])
+    stream = prepare_data_loader(DataLoader(Numbers(10), batch_size=2))
+    assert lists(skip_first_batches(skip_first_batches(stream, 1), 2)) == [[6, 7], [8, 9]]
+
+
+def test_the_last_batch_is_still_known() -> None:
+    rest = skip_first_batches(prepare_data_loader(DataLoader(Squares(5), batch_size=2)), 1)
+    state = GradientState()
+    assert [(state.end_of_dataloader, state.remainder) for _ in rest] == [(False, 1), (True, 1)]
+
+
+def test_streams_are_read_from_the_start() -> None:
+    stream = Numbers(9)
+    rest = skip_first_batches(
+        prepare_data_loader(DataLoader(stream, batch_size=2), num_processes=2, process_index=1), 1
+    )
+    assert lists(rest) == [[6, 7], [1, 2]]
+    assert stream.num_read == 9
+
+
+def test_plain_loaders_can_be_skipped_too() -> None:
+    assert lists(skip_first_batches(DataLoader(Squares(6), batch_size=2), 2)) == [[4, 5]]
+    rest = skip_first_batches(DataLoader(Numbers(6), batch_size=2), 2)
+    assert isinstance(rest, SkipDataLoader)
+    assert lists(rest) == [[4, 5]]
+    assert len(skip_first_batches(DataLoader(Squares(6), batch_size=2, num_workers=0, pin_memory=False), 0)) == 3
+
+
+def test_a_batch_sampler_given_as_sampler() -> None:
+    batches = BatchSampler(SequentialSampler(range(6)), 2, False)
+    plain = DataLoader(torch.arange(6), sampler=batches, batch_size=None)
+    assert lists(skip_first_batches(prepare_data_loader(plain), 1)) == [[2, 3], [4, 5]]
+
+
+def test_the_skipping_sampler_passes_attributes_on() -> None:
+    sampler = SkipBatchSampler(BatchSampler(SequentialSampler(range(7)), 2, False), 3)
+    assert (len(sampler), sampler.total_length, sampler.batch_size, list(sampler)) == (1, 4, 2, [[6]])
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_batches=-1"):
+        skip_first_batches(DataLoader(Squares(4)), -1)

@@ -1,0 +1,268 @@
+"""Data parallel replicas learn what one process would learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.unwrap import extract_model_from_parallel
+from accel_state.mesh import ParallelismConfig
+from accel_state.settings.accumulation import GradientAccumulationPlugin
+from accel_state.settings.ddp import DistributedDataParallelKwargs
+from tests.integrations.training import FEATURES, loss_of, new_batch, new_engine, new_model, prepare
+from tests.support.ranks import ranks
+
+STEPS = 5
+
+
+def train_alone(batch_size: int, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, new_batch(batch_size, seed=step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def train_replicas(rank: int, world: int, batch_size: int, *handlers: Any) -> tuple[list[float], nn.Module]:
+    engine = new_engine(handlers=handlers)
+    model = new_model(seed=rank)  # replicas must begin alike all the same
+    model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for step in range(STEPS):
+        loss = loss_of(model, new_batch(batch_size, seed=step)[rank::world])
+        engine.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / world)
+    return losses, model
+
+
+@ranks(1, 2, 4)
+def test_losses_and_weights_are_those_of_one_process(rank: int, world: int) -> None:
+    losses, model = train_replicas(rank, world, batch_size=8)
+    expected_losses, expected = train_alone(batch_size=8)
+    assert losses == pytest.approx(expected_losses, abs=1e-6)
+    for name, tensor in extract_model_from_parallel(model).state_dict().items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("hook", "wrapper", "tolerance"),
+    [
+        ("no", "no", 1e-6),
+        ("fp16", "no", 1e-3),
+        ("bf16", "no", 1e-2),
+        ("power_sgd", "no", 0.3),
+        ("batched_power_sgd", "no", 0.3),
+        ("power_sgd", "fp16", 0.3),
+        ("batched_power_sgd", "bf16", 0.3),
+    ],
+)
+def test_compressed_gradients_train_nearly_alike(
+    rank: int, world: int, hook: str, wrapper: str, tolerance: float
+) -> None:
+    option = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2} if "power" in hook else {}
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=option)  # type: ignore[arg-type]
+    losses, model = train_replicas(rank, world, 8, handler)
+    assert losses == pytest.approx(train_alone(8)[0], abs=tolerance)
+    for parameter in model.parameters():  # compression is lossy, but all replicas lose the same
+        first = parameter.detach().clone()
+        dist.broadcast(first, 0)
+        torch.testing.assert_close(parameter.detach(), first, atol=0, rtol=0)
+
+
+@ranks(2)
+def test_arguments_reach_the_replica(rank: int) -> None:
+    handler = DistributedDataParallelKwargs(
+        find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=3, broadcast_buffers=False
+    )
+    model = prepare(new_engine(handlers=[handler]), new_model())
+    assert isinstance(model, DistributedDataParallel)
+    assert model.find_unused_parameters
+    assert model.gradient_as_bucket_view
+    assert not model.broadcast_buffers
+    assert model.device_ids is None
+
+
+@ranks(2)
+def test_a_static_graph_trains(rank: int, world: int) -> None:
+    losses, model = train_replicas(rank, world, 8, DistributedDataParallelKwargs(static_graph=True))
+    assert model.static_graph
+    assert losses == pytest.approx(train_alone(8)[0], abs=1e-6)
+
+
+@ranks(2)
+def test_models_without_anything_to_learn_are_not_replicated(rank: int) -> None:
+    engine = new_engine()
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert engine.prepare_model(frozen) is frozen
+    assert not isinstance(engine.prepare_model(nn.ReLU()), DistributedDataParallel)
+    teacher = nn.Linear(2, 2)
+    assert engine.prepare_model(teacher, evaluation=True) is teacher
+    with engine.no_sync(frozen):
+        pass
+    engine.sync_next_backward(frozen)
+
+
+# ---- exchanging gradients or not --------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_accumulating_without_exchange_gives_the_gradient_of_all_batches(rank: int, world: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, new_model())
+    batches = new_batch(12).chunk(3)
+    for number, batch in enumerate(batches):
+        loss = loss_of(model, batch[rank::world]) / len(batches)
+        if number < len(batches) - 1:
+            with engine.no_sync(model):
+                engine.backward(loss_of(model, batch[rank::world]) / len(batches))
+        else:
+            engine.backward(loss)
+    alone = new_model()
+    loss_of(alone, torch.cat(batches)).backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-6, rtol=0)
+
+
+@ranks(2)
+def test_without_exchange_gradients_stay_local(rank: int, world: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, new_model())
+    with engine.no_sync(model):
+        engine.backward(loss_of(model, new_batch(4, seed=rank)))
+    alone = new_model()
+    loss_of(alone, new_batch(4, seed=rank)).backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad)
+
+
+@ranks(2)
+def test_backward_can_exchange_although_forward_was_told_not_to(rank: int, world: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, new_model())
+    batch = new_batch(8)[rank::world]
+    with engine.no_sync(model):
+        loss = loss_of(model, batch)
+    engine.sync_next_backward(model)
+    engine.backward(loss)
+    alone = new_model()
+    loss_of(alone, new_batch(8)).backward()
+    for mine, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, expected.grad, atol=1e-6, rtol=0)
+
+
+@ranks(2)
+def test_the_same_holds_for_compiled_replicas(rank: int, world: int) -> None:
+    engine = new_engine()
+    replica = prepare(engine, new_model())
+    model = torch.compile(replica, backend="eager")
+    with engine.no_sync(model):
+        assert not replica.require_backward_grad_sync
+    assert replica.require_backward_grad_sync
+    replica.require_backward_grad_sync = False
+    engine.sync_next_backward(model)
+    assert replica.require_backward_grad_sync
+
+
+# ---- uneven inputs ----------------------------------------------------------------------------------------------
+
+
+class Shard:
+    """What a loader that shares out a map-style data set has as its `batch_sampler`."""
+
+    even_batches = True
+
+
+class Loader:
+    def __init__(self, sampler: Any) -> None:
+        self.batch_sampler = sampler
+
+
+@ranks(2)
+def test_processes_may_run_out_of_batches_at_different_times(rank: int, world: int) -> None:
+    engine = new_engine()
+    model, optimizer = prepare(engine, new_model(), torch.optim.SGD(new_model().parameters(), lr=0.1))
+    shard = Shard()
+    engine.context.prepared.dataloaders.append(Loader(shard))
+    steps = 0
+    with engine.join([model], even_batches=False):
+        assert shard.even_batches is False
+        for step in range(3 + 2 * rank):
+            engine.backward(loss_of(model, new_batch(4, seed=step)))
+            steps += 1
+    assert shard.even_batches is True
+    assert steps == 3 + 2 * rank
+
+
+@ranks(2)
+def test_the_loaders_are_set_back_after_an_error(rank: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, new_model())
+    shard = Shard()
+    engine.context.prepared.dataloaders.append(Loader(shard))
+    with pytest.raises(TypeError, match="Linear"), engine.join([nn.Linear(1, 1)], even_batches=False):
+        pass
+    assert shard.even_batches is True
+    with engine.join([model], even_batches=None):
+        assert shard.even_batches is True
+
+
+@ranks(2)
+def test_loaders_that_cannot_change_are_mentioned(rank: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, new_model())
+    engine.context.prepared.dataloaders.append(Loader(None))
+    with pytest.warns(UserWarning, match="1 prepared data loaders"), engine.join([model], even_batches=False):
+        pass
+
+
+@ranks(2)
+def test_weights_of_windows_cannot_be_exchanged_unevenly(rank: int) -> None:
+    engine = new_engine(accumulation=GradientAccumulationPlugin(num_steps=2, average_over="weights"))
+    model = prepare(engine, new_model())
+    with pytest.raises(ValueError, match="weight=0"):
+        engine.join([model], even_batches=None)
+
+
+# ---- the rest ---------------------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_other_axes_than_replicas_are_refused(rank: int) -> None:
+    engine = new_engine()
+    assert isinstance(engine, DDPEngine)
+    engine.context.state.parallelism_config = ParallelismConfig(dp_replicate_size=2)
+    engine.check()
+    assert engine.data_place().index == rank
+    engine.context.state.parallelism_config = ParallelismConfig(tp_size=2)
+    with pytest.raises(ValueError, match="tp"):
+        engine.check()
+
+
+@ranks(2)
+def test_the_full_state_has_plain_names(rank: int) -> None:
+    engine = new_engine()
+    model = prepare(engine, nn.Linear(FEATURES, 1))
+    assert set(engine.full_state_dict(model)) == {"weight", "bias"}
+
+
+@ranks(2)
+def test_batch_norm_stays_the_users_choice(rank: int) -> None:
+    model = nn.Sequential(nn.Linear(FEATURES, 3), nn.BatchNorm1d(3))
+    replica = prepare(new_engine(), model)
+    assert type(replica.module[1]) is nn.BatchNorm1d

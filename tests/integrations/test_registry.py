@@ -1,0 +1,104 @@
+"""Which engine trains a run, and what is said when there is none."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import accel_integrations
+from accel_integrations.engines import registry
+from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.registry import ENGINES, engine_class, make_engine
+from accel_integrations.engines.single import SingleEngine
+from accel_state import shutdown
+from accel_state.enums import DistributedType
+from tests.integrations.training import new_engine
+
+
+def test_every_type_is_listed() -> None:
+    assert set(ENGINES) == {kind.value for kind in DistributedType}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in DistributedType if ENGINES[kind.value] is not None])
+def test_engines_load_by_name(kind: DistributedType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "entry_points", None)  # asking installed packages would fail
+    assert issubclass(engine_class(kind), Engine)
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_engines_that_come_later_say_so(kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"'{kind}' comes with a later release.*MULTI_CPU"):
+        engine_class(DistributedType(kind))
+
+
+def test_unknown_types_are_named() -> None:
+    with pytest.raises(NotImplementedError, match="'HORSES' is not known"):
+        engine_class("HORSES")
+
+
+def test_other_packages_bring_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Entry:
+        def load(self) -> type:
+            return SingleEngine
+
+    asked = []
+
+    def entry_points(**query: str) -> list[Any]:
+        asked.append(query)
+        return [Entry()]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    assert engine_class("FSDP") is SingleEngine
+    assert asked == [{"group": "accelerate.engines", "name": "FSDP"}]
+
+
+def test_engines_are_closed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = []
+    monkeypatch.setattr(SingleEngine, "close", lambda self: closed.append(self))
+    monkeypatch.setattr(shutdown, "_callbacks", [])
+    context = new_engine().context  # this one is gone when its turn comes
+    engine = make_engine(context)
+    gc.collect()
+    shutdown._call_back()
+    assert closed == [engine]
+
+
+def test_an_engine_that_cannot_combine_settings_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = new_engine().context
+
+    def check(self: Engine) -> None:
+        raise ValueError("these settings")
+
+    monkeypatch.setattr(SingleEngine, "check", check)
+    with pytest.raises(ValueError, match="these settings"):
+        make_engine(context)
+
+
+def test_names_of_the_package() -> None:
+    for name in accel_integrations.__all__:
+        assert getattr(accel_integrations, name) is not None
+
+
+HEAVY = (
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "psutil",
+    "yaml",
+    "numpy",
+    "deepspeed",
+)
+
+
+def test_importing_engines_stays_cheap() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "import accel_integrations.engines.registry, accel_integrations.engines.single, accel_integrations.compile\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules and name not in before])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert result.stdout.strip() == "[]"

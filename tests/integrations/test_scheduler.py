@@ -1,0 +1,129 @@
+"""The prepared scheduler keeps pace with the data, whatever the number of processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_state.gradient_state import GradientState
+from tests.integrations.training import new_engine, new_model, prepare
+from tests.support.ranks import ranks
+
+
+def new_schedule(**options: Any) -> tuple[Any, AcceleratedScheduler]:
+    engine = new_engine(**options)
+    model = new_model()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, optimizer = prepare(engine, model, plain)
+    return optimizer, engine.prepare_scheduler(LambdaLR(plain, lambda epoch: 1 / (1 + epoch)))
+
+
+def test_it_steps_once_in_one_process() -> None:
+    optimizer, scheduler = new_schedule()
+    for expected in (1 / 2, 1 / 3):
+        optimizer.step()
+        scheduler.step()
+        assert scheduler.get_last_lr() == [pytest.approx(expected)]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1 / 3)
+
+
+@ranks(2, 4)
+def test_each_processs_batch_counts(rank: int, world: int) -> None:
+    optimizer, scheduler = new_schedule()
+    for steps in (1, 2):
+        optimizer.step()
+        scheduler.step()
+        assert scheduler.scheduler.last_epoch == steps * world
+
+
+@ranks(2)
+def test_split_batches_count_once(rank: int) -> None:
+    optimizer, scheduler = new_schedule(split_batches=True)
+    optimizer.step()
+    scheduler.step()
+    assert scheduler.scheduler.last_epoch == 1
+
+
+@ranks(2)
+def test_a_schedule_of_fixed_length_stays_at_its_end(rank: int) -> None:
+    engine = new_engine()
+    model = new_model()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, optimizer = prepare(engine, model, plain)
+    scheduler = engine.prepare_scheduler(OneCycleLR(plain, 1.0, total_steps=5))
+    for _ in range(4):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.scheduler.last_epoch == 5
+
+
+def test_it_waits_for_the_end_of_a_window_and_steps_once_there() -> None:
+    optimizer, scheduler = new_schedule()
+    state = GradientState()
+    for step in range(6):
+        state._set_sync_gradients(step % 3 == 2)
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.scheduler.last_epoch == 2
+    assert scheduler.scheduler._step_count == 3  # micro-batches leave no trace: `total_steps` counts this
+
+
+def test_it_does_not_step_when_the_optimizer_was_skipped() -> None:
+    optimizer, scheduler = new_schedule()
+    optimizer._is_overflow = True
+    scheduler.step()
+    assert scheduler.scheduler.last_epoch == 0
+
+
+def test_it_can_be_stepped_by_itself() -> None:
+    optimizer, scheduler = new_schedule(step_scheduler_with_optimizer=False)
+    optimizer.step()
+    optimizer._is_overflow = True
+    GradientState()._set_sync_gradients(False)
+    scheduler.step()
+    assert scheduler.scheduler.last_epoch == 1
+
+
+def test_arguments_reach_the_scheduler() -> None:
+    engine = new_engine()
+    model = new_model()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    _, optimizer = prepare(engine, model, plain)
+    scheduler = engine.prepare_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=0, factor=0.5))
+    for metric in (1.0, 2.0):
+        optimizer.step()
+        scheduler.step(metric)
+    assert scheduler.get_last_lr() == [0.5]
+
+
+def test_it_is_tied_to_the_optimizer_it_drives() -> None:
+    engine = new_engine()
+    plain = []
+    for seed in range(2):
+        model = new_model(seed)
+        plain.append(torch.optim.SGD(model.parameters(), lr=1.0))
+        prepare(engine, model, plain[-1])
+    prepared = engine.context.prepared.optimizers
+    scheduler = engine.prepare_scheduler(LambdaLR(plain[1], lambda epoch: 1.0))
+    assert list(scheduler.optimizers) == [prepared[1]]
+    stranger = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    assert list(engine.prepare_scheduler(LambdaLR(stranger, lambda epoch: 1.0)).optimizers) == prepared
+
+
+def test_it_stands_alone_and_can_be_stored() -> None:
+    new_engine()
+    plain = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    scheduler = AcceleratedScheduler(LambdaLR(plain, lambda epoch: 1 / (1 + epoch)), plain, step_with_optimizer=False)
+    plain.step()
+    scheduler.step()
+    with pytest.warns(UserWarning, match="get_last_lr"):  # torch's own advice
+        assert scheduler.get_lr() == [0.5]
+    other = AcceleratedScheduler(LambdaLR(plain, lambda epoch: 1 / (1 + epoch)), [plain])
+    other.load_state_dict(scheduler.state_dict())
+    assert other.scheduler.last_epoch == 1
+    with pytest.raises(AttributeError):
+        scheduler.print_lr()  # torch has none any more

@@ -1,0 +1,157 @@
+"""Processes whose work is done end well, and those that fail end soon."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_state import shutdown
+from accel_state.processes import PartialState
+from tests.support.ranks import ranks
+from tools.exit_check import run_once
+
+
+@pytest.mark.launch
+def test_processes_that_trained_end_well() -> None:
+    assert run_once("prepared") == (0, 0)
+
+
+@pytest.mark.launch
+def test_a_process_that_fails_ends_in_spite_of_a_collective_under_way() -> None:
+    assert run_once("stuck")[1] == 1
+
+
+# ---- draining ---------------------------------------------------------------------------------------------------
+
+
+@ranks(1, 2)
+def test_threads_have_let_go_of_callbacks_and_tensors(rank: int) -> None:
+    released: list[int] = []
+
+    class Callback:
+        def __call__(self, _: Any) -> None:
+            torch.ones(100).sum()
+
+        def __del__(self) -> None:
+            released.append(1)
+
+    group = dist.new_group()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(3), group=group, async_op=True).get_future().add_done_callback(Callback())
+    assert shutdown.drain(group)
+    assert len(released) == 20
+    shutdown.close_process_group(group)
+    assert group not in dist.distributed_c10d._world.pg_map
+
+
+@ranks(2)
+def test_draining_again_and_after_the_end_does_no_harm(rank: int) -> None:
+    group = dist.new_group()
+    for _ in range(3):
+        assert shutdown.drain(group)
+    dist.destroy_process_group(group)
+    assert shutdown.drain(group)
+
+
+@ranks(2)
+def test_closing_does_not_wait_for_threads_in_a_collective(rank: int) -> None:
+    group = dist.new_group()
+    values = [torch.ones(1), torch.ones(1)]  # one for each thread
+    if rank == 0:
+        works = [dist.all_reduce(value, group=group, async_op=True) for value in values]
+        assert not shutdown.drain(group, seconds=0.1)
+        dist.destroy_process_group(group)
+    dist.barrier()
+    if rank == 1:  # only now it takes part
+        works = [dist.all_reduce(value, group=group, async_op=True) for value in values]
+    for work in works:
+        work.wait()
+    assert values == [torch.tensor([2.0])] * 2
+
+
+@ranks(2)
+def test_closing_ends_every_group(rank: int, world: int, tmp_path: Path) -> None:
+    state = PartialState(cpu=True)
+    extra = dist.new_group()
+    state.destroy_process_group()
+    assert not dist.is_initialized()
+    del extra
+    store = dist.FileStore(str(tmp_path / "again"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+# ---- when it happens --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was registered to run at exit, without running it when the tests end."""
+    entries: list[Any] = []
+    monkeypatch.setattr(shutdown.atexit, "register", entries.append)
+    monkeypatch.setattr(shutdown, "_registered_in", None)
+    monkeypatch.setattr(shutdown, "_callbacks", [])
+    return entries
+
+
+def test_it_is_registered_once(registered: list[Any]) -> None:
+    shutdown.register()
+    shutdown.register()
+    assert len(registered) == 1
+    registered[0]()  # nothing is open
+
+
+def test_forked_processes_leave_the_group_to_their_parent(
+    registered: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutdown.register()
+    monkeypatch.setattr(shutdown, "_registered_in", os.getpid() + 1)
+    called = []
+    shutdown.on_close(callback := lambda: called.append(1))
+    registered[0]()
+    assert not called
+    assert callback is not None
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_callbacks_run_at_exit_unless_the_process_failed(
+    registered: list[Any], monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    monkeypatch.setattr(sys, "last_value", ValueError() if failed else None, raising=False)
+    monkeypatch.setattr(sys, "last_exc", None, raising=False)
+    called = []
+
+    class Holder:
+        def close(self) -> None:
+            called.append(self)
+
+    kept, gone = Holder(), Holder()
+    shutdown.on_close(kept.close)
+    shutdown.on_close(gone.close)
+    del gone
+    gc.collect()
+    shutdown.register()
+    registered[0]()
+    assert called == ([] if failed else [kept])
+
+
+def test_functions_may_be_callbacks(registered: list[Any]) -> None:
+    called = []
+
+    def callback() -> None:
+        called.append(1)
+
+    shutdown.on_close(callback)
+    shutdown._call_back()
+    shutdown._call_back()
+    assert called == [1]
+
+
+def test_groups_of_other_kinds_need_no_draining() -> None:
+    assert shutdown.drain(object())
