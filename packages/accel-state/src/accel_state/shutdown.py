@@ -24,6 +24,7 @@ from typing import Any
 
 SECONDS_AT_CLOSE = 5.0
 SECONDS_AFTER_AN_ERROR = 1.0
+SECONDS_TO_RELEASE = 0.5
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # groups, also those destroyed by hand that a model keeps alive
 _callbacks: list[weakref.ref[Callable[[], None]]] = []
@@ -181,27 +182,28 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
         kept.extend((work, future, weakref.ref(callback, released.put)))
         future.add_done_callback(callback)
 
+    num_visits, num_held = num_threads, 0
     try:
         for _ in range(num_threads):
             visit()
-        num_visits, num_held = num_threads, 0
         while num_held < num_threads:
             if arrived.get(timeout=seconds) == threading.get_ident():  # it had failed before the callback was added
                 visit()
                 num_visits += 1
             else:
                 num_held += 1
-        for _ in range(num_threads):
-            gate.put(None)
+    except queue.Empty:  # what follows is then done by the threads that are left
+        seconds = min(seconds, SECONDS_TO_RELEASE)
+    finally:
+        _keep_for_ever(kept)
+    for _ in range(num_threads):
+        gate.put(None)
+    try:
         for _ in range(num_visits):
             released.get(timeout=seconds)
     except queue.Empty:
-        for _ in range(num_threads):  # let those go that come later
-            gate.put(None)
         return False
-    finally:
-        _keep_for_ever(kept)
-    return True
+    return num_held == num_threads
 
 
 def _keep_for_ever(thing: Any) -> None:
