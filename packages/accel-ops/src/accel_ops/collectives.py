@@ -273,7 +273,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     state = PartialState()
     leaves, _ = flatten(tensor, "pad_across_processes")
-    if state.num_processes == 1 or not leaves:
+    if state.num_processes == 1:
         return tensor
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
     everywhere = _sizes_everywhere(torch.tensor([own]), state)

@@ -42,15 +42,13 @@ def gather_leaves(data: Any, operation: str, state: PartialState) -> Any:
         TypeError: When a leaf is no tensor.
         DistributedOperationException: On all processes, when structures, dtypes or other sizes differ.
     """
-    leaves, structure = flatten(data, operation)
-    if not leaves:
-        return data
+    leaves, structure = flatten(data, operation)  # without leaves too: others may have some, and would wait
     transport = transport_of(state)
     wire = transport.wire_device(state)
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
     message = message_of(structure, signature_of(moved))
     with torch.no_grad():
-        joined = _exchange(moved, message, transport, state)
+        joined = _exchange(moved, message, wire, transport, state)
     if joined is None:
         _report_mismatch(data, operation, state)
     if moved is not leaves:
@@ -91,9 +89,9 @@ class Message:
         """Whether a process's data fit into its slot."""
         return self.data_start + self.layout_for(first_sizes).num_bytes <= SLOT_BYTES
 
-    def slot(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """uint8 of shape (SLOT_BYTES,)."""
-        slot = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=leaves[0].device)
+    def slot(self, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """uint8 of shape (SLOT_BYTES,), on the device where the leaves are."""
+        slot = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device)
         if not self.lists_sizes:  # the length of the message stands in for the sizes
             beginning = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
             beginning.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
@@ -134,10 +132,10 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _exchange(
-    leaves: list[torch.Tensor], message: Message, transport: Transport, state: PartialState
+    leaves: list[torch.Tensor], message: Message, wire: torch.device, transport: Transport, state: PartialState
 ) -> list[torch.Tensor] | None:
     """The joined leaves; None when what the processes brought does not fit together."""
-    slots = transport.all_gather(message.slot(leaves), state.num_processes)
+    slots = transport.all_gather(message.slot(leaves, wire), state.num_processes)
     words = _words(slots, HEADER_WORDS + (message.num_leaves if message.lists_sizes else 1))
     if any(row[:HEADER_WORDS] != words[0][:HEADER_WORDS] for row in words):
         return None

@@ -106,7 +106,9 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Called by a prepared loader when its iteration begins."""
-        alive = [reference for reference in self._dataloader_references_ref if reference is None or reference()]
+        alive = [
+            reference for reference in self._dataloader_references_ref if reference is None or reference() is not None
+        ]
         self._dataloader_references_ref = [*alive, weakref.ref(dataloader)]
 
     def _remove_dataloader(self, dataloader: Any) -> None:

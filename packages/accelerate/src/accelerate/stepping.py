@@ -193,6 +193,8 @@ class Accumulation(ContextDecorator):
     def __enter__(self) -> None:
         controller = self._controller
         controller.check_models(self._models)
+        if controller.engine.averaging is not None:
+            controller.engine.averaging.begin_batch()
         if controller.begin_batch():
             self._held = None
         else:
@@ -202,6 +204,8 @@ class Accumulation(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._controller.engine.averaging is not None:
+            self._controller.engine.averaging.end_batch()
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
 

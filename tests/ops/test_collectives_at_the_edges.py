@@ -1,0 +1,86 @@
+"""Collectives where they are most easily wrong: nothing brought, odd dtypes, views, every leaf of another length."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_ops.collectives import broadcast, gather, pad_across_processes, reduce
+from accel_ops.gathering import SLOT_BYTES
+from accel_state.errors import DistributedOperationException
+from tests.support.ranks import ranks
+
+
+@ranks(2)
+@pytest.mark.parametrize("operation", [gather, pad_across_processes])
+def test_nothing_against_something_raises_everywhere(rank: int, world: int, operation: object) -> None:
+    assert callable(operation)
+    bring = [] if rank == 0 else [torch.ones(2)]
+    with pytest.raises(DistributedOperationException, match=operation.__name__):
+        operation(bring)
+    assert operation([]) == []
+    assert operation({"a": ()}) == {"a": ()}
+    assert gather(torch.tensor(rank)).tolist() == [0, 1]  # the group still works
+
+
+@ranks(2)
+@pytest.mark.parametrize("num_rows", [2, SLOT_BYTES])
+def test_views_arrive_as_their_values(rank: int, world: int, num_rows: int) -> None:
+    def views_of(of: int) -> dict[str, torch.Tensor]:
+        base = torch.arange(2.0 * num_rows).view(2, num_rows) + of
+        number = torch.complex(base[0], base[1])
+        return {
+            "transposed": base.t(),
+            "strided": base[0, ::2],
+            "expanded": base[0, :1].expand(num_rows),
+            "conjugate": number.conj(),
+            "negative": number.conj().imag,
+        }
+
+    mine, everyones = views_of(rank), [views_of(of) for of in range(world)]
+    together = gather(mine)
+    for name, view in mine.items():
+        expected = torch.cat([views[name] for views in everyones])
+        assert torch.equal(together[name], expected), name
+        assert torch.equal(gather(view), expected), name
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("scale", [1, 2000])
+def test_every_leaf_may_have_lengths_of_its_own(rank: int, world: int, scale: int) -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.bool, torch.uint8, torch.complex64]
+
+    def leaf(index: int, of: int) -> torch.Tensor:
+        return (torch.arange(scale * ((index + of) % 3) * 2).view(-1, 2) % 5 + of).to(dtypes[index % len(dtypes)])
+
+    found = gather([leaf(index, rank) for index in range(20)])
+    for index, joined in enumerate(found):
+        assert torch.equal(joined, torch.cat([leaf(index, of) for of in range(world)])), index
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.complex64, torch.bool]
+)
+def test_reduce_keeps_the_dtype_of_sums(rank: int, world: int, dtype: torch.dtype) -> None:
+    leaf = torch.tensor([rank, 1, 0]).to(dtype)
+    expected = (torch.tensor([0, 1, 0]).to(dtype) + torch.tensor([1, 1, 0]).to(dtype)).tolist()
+    alone = reduce(leaf, "sum")
+    assert alone.dtype == dtype
+    assert alone.tolist() == expected
+    mixed = reduce([leaf, torch.ones(1, dtype=torch.float64), torch.ones(1, dtype=torch.int8)], "sum")
+    assert mixed[0].dtype == dtype
+    assert mixed[0].tolist() == expected
+
+
+@ranks(2)
+def test_parameters_are_reduced_and_broadcast_outside_the_graph(rank: int, world: int) -> None:
+    parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)))
+    total = reduce(parameter, "sum")
+    assert not total.requires_grad
+    assert parameter.tolist() == [[rank, rank]] * 2
+    assert broadcast(parameter, from_process=1) is parameter
+    assert parameter.tolist() == [[1, 1]] * 2
+    assert parameter.requires_grad
+    transposed = torch.full((2, 3), float(rank)).t()
+    assert broadcast(transposed, from_process=1).tolist() == [[1, 1]] * 3

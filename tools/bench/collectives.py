@@ -1,0 +1,138 @@
+"""Collectives on two gloo ranks: ours, accelerate 1.15's and the raw floor, in interleaved blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.bench.reference import ROOT
+from tools.bench.row import Row
+
+BLOCKS = 40
+GOALS = {
+    # what: (goal, calls in a block)
+    "`gather` of 64 leaves of 16 floats": (1.2, 10),
+    "`reduce` of 64 leaves of 16 floats": (1.3, 10),
+    "`pad_across_processes` + `gather` of 16 ragged leaves": (1.3, 10),
+    "`gather` of the same ragged leaves, unpadded": (1.3, 10),
+    "`gather` of one 4 MB tensor": (1.1, 4),
+    "`gather_for_metrics` of a batch": (1.3, 10),
+}
+RAGGED_ONLY_OURS = "`gather` of the same ragged leaves, unpadded"
+
+
+def rows(reference: Path) -> list[Row]:
+    """Measure both sides, each against the floor beside it."""
+    mine, theirs = launch(Path(sys.executable)), launch(reference)
+    return [
+        Row(
+            what,
+            "ms",
+            mine[what][0],
+            theirs[what][0] if what in theirs else None,
+            mine[what][1],
+            mine[what][0] / mine[what][1],
+            goal,
+        )
+        for what, (goal, _) in GOALS.items()
+    ]
+
+
+def launch(python: Path) -> dict[str, list[float]]:
+    """Run this file on two ranks; milliseconds by name: of the library, and of the floor."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found: dict[str, list[float]] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return found
+
+
+def worker() -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    from accelerate import Accelerator
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    rank, world = accelerator.process_index, accelerator.num_processes
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    ours = Path(sys.modules["accelerate"].__file__ or "").is_relative_to(ROOT / "packages")
+
+    def flat_gather(flat: Any) -> Any:
+        out = flat.new_empty(world * flat.numel())
+        all_gather(out, flat)
+        return out
+
+    leaves = [torch.randn(16) for _ in range(64)]
+
+    def gather_floor() -> Any:
+        rows = flat_gather(torch.cat(leaves)).view(world, -1)
+        return [part.reshape(-1) for part in rows.split(16, dim=1)]
+
+    def reduce_floor() -> Any:
+        flat = torch.cat(leaves)
+        dist.all_reduce(flat)
+        return flat.split(16)
+
+    ragged = [torch.randn(8 + rank + index % 3, 4) for index in range(16)]
+    longest = 16 * 12 * 4
+
+    def ragged_floor() -> Any:
+        flat = torch.cat([leaf.reshape(-1) for leaf in ragged])
+        return flat_gather(torch.nn.functional.pad(flat, (0, longest - flat.numel())))
+
+    big = torch.randn(1 << 20)
+    batch = (torch.randint(10, (32,)), torch.randint(10, (32,)))
+    loader = accelerator.prepare(DataLoader(list(range(4096)), batch_size=32))
+    iterator = iter(loader)
+    next(iterator)  # inside a loader, as in an evaluation loop
+
+    def metrics_floor() -> Any:
+        rows = flat_gather(torch.cat(batch)).view(world, -1)
+        return [part.reshape(-1) for part in rows.split(32, dim=1)]
+
+    cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "`gather` of 64 leaves of 16 floats": (lambda: accelerator.gather(leaves), gather_floor),
+        "`reduce` of 64 leaves of 16 floats": (lambda: accelerator.reduce(leaves), reduce_floor),
+        "`pad_across_processes` + `gather` of 16 ragged leaves": (
+            lambda: accelerator.gather(accelerator.pad_across_processes(ragged)),
+            ragged_floor,
+        ),
+        "`gather` of one 4 MB tensor": (lambda: accelerator.gather(big), lambda: flat_gather(big)),
+        "`gather_for_metrics` of a batch": (lambda: accelerator.gather_for_metrics(batch), metrics_floor),
+    }
+    if ours:
+        cases[RAGGED_ONLY_OURS] = (lambda: accelerator.gather(ragged), ragged_floor)
+    found = {what: by_turns(pair, GOALS[what][1], dist.barrier) for what, pair in cases.items()}
+    if rank == 0:
+        print(json.dumps(found), flush=True)
+    accelerator.wait_for_everyone()
+    del iterator
+
+
+def by_turns(pair: tuple[Callable[[], Any], Callable[[], Any]], calls: int, barrier: Callable[[], Any]) -> list[float]:
+    """The best block of each of two functions, taken alternately; milliseconds a call."""
+    best = [float("inf")] * 2
+    for block in range(BLOCKS + 2):
+        for index in (0, 1) if block % 2 else (1, 0):
+            barrier()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                pair[index]()
+            seconds = (time.perf_counter() - begin) / calls
+            if block >= 2:  # the first ones warm up
+                best[index] = min(best[index], seconds)
+    return [seconds * 1e3 for seconds in best]
+
+
+if __name__ == "__main__":
+    worker()
