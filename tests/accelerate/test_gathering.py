@@ -108,3 +108,28 @@ def test_the_plain_collectives(rank: int, world: int) -> None:
     assert accelerator.pad_across_processes(mine, pad_index=9, pad_first=True).tolist()[-1] == float(rank)
     assert accelerator.reduce(torch.tensor(rank + 1.0)).item() == 3.0
     assert accelerator.reduce([torch.tensor(rank + 1.0)], reduction="mean")[0].item() == 1.5
+
+
+@ranks(2)
+def test_parts_of_a_stream_may_differ_in_length(rank: int, world: int) -> None:
+    class Halves(IterableDataset[int]):
+        def split_for_process(self, index: int, count: int) -> Any:
+            return range(10) if index == 0 else range(10, 14)
+
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("each process reads its own part only")
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(Halves(), batch_size=3))
+    found = [value for batch in loader for value in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(found) == list(range(14))
+
+
+def test_loaders_of_unknown_length_may_be_nested() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    accelerator = Accelerator()
+    outer, inner = accelerator.prepare(DataLoader(Stream()), DataLoader(Stream()))
+    assert sum(1 for _ in outer for _ in inner) == 16
