@@ -11,13 +11,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from accel_ops.nested import flatten, rebuild
-from accel_ops.packing import ALIGNMENT_BYTES, Layout, Signature, digest_of, layout_of, pack_into, signature_of, unpack
+from accel_ops.packing import (
+    ALIGNMENT_BYTES,
+    SMALL_BYTES,
+    Layout,
+    Signature,
+    digest_of,
+    layout_of,
+    pack_into,
+    signature_of,
+    unflatten,
+    unpack,
+)
 from accel_ops.transport import Transport, transport_of
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
@@ -174,11 +186,44 @@ def _join(rows: torch.Tensor, message: Message, sizes: list[list[int]]) -> list[
     if all(row == sizes[0] for row in sizes):
         layout = message.layout_for(sizes[0])
         return unpack(rows[:, : layout.num_bytes], layout)
+    if rows.numel() <= SMALL_BYTES and all(dtype == message.rest[0][0] for dtype, _ in message.rest):
+        typed = rows.view(message.rest[0][0])
+        order, templates = _joining(message.rest, tuple(map(tuple, sizes)), typed.shape[1], rows.device)
+        return list(unflatten(typed.reshape(-1).index_select(0, order), templates))
     per_process = []
     for row, first_sizes in zip(rows, sizes, strict=True):
         layout = message.layout_for(first_sizes)
         per_process.append(unpack(row[: layout.num_bytes], layout))
     return [torch.cat(parts) for parts in zip(*per_process, strict=True)]
+
+
+@lru_cache(maxsize=256)
+def _joining(
+    rest: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
+    sizes: tuple[tuple[int, ...], ...],
+    width: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """For small ragged leaves of one dtype: the order of elements that joins each, and what the results look like.
+
+    Args:
+        rest: Dtype of each leaf, and its sizes but the first.
+        sizes: First size of each leaf, per process.
+        width: Elements of a process's row.
+        device: Where the rows are.
+    """
+    parts: list[list[torch.Tensor]] = [[] for _ in rest]
+    for rank, first_sizes in enumerate(sizes):
+        start = rank * width
+        for part, (_, shape), size in zip(parts, rest, first_sizes, strict=True):
+            count = size * prod(shape)
+            part.append(torch.arange(start, start + count, device=device))
+            start += count
+    templates = tuple(
+        torch.empty((sum(column), *shape), device="meta")
+        for (_, shape), column in zip(rest, zip(*sizes, strict=True), strict=True)
+    )
+    return torch.cat([index for part in parts for index in part]), templates
 
 
 def _report_mismatch(data: Any, operation: str, state: PartialState) -> NoReturn:
