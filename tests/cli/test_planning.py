@@ -1,145 +1,124 @@
-"""From flags, settings file, environment and machine to a command and its environment."""
+"""From settings to a command and its environment."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel_cli.launch.command import launch_command_parser
-from accel_cli.launch.machine import Machine, free_port, is_free
-from accel_cli.launch.plan import Plan, make_plan
-from accel_cli.launch.resolve import resolve
-from accel_cli.launch.validate import check_flags, check_settings
+from tests.cli.pretended import FREE_PORT, Pretended, plan_of
 
 
-class Pretended(Machine):
-    """A machine of our choice."""
-
-    def __init__(self, devices: int = 0, cores: int = 8) -> None:
-        self.devices, self.cores = devices, cores
-
-    def num_devices(self) -> int:
-        return self.devices
-
-    def visible_devices_variable(self) -> str:
-        return "CUDA_VISIBLE_DEVICES"
-
-    def num_cores(self) -> int:
-        return self.cores
-
-    def port(self, wanted: int | None, usual: int = 29500) -> int:
-        return wanted or usual
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "train.py").write_text("")
-    return tmp_path / "train.py"
 
 
-def plan(*words: str, machine: Machine | None = None, environ: dict[str, str] | None = None, **home: Any) -> Plan:
-    import os
-
-    args = launch_command_parser().parse_args([*words, "train.py", "--lr", "1"])
-    check_flags(args)
-    environ = {"HF_HOME": os.environ["HF_HOME"], **(environ or {})}
-    settings = resolve(args, environ, machine or Pretended())
-    check_settings(settings)
-    return make_plan(settings, environ)
+def test_one_process_is_the_script_itself() -> None:
+    plan = plan_of("--cpu", "--num_processes", "1", "--mixed_precision", "bf16", "train.py", "--lr", "1")
+    assert plan.runner == "simple"
+    assert plan.argv == (sys.executable, "train.py", "--lr", "1")
+    assert plan.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert plan.environment["ACCELERATE_USE_CPU"] == "True"
 
 
-@pytest.mark.usefixtures("script")
-class TestPlan:
-    def test_one_process_is_the_script_itself(self) -> None:
-        found = plan("--cpu", "--num_processes", "1", "--mixed_precision", "bf16")
-        assert found.runner == "simple"
-        assert found.argv[1:] == ("train.py", "--lr", "1")
-        assert found.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        assert found.environment["ACCELERATE_USE_CPU"] == "True"
+@pytest.mark.parametrize("words", [["--cpu"], [], ["--num_processes", "1"]])
+def test_one_process_is_the_guess_without_accelerators(words: list[str]) -> None:
+    assert plan_of(*words, "train.py").runner == "simple"
 
-    def test_several_cpu_processes_are_really_started(self) -> None:
-        found = plan("--cpu", "--num_processes", "2")
-        assert found.runner == "torchrun"
-        assert "--nproc_per_node=2" in found.argv
-        assert found.argv[1:3] == ("-m", "torch.distributed.run")
-        assert found.environment["ACCELERATE_USE_CPU"] == "True"
-        assert int(found.environment["OMP_NUM_THREADS"]) == 4
 
-    def test_all_devices_are_used(self) -> None:
-        found = plan(machine=Pretended(devices=4))
-        assert "--nproc_per_node=4" in found.argv
-
-    def test_chosen_devices(self) -> None:
-        found = plan("--num_processes", "2", "--gpu_ids", "1,3", machine=Pretended(devices=4))
-        assert found.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
-        assert "--nproc_per_node=2" in found.argv
-
-    def test_several_machines(self) -> None:
-        words = ("--multi_gpu", "--num_machines", "2", "--num_processes", "8", "--machine_rank", "1")
-        found = plan(*words, "--main_process_ip", "10.0.0.1", "--main_process_port", "1234", "--same_network",
-                     machine=Pretended(devices=4))  # fmt: skip
-        assert {
-            "--nnodes=2",
-            "--nproc_per_node=4",
-            "--node_rank=1",
-            "--master_addr=10.0.0.1",
-            "--master_port=1234",
-        } <= set(found.argv)
-
-    def test_flag_wins_over_file_and_file_over_environment(self, tmp_path: Path) -> None:
-        (tmp_path / "a.yaml").write_text(
-            "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: fp16\nnum_processes: 1\n"
-            "use_cpu: true\n"
-        )
-        assert plan("--config_file", "a.yaml").environment["ACCELERATE_MIXED_PRECISION"] == "fp16"
-        both = plan("--config_file", "a.yaml", "--mixed_precision", "bf16")
-        assert both.environment["ACCELERATE_MIXED_PRECISION"] == "bf16"
-
-    def test_modules_and_programs(self) -> None:
-        assert "-m" in plan("--cpu", "-m").argv
-        with pytest.raises(ValueError, match="./train.py"):
-            plan("--cpu", "--no_python")
-
-    @pytest.mark.parametrize(
-        ("words", "message"),
-        [
-            (["--cpu", "--multi_gpu"], "exclude one another"),
-            (["--num_processes", "0"], "at least 1"),
-            (["--num_processes", "-2"], "at least 1"),
-            (["--tpu"], "TPU"),
-            (["--config_file", "missing.yaml"], "missing.yaml"),
-        ],
+def test_several_cpu_processes_are_really_started() -> None:
+    plan = plan_of("--cpu", "--num_processes", "2", "train.py", "--lr", "1", machine=Pretended(cores=8))
+    assert plan.runner == "torchrun"
+    assert plan.argv == (
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nnodes=1", "--nproc_per_node=2", "--master_addr=127.0.0.1", "--master_port=29500"),
+        *("train.py", "--lr", "1"),
     )
-    def test_what_cannot_be_done_is_said(self, words: list[str], message: str) -> None:
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
-            plan(*words)
+    assert plan.environment["ACCELERATE_USE_CPU"] == "True"
+    assert plan.environment["OMP_NUM_THREADS"] == "4"
 
-    def test_misspelt_keys(self, tmp_path: Path) -> None:
-        (tmp_path / "bad.yaml").write_text(
-            "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precison: fp16\n"
-        )
-        with pytest.raises(ValueError, match="mixed_precision"):
-            plan("--config_file", "bad.yaml")
 
-    def test_settings_are_data(self, tmp_path: Path) -> None:
-        (tmp_path / "evil.yaml").write_text("distributed_type: !!python/object/apply:os.system ['touch hurt']\n")
-        with pytest.raises(ValueError, match="evil.yaml"):
-            plan("--config_file", "evil.yaml")
-        assert not (tmp_path / "hurt").exists()
+def test_every_accelerator_gets_a_process() -> None:
+    plan = plan_of("train.py", machine=Pretended(devices=4))
+    assert "--nproc_per_node=4" in plan.argv
+    assert "ACCELERATE_USE_CPU" not in plan.environment
+    assert plan_of("train.py", machine=Pretended(devices=1)).runner == "simple"
+
+
+def test_only_chosen_accelerators_get_one() -> None:
+    plan = plan_of("--gpu_ids", "1, 3", "train.py", machine=Pretended(devices=4))
+    assert "--nproc_per_node=2" in plan.argv
+    assert plan.environment["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in plan_of("--cpu", "--gpu_ids", "1", "train.py").environment
+
+
+@pytest.mark.parametrize("way", ["--use_fsdp", "--use_megatron_lm"])
+def test_sharded_training_needs_a_group_even_alone(way: str) -> None:
+    assert plan_of(way, "--num_processes", "1", "train.py").runner == "torchrun"
+
+
+def test_several_machines_meet_at_the_first() -> None:
+    words = ["--multi_gpu", "--num_machines", "2", "--num_processes", "8", "--machine_rank", "1",
+             "--main_process_ip", "10.0.0.1", "--main_process_port", "1234"]  # fmt: skip
+    shared = {"--nnodes=2", "--nproc_per_node=4", "--node_rank=1"}
+    near = set(plan_of(*words, "--same_network", "train.py").argv)
+    assert shared | {"--master_addr=10.0.0.1", "--master_port=1234"} <= near
+    far = set(plan_of(*words, "train.py").argv)
+    assert shared | {"--rdzv_endpoint=10.0.0.1:1234"} <= far
+    elastic = set(plan_of(*words, "--same_network", "--rdzv_backend", "c10d", "train.py").argv)
+    assert {"--rdzv_backend=c10d", "--rdzv_endpoint=10.0.0.1:1234"} <= elastic
+
+
+def test_the_agents_options_are_passed_on() -> None:
+    words = ["--max_restarts", "3", "--monitor_interval", "2", "--role", "trainer", "--tee", "3", "--log_dir", "logs",
+             "--rdzv_conf", "timeout=60"]  # fmt: skip
+    plan = plan_of("--cpu", "--num_processes", "2", *words, "train.py")
+    wanted = {"--max_restarts=3", "--monitor_interval=2.0", "--role=trainer", "--tee=3", "--log_dir=logs"}
+    assert wanted | {"--rdzv_conf=timeout=60"} <= set(plan.argv)
 
 
 def test_ports() -> None:
-    import socket
+    two = ["--cpu", "--num_processes", "2"]
+    busy = Pretended(usual_port_is_taken=True)
+    assert f"--master_port={FREE_PORT}" in plan_of(*two, "train.py", machine=busy).argv
+    assert f"--master_port={FREE_PORT}" in plan_of(*two, "--main_process_port", "0", "train.py").argv
+    named = plan_of(*two, "--main_process_port", "1234", "train.py", machine=busy)
+    assert "--master_port=1234" in named.argv
+    assert not named.port_may_change
+    assert plan_of(*two, "train.py").port_may_change
 
-    port = free_port()
-    assert is_free(port)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", port))
-        taken.listen()
-        assert not is_free(port)
-        assert Machine().port(None, usual=port) != port
-    assert Machine().num_cores() >= 1
+
+def test_modules_and_programs() -> None:
+    assert plan_of("--cpu", "-m", "json.tool", "-h").argv[1:] == ("-m", "json.tool", "-h")
+    assert "--module" in plan_of("--cpu", "--num_processes", "2", "-m", "json.tool").argv
+    assert plan_of("--cpu", "--no_python", "ls", "-l").argv == ("ls", "-l")
+    assert "--no_python" in plan_of("--cpu", "--num_processes", "2", "--no_python", "ls").argv
+
+
+def test_inside_mpirun_each_copy_runs_the_script() -> None:
+    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    plan = plan_of("--cpu", "--num_processes", "2", "train.py", environ=environ, machine=Pretended(cores=8))
+    assert plan.runner == "simple"
+    assert plan.environment["MASTER_ADDR"] == "127.0.0.1"
+    assert plan.environment["MASTER_PORT"] == "29500"
+    assert plan.environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_a_default_leaves_the_users_variable_alone() -> None:
+    environ = {"FSDP_VERSION": "2", "ACCELERATE_DYNAMO_BACKEND": "EAGER"}
+    plan = plan_of("--use_fsdp", "--num_processes", "2", "train.py", environ=environ)
+    assert not environ.keys() & plan.environment.keys()
+    given = plan_of("--use_fsdp", "--num_processes", "2", "--fsdp_version", "1", "train.py", environ=environ)
+    assert given.environment["FSDP_VERSION"] == "1"
+
+
+def test_accelerators_are_counted_only_when_nothing_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_asks(self: Pretended) -> int:
+        raise AssertionError("the number of accelerators was asked for")
+
+    monkeypatch.setattr(Pretended, "num_devices", nobody_asks)
+    plan_of("--cpu", "train.py")
+    plan_of("--num_processes", "2", "train.py")

@@ -83,9 +83,8 @@ truth.__name__ = "bool"  # argparse puts this word into its error message
 
 
 def lower(value: Any) -> str:
-    """Spell truth values in lower case and leave other texts alone."""
-    text = str(value)
-    return text.lower() if text.lower() in ("true", "false") else text
+    """Spell a value in lower case, as truth values are."""
+    return str(value).lower()
 
 
 def only_if_on(word: str) -> Callable[[Any], str]:
@@ -154,23 +153,21 @@ NOTED_ACTIONS = {
 class CommandParser(argparse.ArgumentParser):
     """A parser in which every flag may be written with underscores or hyphens.
 
+    The result has an attribute `nondefault`: the set of names that the command line gave.
+
     Args:
         *args: As for `argparse.ArgumentParser`.
-        notes_given: Whether the result gets an attribute `nondefault`, the set of names given on the command line.
         shown_with: Group title -> the flag that makes `--help` show the group. Other groups are always shown.
         **kwargs: As for `argparse.ArgumentParser`.
     """
 
-    def __init__(
-        self, *args: Any, notes_given: bool = False, shown_with: Mapping[str, str] | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, shown_with: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", CommandHelp)
         super().__init__(*args, **kwargs)
         self.shown_with = dict(shown_with or {})
         self._words: list[str] = []
-        if notes_given:
-            for word, action in NOTED_ACTIONS.items():
-                self.register("action", word, action)
+        for word, action in NOTED_ACTIONS.items():
+            self.register("action", word, action)
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an option under both spellings of its flags."""

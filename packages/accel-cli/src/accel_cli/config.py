@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser
 from accel_cli.configfile.location import default_config_path, default_json_config_file
-from accel_cli.errors import NotInThisReleaseError
+from accel_cli.errors import NotInThisReleaseError, without_traceback
 from accel_cli.later import NOTICE
 
 HELP = "Write the launch settings of this machine."
@@ -71,7 +71,9 @@ def default_config_command(args: Namespace) -> None:
     path = args.save_location
     if path == default_json_config_file:  # the environment may have changed since the import
         path = default_config_path(os.environ)
-    if written := write_basic_config(args.mixed_precision, path):
+    with without_traceback():
+        written = write_basic_config(args.mixed_precision, path)
+    if written:
         print(f"Settings written to {written}")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.errors import without_traceback
 
 HELP = "Print versions, devices and settings, for a bug report."
 PACKAGES = ("numpy", "safetensors", "transformers", "deepspeed")  # looked up, never imported
@@ -54,12 +55,19 @@ def describe() -> dict[str, str]:
 
 
 def _settings(path: str | None) -> dict[str, Any]:
+    """Read the settings. A default file that cannot be read is a finding; one that was named is a mistake."""
     from accel_cli.configfile.location import default_config_path
     from accel_cli.configfile.read import load_config_from_file
 
-    if path is None and not os.path.isfile(default_config_path(os.environ)):
+    if path is not None:
+        with without_traceback():
+            return load_config_from_file(path).to_dict()
+    if not os.path.isfile(default_config_path(os.environ)):
         return {}
-    return load_config_from_file(path).to_dict()
+    try:
+        return load_config_from_file(None).to_dict()
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def _safely(ask: Callable[[], str]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UsageError(ValueError):
     """The command line, the configuration file or the environment asks for something that cannot be done.
@@ -16,6 +19,19 @@ class MissingFileError(UsageError, FileNotFoundError):
 
 class NotInThisReleaseError(UsageError):
     """The command or launch mode is known, but this release cannot do it yet."""
+
+
+@contextmanager
+def without_traceback() -> Iterator[None]:
+    """Turn the errors of a function that programs call, too, into those that the command line prints."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except FileNotFoundError as error:
+        raise MissingFileError(str(error)) from error
+    except (ValueError, OSError) as error:
+        raise UsageError(str(error)) from error
 
 
 def did_you_mean(word: str, known: list[str]) -> str:

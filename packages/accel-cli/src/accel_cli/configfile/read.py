@@ -8,7 +8,6 @@ from typing import Any
 
 from accel_cli.configfile.location import default_config_path
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig, SageMakerConfig
-from accel_cli.errors import MissingFileError, UsageError
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
@@ -46,18 +45,18 @@ def read_values(config_file: str | os.PathLike[str] | None, format: str | None =
     path = os.path.expanduser(config_file) if config_file is not None else default_config_path(os.environ)
     source = f"Settings file {str(path)!r}"
     if not os.path.exists(path):
-        raise MissingFileError(
+        raise FileNotFoundError(
             f"{source} does not exist. Write one with `accelerate config default`, or name another."
         )
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{source} cannot be read: {error}.") from error
+        raise ValueError(f"{source} cannot be read: {error}.") from error
     values = _parse(text, format or ("json" if str(path).endswith(".json") else "yaml"), source)
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
-        raise UsageError(f"{source} must hold `key: value` pairs, but holds {kind}.")
+        raise ValueError(f"{source} must hold `key: value` pairs, but holds {kind}.")
     return values, source
 
 
@@ -67,13 +66,13 @@ def _parse(text: str, format: str, source: str) -> Any:
             return json.loads(text)
         except json.JSONDecodeError as error:
             if format == "json":
-                raise UsageError(f"{source} is not valid JSON: {error}.") from None
+                raise ValueError(f"{source} is not valid JSON: {error}.") from None
     elif format == "json":
-        raise UsageError(f"{source} is not valid JSON: it must begin with a brace.")
+        raise ValueError(f"{source} is not valid JSON: it must begin with a brace.")
     import yaml
 
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         words = " ".join(str(error).split())
-        raise UsageError(f"{source} is not valid YAML: {words}.") from None
+        raise ValueError(f"{source} is not valid YAML: {words}.") from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
+from types import NoneType
 from typing import Any, ClassVar, Self
 
-from accel_cli.errors import UsageError, did_you_mean
+from accel_cli.errors import did_you_mean
 from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 
 
@@ -56,7 +57,7 @@ class BaseConfig:
         values = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in config_dict.items()}
         environment = values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
         if "distributed_type" not in values:
-            raise UsageError("The settings have no `distributed_type`: add for example `distributed_type: 'NO'`.")
+            raise ValueError("There is no `distributed_type`: add for example `distributed_type: 'NO'`.")
         alone = values["distributed_type"] in (DistributedType.NO, "NO")
         if alone and environment != ComputeEnvironment.AMAZON_SAGEMAKER:
             values.setdefault("num_processes", 1)
@@ -80,19 +81,25 @@ class BaseConfig:
         Raises:
             ValueError: For keys that do not exist, values that are not allowed, or settings that are missing.
         """
-        values = cls.process_config(values)
+        try:
+            values = cls.process_config(values)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
         known = [field.name for field in fields(cls)]
         unknown = sorted(str(key) for key in set(values) - set(known))
         if unknown:
             hint = did_you_mean(unknown[0], known)
-            raise UsageError(f"{source} has unknown keys: {unknown}. Correct or remove them.{hint}")
+            raise ValueError(f"{source} has unknown keys: {unknown}. Correct or remove them.{hint}")
+        flat = [name for name in cls.section_names if not isinstance(values.get(name, {}), (dict, NoneType))]
+        if flat:
+            raise ValueError(f"{source}: {flat[0]} must hold `key: value` pairs, got {values[flat[0]]!r}.")
         missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
         if missing:
-            raise UsageError(f"{source} lacks {', '.join(missing)}.")
+            raise ValueError(f"{source} lacks {', '.join(missing)}.")
         try:
             return cls(**values)
-        except UsageError as error:
-            raise UsageError(f"{source}: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> Self:
@@ -200,4 +207,4 @@ def _member(kind: type[Enum], word: Any, key: str) -> Any:
     except ValueError:
         known = [member.value for member in kind]
         hint = did_you_mean(str(word).upper(), known)
-        raise UsageError(f"{key}: {word!r} is not one of {', '.join(known)}.{hint}") from None
+        raise ValueError(f"{key}: {word!r} is not one of {', '.join(known)}.{hint}") from None

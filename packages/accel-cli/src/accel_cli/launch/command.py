@@ -28,7 +28,6 @@ def launch_command_parser(subparsers: Any = None) -> CommandParser:
         "launch",
         HELP,
         allow_abbrev=False,
-        notes_given=True,
         shown_with=SHOWN_WITH,
         usage="accelerate launch [options] script [arguments of the script]",
     )
@@ -74,6 +73,15 @@ def run_plan(plan: Plan) -> int:
     return int(import_module(RUNNERS[plan.runner]).run(plan))
 
 
+def finish(plan: Plan) -> None:
+    """Carry a plan out, and raise when the script fails, as `launch_command` does."""
+    status = run_plan(plan)
+    if status and plan.quiet:
+        sys.exit(status)
+    if status:
+        raise subprocess.CalledProcessError(status, list(plan.argv))
+
+
 def launch_command(args: Namespace) -> None:
     """Launch from a Python program, and come back when the script has ended.
 
@@ -91,9 +99,4 @@ def launch_command(args: Namespace) -> None:
         launch_command(launch_command_parser().parse_args(["--cpu", "train.py"]))
         ```
     """
-    plan = plan_launch(args)
-    status = run_plan(plan)
-    if status and plan.quiet:
-        sys.exit(status)
-    if status:
-        raise subprocess.CalledProcessError(status, list(plan.argv))
+    finish(plan_launch(args))

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_cli.arguments import Option, truth
 from accel_cli.configfile.location import default_config_path
-from accel_cli.errors import NotInThisReleaseError, UsageError, did_you_mean
+from accel_cli.errors import NotInThisReleaseError, UsageError, did_you_mean, without_traceback
 from accel_cli.launch.flags.table import OPTIONS
 from accel_cli.launch.machine import Machine
 
@@ -91,7 +91,8 @@ def _take_file(settings: Namespace, environ: Mapping[str, str]) -> None:
     from accel_cli.configfile.read import load_config_from_file
     from accel_cli.configfile.schema import ClusterConfig
 
-    config = load_config_from_file(path)
+    with without_traceback():
+        config = load_config_from_file(path)
     if not isinstance(config, ClusterConfig):
         raise NotInThisReleaseError(f"{path!r} is for Amazon SageMaker, where this release cannot start jobs yet.")
     settings.sources["config_file"] = "file"

@@ -1,0 +1,52 @@
+"""A machine of our choice, and launches planned for it."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+
+from accel_cli.launch.command import launch_command_parser
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import Plan, make_plan
+from accel_cli.launch.resolve import resolve
+from accel_cli.launch.validate import check_flags, check_settings
+
+TAKEN_PORT = 29500
+FREE_PORT = 40000
+
+
+class Pretended(Machine):
+    """Answers without looking."""
+
+    def __init__(self, devices: int = 0, cores: int = 2, *, usual_port_is_taken: bool = False) -> None:
+        self.devices, self.cores, self.usual_port_is_taken = devices, cores, usual_port_is_taken
+
+    def num_devices(self) -> int:
+        return self.devices
+
+    def visible_devices_variable(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"
+
+    def num_cores(self) -> int:
+        return self.cores
+
+    def port(self, wanted: int | None, usual: int = 29500) -> int:
+        if wanted:
+            return wanted
+        return FREE_PORT if wanted == 0 or self.usual_port_is_taken else usual
+
+
+def settings_of(*words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None) -> Namespace:
+    """Parse and complete; the last word is the script."""
+    args = launch_command_parser().parse_args(list(words))
+    return resolve(args, {"HF_HOME": "/nowhere"} | dict(environ or {}), machine or Pretended())
+
+
+def plan_of(*words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None) -> Plan:
+    """Parse, check, complete and plan, as the command does."""
+    environ = {"HF_HOME": "/nowhere"} | dict(environ or {})
+    args = launch_command_parser().parse_args(list(words))
+    check_flags(args)
+    settings = resolve(args, environ, machine or Pretended())
+    check_settings(settings)
+    return make_plan(settings, environ)

@@ -1,0 +1,206 @@
+"""The program from inside: exit statuses and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+
+import accel_cli.env
+import accel_state.devices
+from accel_cli import main as program
+from accel_cli.launch import command
+from accel_cli.launch.machine import Machine, free_port, is_free, network_variables
+from accel_cli.launch.plan import Plan
+from accel_cli.main import COMMANDS, full_parser, launch_main, main
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "train.py").write_text("import sys; sys.exit(int(sys.argv[1]) if sys.argv[1:] else 0)")
+
+
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    """The plans of the launches of a test, which start nothing."""
+    seen: list[Plan] = []
+    monkeypatch.setattr(command, "run_plan", lambda plan: seen.append(plan) or 7)
+    monkeypatch.setattr("accel_cli.launch.runners.simple.become", seen.append)
+    return seen
+
+
+def test_the_help_of_the_program_and_of_the_commands_agree() -> None:
+    parser = full_parser()
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    said = {choice.dest: choice.help for choice in commands._choices_actions}
+    assert said == {name: row.help for name, row in COMMANDS.items()}
+
+
+@pytest.mark.parametrize(("words", "title"), [([], ""), (["--use-fsdp"], "FSDP"), (["--tpu"], "TPU")])
+def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", *words, "--help"])
+    options, _, more = capsys.readouterr().out.partition("more options:")
+    assert ("--fsdp_version" in options) == (title == "FSDP")
+    assert ("--vm" in options) == (title == "TPU")
+    assert "--num-processes" not in options  # one spelling is enough
+    assert "--use_megatron_lm --help" in more
+    assert "--deepspeed_config_file" not in options
+
+
+@pytest.mark.parametrize("width", ["50", "200", "no number"])
+def test_help_fits_the_terminal(width: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    assert "--mixed_precision" in COMMANDS["launch"].make_parser().format_help()
+
+
+def test_one_process_takes_the_place_of_the_program(plans: list[Plan]) -> None:
+    main(["launch", "--cpu", "train.py"])
+    assert plans[0].runner == "simple"
+
+
+def test_the_status_of_several_is_passed_on(
+    plans: list[Plan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Machine, "num_devices", lambda self: 2)
+    assert main(["launch", "train.py"]) == 7
+    assert "2 processes" in capsys.readouterr().err
+    assert main(["launch", "-q", "train.py"]) == 7
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys, "argv", ["accelerate-launch", "--cpu", "--num_processes", "2", "train.py"])
+    assert launch_main() == 7
+    assert [plan.runner for plan in plans] == ["torchrun"] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["launch", "--cpu", "--tpu", "train.py"], "accelerate launch: error: --cpu and --tpu exclude one another"),
+        (["launch", "--config_file", "no.yaml", "train.py"], "'no.yaml' does not exist"),
+        (["launch", "--cpu", "tain.py"], "Did you mean 'train.py'?"),
+        (["env", "--config_file", "no.yaml"], "accelerate env: error: Settings file 'no.yaml' does not exist"),
+        (["config"], "`accelerate config default` writes settings"),
+        (["config", "update"], "not part of this release"),
+        (["config", "default", "--config_file", "train.py/a.yaml"], "accelerate config: error:"),
+    ],
+)
+def test_mistakes_end_in_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(args: Any) -> NoReturn:
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr(accel_cli.env, "env_command", broken)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        main(["env"])
+
+
+def test_programs_may_launch_too() -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    parse = launch_command_parser().parse_args
+    launch_command(parse(["--cpu", "train.py"]))
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        launch_command(parse(["--cpu", "train.py", "3"]))
+    assert caught.value.returncode == 3
+    with pytest.raises(SystemExit, match="3"):
+        launch_command(parse(["--cpu", "--quiet", "train.py", "3"]))
+
+
+def test_default_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "default", "--mixed-precision", "bf16"]) == 0
+    assert "written" in capsys.readouterr().out
+    (file,) = (tmp_path / "home" / "accelerate").iterdir()
+    assert json.loads(file.read_text())["mixed_precision"] == "bf16"
+    before = file.read_text()
+    assert main(["config", "default"]) == 0
+    assert "exists already" in capsys.readouterr().out
+    assert file.read_text() == before
+    assert main(["config", "default", "--config_file", "other.json"]) == 0
+    assert Path("other.json").exists()
+
+
+def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    assert "- PyTorch version: 2." in said
+    assert "Not found" in said
+    Path("a.yaml").write_text("{distributed_type: FSDP, num_processes: 2}")
+    assert main(["env", "--config_file", "a.yaml"]) == 0
+    assert "\t- distributed_type: FSDP" in capsys.readouterr().out
+
+
+def test_a_report_on_what_is_broken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("home/accelerate").mkdir(parents=True)
+    Path("home/accelerate/default_config.yaml").write_text("a: [")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(accel_state.devices, "detect_device_kind", None)
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    assert "PyTorch version: cannot be found out (ModuleNotFoundError" in said
+    assert "not valid YAML" in said
+    assert "Python version: 3." in said
+
+
+def test_a_report_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(get_device_name=lambda: "Big One")
+    kind = SimpleNamespace(name="cuda", module=lambda: module, device_count=lambda: 2)
+    monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
+    assert accel_cli.env.describe()["PyTorch accelerators"] == "2 x cuda Big One"
+    kind.module = lambda: None
+    assert accel_cli.env.describe()["PyTorch accelerators"] == "2 x cuda"
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_commands_are_programs_of_their_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {"estimate-memory": "estimate", "merge-weights": "merge", "tpu-config": "tpu", "to-fsdp2": "to_fsdp2"}
+    name = entries.get(command, command)
+    entry = import_module(f"accelerate.commands.{name}").main
+    assert entry is getattr(program, f"{name}_main")
+    monkeypatch.setattr(sys, "argv", ["accelerate", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        entry()
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import socket
+
+    port = free_port()
+    assert is_free(port)
+    assert Machine().port(None, usual=port) == port
+    assert Machine().port(1234) == 1234
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port))
+        taken.listen()
+        assert not is_free(port)
+        assert Machine().port(None, usual=port) != port
+    assert Machine().num_cores() >= 1
+    kind = SimpleNamespace(name="npu", device_count=lambda: 3, visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES")
+    monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
+    assert Machine().num_devices() == 3
+    assert Machine().visible_devices_variable() == "ASCEND_RT_VISIBLE_DEVICES"
+    kind.name = "cpu"
+    assert Machine().num_devices() == 0
+
+
+def test_cards_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "0")
+    monkeypatch.setattr("accel_state.environment.check_cuda_p2p_ib_support", lambda: False)
+    assert network_variables() == {"NCCL_P2P_DISABLE": "1"}
+    monkeypatch.setattr("accel_state.environment.check_cuda_p2p_ib_support", lambda: True)
+    assert network_variables() == {}
