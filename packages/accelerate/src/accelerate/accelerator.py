@@ -14,6 +14,7 @@ import torch
 from accel_data.skipping import skip_first_batches
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import make_engine
+from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives, files
@@ -40,7 +41,7 @@ from accelerate.arguments import (
 )
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import Preparer, is_dispatched
-from accelerate.stepping import Accumulation, StepController, is_lomo_optimizer, sync_in_backward
+from accelerate.stepping import Accumulation, StepController, sync_in_backward
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_ops.collectives import reduce
 
@@ -113,22 +114,8 @@ class StepController:
             self.engine.backward(loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
-        """Backward and update in one go, by the prepared LOMO optimizers.
-
-        Raises:
-            ValueError: Without a learning rate, or when no LOMO optimizer was prepared.
-        """
-        optimizers = [optimizer for optimizer in self.plain_optimizers() if is_lomo_optimizer(optimizer)]
-        if not optimizers:
-            kinds = ", ".join(type(optimizer).__name__ for optimizer in self.plain_optimizers()) or "none"
-            raise ValueError(
-                f"lomo_backward() needs a prepared Lomo or AdaLomo optimizer; those prepared are: {kinds}. Prepare "
-                "one, or call backward()."
-            )
-        if learning_rate is None:
-            raise ValueError("lomo_backward() got learning_rate=None: LOMO updates within backward, so pass the rate.")
-        for optimizer in optimizers:
-            optimizer.fused_backward(loss, learning_rate)
+        """Backward and update in one go, by the prepared LOMO optimizers; see `Accelerator.lomo_backward`."""
+        lomo_backward(loss, learning_rate, self.plain_optimizers())
 
     def plain_optimizers(self, chosen: Any = None) -> list[Any]:
         """The torch optimizers behind `chosen` prepared ones (one, several, or all of them when None)."""
@@ -227,11 +214,6 @@ def sync_in_backward(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         replica.require_backward_grad_sync, replica.require_forward_param_sync = before
-
-
-def is_lomo_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer comes from `lomo_optim`, found out without importing it."""
-    return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(optimizer).__mro__)
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:
