@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -52,57 +54,63 @@ def test_old_ways_to_type_it(tmp_path: Path) -> None:
     assert done.stdout.strip() == "here"
 
 
-def test_settings_are_written_once(tmp_path: Path) -> None:
-    from accel_cli.configfile.read import load_config_from_file
+@pytest.mark.launch
+def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
+    script = tmp_path / "long.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "folder = pathlib.Path(__file__).parent\n"
+        "(folder / ('pid' + os.environ['RANK'])).write_text(str(os.getpid()))\n"
+        "time.sleep(100)\n"
+    )
+    words = [PROGRAM, "launch", "--cpu", "--num_processes", "2", str(script)]
+    with subprocess.Popen(
+        words, env={**os.environ, "HF_HOME": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    ) as job:
+        pids = [read_soon(tmp_path / f"pid{rank}") for rank in range(2)]
+        job.send_signal(signal.SIGINT)
+        _, said = job.communicate(timeout=60)
+    assert job.returncode == 128 + signal.SIGINT
+    assert "accel_cli" not in said  # the only tracebacks are the script's
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
 
-    assert run(PROGRAM, "config", "default", "--mixed_precision", "bf16", home=tmp_path).returncode == 0
-    (written,) = (tmp_path / "accelerate").iterdir()
-    assert load_config_from_file(str(written)).mixed_precision == "bf16"
-    again = run(PROGRAM, "config", "default", home=tmp_path)
-    assert "exists already" in again.stdout + again.stderr
-    assert load_config_from_file(str(written)).mixed_precision == "bf16"
+
+def read_soon(path: Path) -> str:
+    deadline = time.monotonic() + 60
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, "the process did not start"
+        time.sleep(0.05)
+    return path.read_text()
 
 
-def test_environment_report(tmp_path: Path) -> None:
-    done = run(PROGRAM, "env", home=tmp_path)
-    assert done.returncode == 0
-    assert "PyTorch version" in done.stdout
-
-
-@pytest.mark.parametrize("words", ["'--help'", "'env', '--help'", "'launch', '--help'"])
-def test_help_loads_no_torch(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "unwanted"),
+    [
+        (["--help"], {"torch", "yaml"}),
+        (["env", "--help"], {"torch", "yaml"}),
+        (["launch", "--help"], {"torch", "yaml"}),
+        (["launch", "--cpu", "--num_processes", "1", "a.py"], {"torch", "yaml", "socket"}),
+        (["launch", "--num_processes", "1", "a.py"], {"torch", "yaml", "socket"}),
+        (["launch", "--config_file", "a.yaml", "a.py"], {"torch", "yaml", "socket"}),  # JSON in a file called YAML
+    ],
+)
+def test_what_is_not_imported(words: list[str], unwanted: set[str], tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("")
+    (tmp_path / "a.yaml").write_text('{"distributed_type": "NO"}')
     program = f"""
-import sys
+import os, sys
+there = set(sys.modules)
+os.chdir({str(tmp_path)!r})
+os.execvpe = lambda *words: sys.exit(0)
 from accel_cli.main import main
 try:
-    main([{words}])
+    main({words!r})
 except SystemExit:
     pass
-heavy = {{"torch", "yaml", "numpy", "transformers"}} & set(sys.modules)
-assert not heavy, heavy
+found = {unwanted | {"numpy", "psutil", "transformers", "huggingface_hub"}!r} & set(sys.modules) - there
+assert not found, found
 """
     done = run(sys.executable, "-c", program, home=tmp_path)
     assert done.returncode == 0, done.stderr
-
-
-def notebook_cell(path: str) -> None:
-    from accel_state.processes import PartialState
-
-    state = PartialState()
-    Path(path, str(state.process_index)).write_text(str(state.num_processes))
-
-
-@pytest.mark.launch
-def test_functions_are_started_too(tmp_path: Path) -> None:
-    program = f"""
-from accelerate import debug_launcher, notebook_launcher
-from tests.cli.test_launching import notebook_cell
-debug_launcher(notebook_cell, args=({str(tmp_path)!r},), num_processes=2)
-"""
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2", "1": "2"}

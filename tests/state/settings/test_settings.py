@@ -20,6 +20,7 @@ from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs
+from accel_state.settings.deepspeed import DeepSpeedPlugin
 from accel_state.settings.fp8 import TERecipeKwargs
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accel_state.settings.handlers import AutocastKwargs, GradScalerKwargs, Handlers, InitProcessGroupKwargs
@@ -128,6 +129,17 @@ def test_profiles() -> None:
 def test_fp8_recipes() -> None:
     with pytest.raises(MissingLibraryError, match="transformer-engine"):  # cannot be installed without CUDA
         TERecipeKwargs(fp8_format="e4m3")
+
+
+def test_deepspeed_settings_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", gradient_clipping=1.0).deepspeed_config
+    assert config["zero_optimization"]["stage"] == 3
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["gradient_clipping"] == 1.0
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "1")
+    assert DeepSpeedPlugin().zero_stage == 1
+    with pytest.raises(ValueError, match="4"):
+        DeepSpeedPlugin(zero_stage=4)
 
 
 def test_sequence_lengths() -> None:

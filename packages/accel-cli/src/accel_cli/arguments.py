@@ -168,6 +168,7 @@ class CommandParser(argparse.ArgumentParser):
         self._words: list[str] = []
         for word, action in NOTED_ACTIONS.items():
             self.register("action", word, action)
+        self.register("action", None, NOTED_ACTIONS["store"])
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an option under both spellings of its flags."""

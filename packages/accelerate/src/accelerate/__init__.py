@@ -19,6 +19,7 @@ EXPORTS = {
     "accel_state.processes": "PartialState",
     "accel_state.settings.data": "DataLoaderConfiguration",
     "accel_state.settings.ddp": "DistributedDataParallelKwargs",
+    "accel_state.settings.deepspeed": "DeepSpeedPlugin",
     "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
     "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs",
     "accel_state.settings.profile": "ProfileKwargs",

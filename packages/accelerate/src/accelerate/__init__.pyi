@@ -12,6 +12,7 @@ from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.processes import PartialState as PartialState
 from accel_state.settings.data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_state.settings.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_state.settings.handlers import AutocastKwargs as AutocastKwargs
 from accel_state.settings.handlers import GradScalerKwargs as GradScalerKwargs

@@ -236,15 +236,18 @@ def resolve_options(settings: Any, names: Iterable[str] | None = None) -> None:
             continue
         value, key = getattr(settings, row.name), f"{type(settings).__name__}.{row.name}"
         if value is None:
-            value, key = _from_environment(known.env), known.env or key
+            value, key = _from_environment(known), known.env or key
         if value is None:
             value = known.fallback if row.default_factory is MISSING else row.default_factory()
         if value is not None:
             setattr(settings, row.name, known.kind.read(key, value))
 
 
-def _from_environment(name: str | None) -> str | None:
-    return None if name is None or _making_defaults.get() else os.environ.get(name)
+def _from_environment(known: Option) -> str | None:
+    text = None if known.env is None or _making_defaults.get() else os.environ.get(known.env)
+    if text is not None and text.lower() == "none" and known.kind is not TEXT and "none" not in known.choices:
+        return None  # launchers write str(None) for what nobody asked for
+    return text
 
 
 @contextmanager

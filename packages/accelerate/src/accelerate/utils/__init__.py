@@ -76,6 +76,7 @@ EXPORTS = {
     "accel_state.settings.compile": "TorchDynamoPlugin",
     "accel_state.settings.data": "DataLoaderConfiguration",
     "accel_state.settings.ddp": "DistributedDataParallelKwargs",
+    "accel_state.settings.deepspeed": "DeepSpeedPlugin",
     "accel_state.settings.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
     "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler",

@@ -160,6 +160,7 @@ from accel_state.settings.accumulation import GradientAccumulationPlugin as Grad
 from accel_state.settings.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_state.settings.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_state.settings.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel_state.settings.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_state.settings.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -1,0 +1,487 @@
+"""DeepSpeed: which ZeRO stage, what is offloaded, and the configuration its engine gets."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from accel_state.enums import DistributedType, FP8BackendType
+from accel_state.errors import missing_library
+from accel_state.settings.deepspeed_auto import AUTO, HfDeepSpeedConfig, fill, get_value, leaf_keys
+from accel_state.settings.fp8 import OptLevel
+from accel_state.settings.fsdp_torch import get_module_class_from_name
+from accel_state.settings.option import (
+    BOOLEAN,
+    TEXT,
+    Kind,
+    is_number,
+    is_whole,
+    one_of,
+    option,
+    options_of,
+    resolve_options,
+    words_of,
+    wrong_value,
+)
+from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_state.accelerator_state import AcceleratorState
+
+ACCUMULATION_STEPS = Kind(
+    "a whole number of at least 1, or 'auto'",
+    lambda text: AUTO if text.lower() == AUTO else int(text),
+    lambda value: value == AUTO or (is_whole(value) and value >= 1),
+)
+CLIPPING = Kind(
+    "a number of at least 0, or 'auto'",
+    lambda text: AUTO if text.lower() == AUTO else float(text),
+    lambda value: value == AUTO or (is_number(value) and value >= 0),
+)
+STAGE = Kind("a ZeRO stage from 0 to 3", int, lambda value: is_whole(value) and 0 <= value <= 3, ("0", "1", "2", "3"))
+OFFLOAD_DEVICE = one_of("none", "cpu", "nvme")
+CLASS_NAMES = words_of("class names")
+NAMES = Kind(
+    "class names with commas between them",
+    str,
+    lambda value: isinstance(value, str) or CLASS_NAMES.accepts(value),
+)
+
+CONFIG_KEYS = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Where a field stands in the configuration."""
+SET_BY_CONFIG = (*CONFIG_KEYS, "mixed_precision")
+"""What must not come from the accelerate configuration when there is one of DeepSpeed's own."""
+ENABLED_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None}
+"""The section of the configuration that each `mixed_precision` switches on."""
+
+
+@dataclass
+class DeepSpeedPlugin(Plugin):
+    """How DeepSpeed trains: from a configuration of its own, or from a few choices.
+
+    Fields left None are read from the environment. With `hf_ds_config`, values of the configuration win and its "auto"
+    values are filled from the fields.
+
+    Args:
+        hf_ds_config (path, `dict`, base64 `str` or `HfDeepSpeedConfig`, *optional*): DeepSpeed's configuration.
+        gradient_accumulation_steps (`int` or "auto"): Batches per step.
+        gradient_clipping (`float` or "auto"): Largest gradient norm.
+        zero_stage (`int`): What is sharded; 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
+        offload_optimizer_device, offload_param_device ("none", "cpu" or "nvme"): Where they are kept.
+        offload_optimizer_nvme_path, offload_param_nvme_path (`str`): Folder for "nvme".
+        zero3_init_flag (`bool`): Shard parameters while the model is built; stage 3 only, where it is the default.
+        zero3_save_16bit_model (`bool`): Gather 16-bit weights when a stage-3 model is saved.
+        transformer_moe_cls_names (`str`): Classes of mixture-of-experts layers, with commas between them.
+        enable_msamp (`bool`): Train in FP8 with MS-AMP.
+        msamp_opt_level (`"O1"` or `"O2"`): How much MS-AMP keeps in 8 bits.
+
+    Example:
+        ```python
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0))
+        ```
+    """
+
+    distributed_type: ClassVar[DistributedType] = DistributedType.DEEPSPEED
+    works_on: ClassVar[frozenset[str]] = (VENDOR_KINDS | {"cpu"}) - {"neuron"}
+
+    hf_ds_config: Any = option(
+        None,
+        kind=Kind("a DeepSpeed configuration", str, lambda value: True),
+        env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
+        flag="--deepspeed_config_file",
+        help="Path of DeepSpeed's configuration.",
+    )
+    gradient_accumulation_steps: int | str = option(
+        None,
+        kind=ACCUMULATION_STEPS,
+        env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        flag="--gradient_accumulation_steps",
+        help="How many batches make an optimizer step.",
+        fallback=AUTO,
+    )
+    gradient_clipping: float | str = option(
+        None,
+        kind=CLIPPING,
+        env="ACCELERATE_GRADIENT_CLIPPING",
+        flag="--gradient_clipping",
+        help="Largest gradient norm.",
+        fallback=AUTO,
+    )
+    zero_stage: int = option(
+        None,
+        kind=STAGE,
+        env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+        flag="--zero_stage",
+        help="What ZeRO shards: 1 optimizer state, 2 gradients too, 3 parameters too.",
+        fallback=2,
+    )
+    is_train_batch_min: bool = option(True, kind=BOOLEAN)
+    offload_optimizer_device: str = option(
+        None,
+        kind=OFFLOAD_DEVICE,
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+        flag="--offload_optimizer_device",
+        help="Where the optimizer's state is kept.",
+        fallback="none",
+    )
+    offload_param_device: str = option(
+        None,
+        kind=OFFLOAD_DEVICE,
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        flag="--offload_param_device",
+        help="Where parameters are kept.",
+        fallback="none",
+    )
+    offload_optimizer_nvme_path: str = option(
+        None,
+        kind=TEXT,
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+        flag="--offload_optimizer_nvme_path",
+        help="Folder for optimizer state on NVMe.",
+        fallback="none",
+    )
+    offload_param_nvme_path: str = option(
+        None,
+        kind=TEXT,
+        env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+        flag="--offload_param_nvme_path",
+        help="Folder for parameters on NVMe.",
+        fallback="none",
+    )
+    zero3_init_flag: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        flag="--zero3_init_flag",
+        help="Shard parameters while the model is built (stage 3).",
+    )
+    zero3_save_16bit_model: bool = option(
+        None,
+        kind=BOOLEAN,
+        env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+        flag="--zero3_save_16bit_model",
+        help="Gather 16-bit weights when a model is saved (stage 3).",
+        fallback=False,
+    )
+    transformer_moe_cls_names: str | None = option(
+        None,
+        kind=NAMES,
+        env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        flag="--deepspeed_moe_layer_cls_names",
+        help="Classes of mixture-of-experts layers, with commas between them.",
+    )
+    enable_msamp: bool = option(None, kind=BOOLEAN)
+    msamp_opt_level: OptLevel | None = option(
+        None,
+        choices=("O1", "O2"),
+        env="ACCELERATE_FP8_OPT_LEVEL",
+        flag="--fp8_opt_level",
+        help="How much MS-AMP keeps in 8 bits.",
+        fallback="O1",
+    )
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        self.dschf: Any = None  # a strong reference: transformers itself keeps only a weak one
+        resolve_options(self, options_of(self).keys() - {"transformer_moe_cls_names"})
+        if self.enable_msamp is None:
+            self.enable_msamp = os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == FP8BackendType.MSAMP.value
+        if isinstance(self.hf_ds_config, str) and self.hf_ds_config.lower() == "none":
+            self.hf_ds_config = None
+        (self._make_config if self.hf_ds_config is None else self._read_config)()
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.deepspeed_config.setdefault("steps_per_print", float("inf"))
+        self._settle_zero3_init()
+        self._settle_msamp()
+
+    def attach(self, state: AcceleratorState) -> None:
+        """Write the run's number format into the configuration."""
+        self.set_mixed_precision(state.mixed_precision)
+
+    # ---- settling the configuration ---------------------------------------------------------------------------------
+
+    def _make_config(self) -> None:
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        for name in ("optimizer", "param"):
+            device, path = getattr(self, f"offload_{name}_device"), getattr(self, f"offload_{name}_nvme_path")
+            if device == "nvme" and path == "none":
+                key = f"DeepSpeedPlugin.offload_{name}_nvme_path"
+                raise wrong_value(key, path, f"a folder, because offload_{name}_device='nvme'")
+            zero[f"offload_{name}"] = {"device": device, "nvme_path": path if device == "nvme" else None}
+        zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
+        self.hf_ds_config = HfDeepSpeedConfig(
+            {
+                "train_batch_size": AUTO,
+                "train_micro_batch_size_per_gpu": AUTO,
+                "gradient_accumulation_steps": self.gradient_accumulation_steps,
+                "zero_optimization": zero,
+                "gradient_clipping": self.gradient_clipping,
+            }
+        )
+
+    def _read_config(self) -> None:
+        _check_no_double_settings()
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        config = self.hf_ds_config.config
+        if "zero_optimization" not in config:
+            raise ValueError(
+                "The DeepSpeed configuration has no section 'zero_optimization': add one, for example "
+                '{"zero_optimization": {"stage": 2}}.'
+            )
+        steps = self.gradient_accumulation_steps
+        config.setdefault("gradient_accumulation_steps", 1 if steps == AUTO else steps)
+        known = {key: getattr(self, name) for name, key in CONFIG_KEYS.items()}
+        for key in known:
+            fill(config, key, known, [], must_match=False)
+        for name, key in CONFIG_KEYS.items():
+            value = get_value(config, key)
+            if value is not None:
+                setattr(self, name, value)
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _settle_zero3_init(self) -> None:
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = self.zero_stage == 3
+        elif self.zero3_init_flag and self.zero_stage != 3:
+            warnings.warn(
+                f"DeepSpeedPlugin.zero3_init_flag=True has no effect with zero_stage={self.zero_stage}: choose stage "
+                "3, or leave it out.",
+                stacklevel=4,
+            )
+            self.zero3_init_flag = False
+
+    def _settle_msamp(self) -> None:
+        if not self.enable_msamp:
+            return
+        if self.zero_stage == 3:
+            raise NotImplementedError(
+                "MS-AMP cannot shard parameters: with enable_msamp=True choose zero_stage 0 to 2."
+            )
+        self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+
+    # ---- contract methods: the configuration ------------------------------------------------------------------------
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Fill one "auto" value from `kwargs`, or note that a fixed value differs.
+
+        Args:
+            ds_key_long: Dotted key, which is also its name in `kwargs`.
+            mismatches: Gets a line for a fixed value that differs.
+            must_match: Whether fixed values are compared.
+            **kwargs: Known values by dotted key.
+
+        Raises:
+            ValueError: When the value is "auto" and `kwargs` does not have it.
+        """
+        fill(self.deepspeed_config, ds_key_long, kwargs, [] if mismatches is None else mismatches, must_match)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the value under a dotted key is "auto"."""
+        return bool(self.get_value(ds_key_long) == AUTO)
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The configuration's value under a dotted key, `default` when there is none."""
+        return get_value(self.deepspeed_config, ds_key_long, default)
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Fill all "auto" values from `kwargs` and compare the fixed ones.
+
+        Args:
+            prefix: Dotted key, with a dot at its end, of the section to process; the whole configuration when empty.
+            mismatches: Gets a line per fixed value that differs; without it they are raised.
+            config: The section itself, when not the one named by `prefix`.
+            must_match: Whether fixed values are compared.
+            **kwargs: Known values by dotted key.
+
+        Raises:
+            ValueError: When an "auto" value is not in `kwargs`, or fixed values differ.
+        """
+        section = config
+        if section is None:
+            section = get_value(self.deepspeed_config, prefix[:-1], {}) if prefix else self.deepspeed_config
+        found: list[str] = [] if mismatches is None else mismatches
+        for key in list(leaf_keys(section, prefix)):
+            self.fill_match(key, found, must_match=must_match, **kwargs)
+        if found and mismatches is None:
+            raise ValueError(
+                "The DeepSpeed configuration and the program disagree:\n- " + "\n- ".join(found) + "\nCorrect the "
+                "configuration, or write 'auto' there."
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Switch on the section of the configuration that belongs to a number format.
+
+        Args:
+            mixed_precision: "no", "fp16", "bf16" or "fp8" (whose other operations run in bf16).
+
+        Raises:
+            ValueError: For another word, or when the configuration fixes another format.
+        """
+        one_of(*ENABLED_SECTION).read("mixed_precision", mixed_precision)
+        wanted = ENABLED_SECTION[mixed_precision]
+        config = self.deepspeed_config
+        other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted or "")
+        if other and get_value(config, f"{other}.enabled") is True:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} contradicts {other}.enabled=true in the DeepSpeed configuration: "
+                "change one of them, or write 'auto' there."
+            )
+        if wanted == "fp16":
+            config.setdefault("fp16", {"enabled": True, "auto_cast": True})
+        for section in ("fp16", "bf16"):
+            node = config.setdefault(section, {})
+            if node.get("enabled", AUTO) == AUTO:
+                node["enabled"] = section == wanted
+
+    # ---- contract methods: DeepSpeed and transformers ---------------------------------------------------------------
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers about the configuration, so that `from_pretrained` can shard while loading.
+
+        Raises:
+            MissingLibraryError: When `zero3_init_flag` is set and transformers is not installed.
+        """
+        from accel_state.libraries import is_transformers_available
+
+        if not is_transformers_available():
+            if self.zero3_init_flag:
+                raise missing_library("transformers", why="DeepSpeedPlugin(zero3_init_flag=True)")
+            return
+        from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        config = deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):  # not known yet, but checked
+            if config.get(key, AUTO) == AUTO:
+                config[key] = 1
+        if config.get("train_batch_size") == AUTO:
+            del config["train_batch_size"]
+        unset_hf_deepspeed_config()
+        self.dschf = TransformersConfig(config)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether parameters are sharded while a model is built."""
+        return self.zero3_init_flag
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Switch sharding while building on or off for a `with` block.
+
+        Raises:
+            MissingLibraryError: When it is switched on and transformers is not installed.
+        """
+        before = self.zero3_init_flag
+        if before == enable:
+            yield
+            return
+        self._switch_zero3_init(enable)
+        try:
+            yield
+        finally:
+            self._switch_zero3_init(before)
+
+    def _switch_zero3_init(self, enable: bool) -> None:
+        self.zero3_init_flag = enable
+        self.dschf = None
+        self.set_deepspeed_weakref()
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Tell DeepSpeed which layers hold experts, whose parameters stage 3 must gather as one.
+
+        Args:
+            model: The model; untouched when no classes are named.
+
+        Raises:
+            MissingLibraryError: When DeepSpeed is not installed.
+            ValueError: When a class does not occur in the model.
+        """
+        resolve_options(self, ("transformer_moe_cls_names",))
+        if self.transformer_moe_cls_names is None:
+            return
+        names: list[str] = CLASS_NAMES.read(
+            "DeepSpeedPlugin.transformer_moe_cls_names", self.transformer_moe_cls_names
+        )
+        classes = [get_module_class_from_name(model, name) for name in names]
+        for name, found in zip(names, classes, strict=True):
+            if found is None:
+                present = sorted({type(module).__name__ for module in model.modules()})
+                expected = f"classes of modules in {type(model).__name__}"
+                raise wrong_value("DeepSpeedPlugin.transformer_moe_cls_names", name, expected, present)
+        from accel_state.libraries import is_deepspeed_available
+
+        if not is_deepspeed_available():
+            raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin.set_moe_leaf_modules")
+        from deepspeed.utils import set_z3_leaf_modules
+
+        set_z3_leaf_modules(model, classes)
+
+    # ---- contract methods: one of several plugins -------------------------------------------------------------------
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this the plugin in use; called by `AcceleratorState.select_deepspeed_plugin`.
+
+        Raises:
+            ValueError: When it is called by anybody else.
+        """
+        if not _from_accelerator_state:
+            raise ValueError(
+                "A DeepSpeedPlugin cannot select itself: call accelerator.state.select_deepspeed_plugin(name)."
+            )
+        self.set_deepspeed_weakref()
+        self._selected = True
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    @property
+    def selected(self) -> bool:
+        """Whether this is the plugin in use."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"DeepSpeedPlugin.selected={value!r} cannot be set: call accelerator.state.select_deepspeed_plugin(name)."
+        )
+
+
+def _check_no_double_settings() -> None:
+    """Refuse an accelerate configuration that sets what DeepSpeed's own configuration sets.
+
+    Raises:
+        ValueError: Naming the fields.
+    """
+    given = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    doubled = [name for name in given if name in SET_BY_CONFIG]
+    if doubled:
+        raise ValueError(
+            f"{', '.join(doubled)} of the accelerate configuration would be ignored, because DeepSpeed has a "
+            "configuration of its own: move them there, and take them out of the accelerate configuration."
+        )
