@@ -55,6 +55,24 @@ def test_old_ways_to_type_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+def test_processes_are_started_again_after_a_failure(tmp_path: Path) -> None:
+    (tmp_path / "again.py").write_text(
+        "import os, sys\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt ' + attempt + ' of ' + os.environ['RANK'] + '\\n', end='')\n"
+        "sys.exit(4 if attempt + os.environ['RANK'] == '01' else 0)\n"
+    )
+    words = ["launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", str(tmp_path / "again.py")]
+    done = run(PROGRAM, *words, home=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {"attempt 1 of 0", "attempt 1 of 1"} <= set(done.stdout.splitlines())
+
+
+@pytest.mark.launch
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     script = tmp_path / "long.py"
     script.write_text(

@@ -90,16 +90,20 @@ def test_apples_get_their_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_several_processes(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notebook, "is_free", lambda port: True)
-    notebook_launcher(print, ("a",), num_processes=2, mixed_precision="fp16", max_restarts=2)
+    notebook_launcher(print, ("a",), num_processes=2, mixed_precision="fp16")
     ((config, function, args, environ),) = started
     assert (function, args) == (print, ("a",))
     assert (config.nproc_per_node, config.min_nodes, config.start_method) == (2, 1, "fork")
-    assert (config.rdzv_backend, config.rdzv_endpoint, config.max_restarts) == ("static", "127.0.0.1:29500", 2)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "127.0.0.1:29500")
     assert config.rdzv_configs["rank"] == 0
     wanted = {"WORLD_SIZE": "2", "NPROC": "2", "NODE_RANK": "0", "MASTER_PORT": "29500", "ACCELERATE_USE_CPU": "true"}
     wanted |= {"ACCELERATE_MIXED_PRECISION": "fp16", "MIXED_PRECISION": "fp16"}
     assert wanted.items() <= environ.items()
     assert variables() == {}
+    notebook_launcher(print, ("a",), num_processes=2, max_restarts=2)
+    config, _, _, environ = started[1]
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.max_restarts) == ("c10d", "localhost:0", 2)
+    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_several_machines_with_accelerators(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

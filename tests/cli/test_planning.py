@@ -80,6 +80,16 @@ def test_the_agents_options_are_passed_on() -> None:
     assert wanted | {"--rdzv_conf=timeout=60"} <= set(plan.argv)
 
 
+def test_restarts_need_a_rendezvous_that_works_twice() -> None:
+    two = ["--cpu", "--num_processes", "2", "--max_restarts", "1"]
+    plan = plan_of(*two, "train.py")
+    assert {"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"} <= set(plan.argv)
+    assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert "--rdzv_endpoint=127.0.0.1:1234" in plan_of(*two, "--main_process_port", "1234", "train.py").argv
+    own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    assert not own.keys() & plan_of(*two, "train.py", environ=own).environment.keys()
+
+
 def test_ports() -> None:
     two = ["--cpu", "--num_processes", "2"]
     busy = Pretended(usual_port_is_taken=True)

@@ -156,6 +156,12 @@ def test_threads() -> None:
     assert chosen.num_cpu_threads_per_process is None  # the variable reaches the script as it is
 
 
+def test_restarts_on_several_machines() -> None:
+    words = ["--num_machines", "2", "--num_processes", "2", "--max_restarts", "1"]
+    assert "--rdzv_backend c10d" in settings_of(*words, "x.py").notes[0]
+    assert settings_of(*words, "--rdzv_backend", "c10d", "x.py").notes == []
+
+
 def test_a_guess_of_several_processes_is_said() -> None:
     (note,) = settings_of("x.py", machine=Pretended(devices=2)).notes
     assert "2 processes" in note

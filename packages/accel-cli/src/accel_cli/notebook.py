@@ -12,6 +12,7 @@ from typing import Any
 from accel_cli.errors import NotInThisReleaseError, UsageError
 from accel_cli.launch.flags.general import PRECISIONS
 from accel_cli.launch.machine import free_port, is_free, network_variables
+from accel_cli.launch.plan import OWN_STORE
 from accel_state.enums import DistributedType
 from accel_state.environment import are_libraries_initialized, patch_environment
 
@@ -150,6 +151,10 @@ def notebook_launcher(
         "MIXED_PRECISION": mixed_precision,
     }
     variables |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else network_variables()
+    rdzv_endpoint = rdzv_endpoint or f"{master_addr}:{port}"
+    if max_restarts > 0 and num_nodes == 1 and rdzv_backend == "static":  # which brings processes together only once
+        rdzv_backend, rdzv_endpoint = "c10d", "localhost:0"
+        variables[OWN_STORE] = "1"
     rendezvous = dict(rdzv_conf or {})
     if rdzv_backend == "static":
         rendezvous.setdefault("rank", node_rank)
@@ -159,7 +164,7 @@ def notebook_launcher(
         nproc_per_node=num_processes,
         run_id=rdzv_id,
         rdzv_backend=rdzv_backend,
-        rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
+        rdzv_endpoint=rdzv_endpoint,
         rdzv_configs=rendezvous,
         max_restarts=max_restarts,
         monitor_interval=monitor_interval,

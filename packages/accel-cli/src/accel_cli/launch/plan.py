@@ -12,9 +12,10 @@ from accel_cli.launch.flags.table import GROUPS, OPTIONS
 from accel_cli.launch.resolve import chosen_devices
 
 USUAL_PORT = 29500
+OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 # options that torch's launcher has under the same name
-PASSED_ON = ("tee", "log_dir", "role", "rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval")
+PASSED_ON = ("tee", "log_dir", "role", "rdzv_conf", "max_restarts", "monitor_interval")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,11 @@ def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> 
     """
     environ = os.environ if environ is None else environ
     alone = settings.runner == "simple"
+    more = single_environment(settings) if alone else agent_environment(settings, environ)
     return Plan(
         runner=settings.runner,
         argv=tuple(script_command(settings) if alone else torchrun_command(settings)),
-        environment=environment(settings, environ) | (single_environment(settings) if alone else {}),
+        environment=environment(settings, environ) | more,
         port_may_change=not alone and settings.num_machines == 1 and not settings.port_was_named,
         quiet=bool(settings.quiet),
     )
@@ -86,11 +88,25 @@ def script_command(settings: Namespace) -> list[str]:
     return [*python, *module, settings.training_script, *settings.training_script_args]
 
 
+def rendezvous(settings: Namespace) -> str:
+    """Return the rendezvous backend. The static one cannot bring processes together a second time."""
+    again = settings.max_restarts > 0 and settings.num_machines == 1
+    return "c10d" if again and settings.rdzv_backend == "static" else str(settings.rdzv_backend)
+
+
+def agent_environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what torch's agent itself must find: after a restart, its store would still hold the old addresses."""
+    own_store = settings.max_restarts > 0 and rendezvous(settings) != "static"
+    return {OWN_STORE: "1"} if own_store and OWN_STORE not in environ else {}
+
+
 def torchrun_command(settings: Namespace) -> list[str]:
     """Return the command that runs the script in several processes, under torch's elastic agent."""
     words = {"nnodes": settings.num_machines, "nproc_per_node": settings.num_processes // settings.num_machines}
     if settings.num_machines > 1:
         words["node_rank"] = settings.machine_rank
+    if rendezvous(settings) != OPTIONS["rdzv_backend"].default:
+        words["rdzv_backend"] = rendezvous(settings)
     words |= _meeting_point(settings)
     for name in PASSED_ON:
         value = getattr(settings, name)
@@ -106,7 +122,9 @@ def _meeting_point(settings: Namespace) -> dict[str, object]:
     """Say where the processes find one another: an address and a port, or a rendezvous endpoint."""
     address = settings.main_process_ip or "127.0.0.1"
     port = settings.main_process_port or USUAL_PORT
-    one_network = settings.num_machines == 1 or settings.same_network
-    if settings.rdzv_backend == "static" and one_network:
+    alone = settings.num_machines == 1
+    if alone and not settings.port_was_named and rendezvous(settings) == "c10d":
+        return {"rdzv_endpoint": "localhost:0"}  # the agent takes a free port
+    if rendezvous(settings) == "static" and (alone or settings.same_network):
         return {"master_addr": address, "master_port": port}
     return {"rdzv_endpoint": f"{address}:{port}"}

@@ -183,6 +183,8 @@ def _guess_the_rest(settings: Namespace, machine: Machine) -> None:
     if chosen_devices(settings) and not settings.use_cpu:
         settings.visible_devices_variable = machine.visible_devices_variable()
     settings.port_was_named = bool(settings.main_process_port)
+    if settings.max_restarts > 0 and settings.num_machines > 1 and settings.rdzv_backend == "static":
+        settings.notes.append("restarts on several machines need --rdzv_backend c10d on each of them.")
     if settings.runner == "torchrun" and settings.num_machines == 1:
         settings.main_process_port = machine.port(settings.main_process_port)
 

@@ -168,7 +168,6 @@ class FullyShardedDataParallelPlugin(Plugin):
         None,
         kind=ANYTHING,
         env="FSDP_IGNORED_MODULES",
-        flag="--fsdp_ignored_modules",
         help="Regular expression for names of modules that are left whole.",
     )
     state_dict_type: str | torch_fsdp.StateDictType = option(

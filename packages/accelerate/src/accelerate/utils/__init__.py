@@ -80,6 +80,8 @@ EXPORTS = {
     "accel_state.settings.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
     "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler",
+    "accel_state.settings.megatron": "MegatronLMPlugin",
+    "accel_state.settings.megatron_models": "add_model_config_to_megatron_parser",
     "accel_state.settings.parallelism": (
         "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin"

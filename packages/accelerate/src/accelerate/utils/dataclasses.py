@@ -32,6 +32,10 @@ from accel_state.settings.handlers import AutocastKwargs as AutocastKwargs
 from accel_state.settings.handlers import GradScalerKwargs as GradScalerKwargs
 from accel_state.settings.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.settings.handlers import KwargsHandler as KwargsHandler
+from accel_state.settings.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accel_state.settings.megatron_models import (
+    add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+)
 from accel_state.settings.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accel_state.settings.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.settings.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig

@@ -1,0 +1,382 @@
+"""Megatron-LM: degrees of parallelism, recomputation, and the arguments it is started with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from accel_state.enums import DistributedType
+from accel_state.errors import missing_library
+from accel_state.settings.megatron_models import find_parser
+from accel_state.settings.option import (
+    BOOLEAN,
+    FUNCTION,
+    MAPPING,
+    NUMBER,
+    TEXT,
+    Kind,
+    at_least,
+    is_number,
+    is_whole,
+    one_of,
+    option,
+    resolve_options,
+    suggested,
+)
+from accel_state.settings.plugin import Plugin
+
+if TYPE_CHECKING:
+    from accel_state.accelerator_state import AcceleratorState
+
+NOT_NEGATIVE = Kind("a number of at least 0", float, lambda value: is_number(value) and value >= 0)
+PROBABILITY = Kind("a probability from 0 to 1", float, lambda value: is_number(value) and 0 <= value <= 1)
+COUNT, SIZE = at_least(0), at_least(1)
+SAMPLE_COUNTS = Kind(
+    "up to three whole numbers: samples seen in training, validation and test",
+    str,
+    lambda value: isinstance(value, list) and len(value) <= 3 and all(is_whole(count) for count in value),
+)
+
+RENAMED_ARGUMENTS = {
+    "tensor_model_parallel_size": "tp_degree",
+    "pipeline_model_parallel_size": "pp_degree",
+    "sequence_parallel": "sequence_parallelism",
+    "clip_grad": "gradient_clipping",
+}
+SAME_ARGUMENTS = (
+    "pipeline_model_parallel_split_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "DDP_impl",
+    "use_distributed_optimizer",
+    "num_micro_batches",
+    "consumed_samples",
+    "no_wd_decay_cond",
+    "scale_lr_cond",
+    "lr_mult",
+    "megatron_dataset_flag",
+    "eval_iters",
+    "eval_interval",
+    "use_custom_fsdp",
+    "no_load_optim",
+    "eod_mask_loss",
+    "no_save_optim",
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "decoder_last_pipeline_num_layers",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "attention_backend",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_softmax_in_fp32",
+    "expert_tensor_parallel_size",
+    "calculate_per_token_loss",
+    "use_rotary_position_embeddings",
+)
+"""Fields that Megatron-LM knows by the same name."""
+SCHEDULE_ARGUMENTS = (
+    "train_iters",
+    "lr_warmup_iters",
+    "train_samples",
+    "lr_warmup_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_fraction",
+    "lr_decay_style",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+    "min_lr",
+)
+
+
+def _launched(name: str, kind: Kind, fallback: Any, help: str) -> Any:
+    """An option that the launcher hands over in a variable named after the field."""
+    return option(
+        None,
+        kind=kind,
+        env=f"MEGATRON_LM_{name.upper()}",
+        flag=f"--megatron_lm_{name}",
+        help=help,
+        fallback=fallback,
+    )
+
+
+@dataclass
+class MegatronLMPlugin(Plugin):
+    """How Megatron-LM trains. Fields are passed on to it under its own names; those left None may come from the environment.
+
+    Args:
+        tp_degree, pp_degree (`int`): Processes that share every layer; stages the layers are divided into.
+        use_custom_fsdp (`bool`): Shard with Megatron's own FSDP.
+        overlap_cpu_optimizer_d2h_h2d, optimizer_cpu_offload, use_precision_aware_optimizer (`bool`): Where and in
+            which precision the optimizer's state is kept.
+        no_load_optim, no_save_optim (`bool`): Leave the optimizer out of checkpoints.
+        eod_mask_loss (`bool`): No loss on end-of-document tokens.
+        decoder_last_pipeline_num_layers (`int`, *optional*): Layers of the last stage, when not as many as elsewhere.
+        recompute_granularity, recompute_method, recompute_num_layers, recompute_activations: What is computed again in
+            backward.
+        attention_backend (`bool`), attention_dropout, hidden_dropout (`float`), attention_softmax_in_fp32 (`bool`):
+            Attention and dropout.
+        expert_model_parallel_size, expert_tensor_parallel_size, context_parallel_size (`int`): Processes that share
+            experts, each expert, and sequences.
+        calculate_per_token_loss, use_rotary_position_embeddings (`bool`): As they say.
+        num_micro_batches (`int`): Micro-batches per step and process.
+        gradient_clipping (`float`): Largest gradient norm, 0 for none.
+        sequence_parallelism (`bool`): Divide the activations outside tensor-parallel layers by sequence.
+        use_distributed_optimizer (`bool`): Shard the optimizer's state over data-parallel processes.
+        pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage (`int`, *optional*): Layout of the
+            pipeline.
+        is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
+        train_iters, train_samples, lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples,
+            lr_warmup_fraction, lr_decay_style, min_lr, weight_decay_incr_style, start_weight_decay, end_weight_decay:
+            The schedule; taken from the scheduler where left out.
+        consumed_samples (list of `int`, *optional*): Samples seen in training, validation and test.
+        no_wd_decay_cond, scale_lr_cond (function, *optional*), lr_mult (`float`): Which parameters have no weight decay,
+            and which have another learning rate.
+        megatron_dataset_flag (`bool`): Whether data are in Megatron's format.
+        seq_length, encoder_seq_length, decoder_seq_length (`int`, *optional*): Sequence lengths in tokens; found from
+            model and batch where left out.
+        tensorboard_dir (`str`, *optional*), set_all_logging_options (`bool`): Megatron's own logging.
+        eval_iters, eval_interval (`int`): Batches per evaluation, steps between evaluations.
+        return_logits (`bool`): Whether the forward pass returns logits.
+        custom_train_step_class, custom_train_step_kwargs, custom_model_provider_function, custom_prepare_model_function,
+            custom_megatron_datasets_provider_function, custom_get_batch_function, custom_loss_function: The user's
+            replacements of parts.
+        other_megatron_args (`dict`, *optional*): Further arguments, by Megatron's names; they win.
+    """
+
+    distributed_type: ClassVar[DistributedType] = DistributedType.MEGATRON_LM
+    main_process: ClassVar[Literal["first", "last"]] = "last"  # only the last pipeline stage knows the loss
+
+    tp_degree: int = _launched("tp_degree", SIZE, 1, "Processes that share every layer.")
+    pp_degree: int = _launched("pp_degree", SIZE, 1, "Stages the layers are divided into.")
+    use_custom_fsdp: bool = _launched("use_custom_fsdp", BOOLEAN, False, "Shard with Megatron's own FSDP.")
+    overlap_cpu_optimizer_d2h_h2d: bool = _launched(
+        "overlap_cpu_optimizer_d2h_h2d", BOOLEAN, False, "Overlap the copies of an offloaded optimizer."
+    )
+    no_load_optim: bool = _launched("no_load_optim", BOOLEAN, False, "Do not load the optimizer's state.")
+    eod_mask_loss: bool = _launched("eod_mask_loss", BOOLEAN, False, "No loss on end-of-document tokens.")
+    no_save_optim: bool = _launched("no_save_optim", BOOLEAN, False, "Do not save the optimizer's state.")
+    optimizer_cpu_offload: bool = _launched(
+        "optimizer_cpu_offload", BOOLEAN, False, "Keep the optimizer's state on the CPU."
+    )
+    use_precision_aware_optimizer: bool = _launched(
+        "use_precision_aware_optimizer", BOOLEAN, False, "Keep the optimizer's state in lower precision."
+    )
+    decoder_last_pipeline_num_layers: int | None = _launched(
+        "decoder_last_pipeline_num_layers", COUNT, None, "Layers of the last pipeline stage."
+    )
+    recompute_granularity: str = _launched(
+        "recompute_granularity", one_of("full", "selective"), "full", "How much is computed again in backward."
+    )
+    recompute_method: str = _launched(
+        "recompute_method", one_of("uniform", "block"), "uniform", "Which layers are computed again."
+    )
+    recompute_num_layers: int = _launched("recompute_num_layers", COUNT, 1, "Layers computed again at a time.")
+    attention_backend: bool = _launched("attention_backend", BOOLEAN, True, "Let Megatron choose the attention.")
+    expert_model_parallel_size: int = _launched(
+        "expert_model_parallel_size", SIZE, 1, "Processes the experts are divided over."
+    )
+    context_parallel_size: int = _launched("context_parallel_size", SIZE, 2, "Processes that share every sequence.")
+    attention_dropout: float = _launched("attention_dropout", PROBABILITY, 0.0, "Dropout of attention weights.")
+    hidden_dropout: float = _launched("hidden_dropout", PROBABILITY, 0.0, "Dropout of hidden states.")
+    attention_softmax_in_fp32: bool = _launched(
+        "attention_softmax_in_fp32", BOOLEAN, True, "Compute the softmax of attention in float32."
+    )
+    expert_tensor_parallel_size: int = _launched(
+        "expert_tensor_parallel_size", SIZE, 1, "Processes that share every expert."
+    )
+    calculate_per_token_loss: bool = _launched(
+        "calculate_per_token_loss", BOOLEAN, True, "Average the loss over tokens, not over micro-batches."
+    )
+    use_rotary_position_embeddings: bool = _launched(
+        "use_rotary_position_embeddings", BOOLEAN, True, "Use rotary position embeddings."
+    )
+    num_micro_batches: int = _launched("num_micro_batches", SIZE, 1, "Micro-batches per step and process.")
+    gradient_clipping: float = _launched("gradient_clipping", NOT_NEGATIVE, 1.0, "Largest gradient norm, 0 for none.")
+    sequence_parallelism: bool = _launched(
+        "sequence_parallelism", BOOLEAN, False, "Divide activations outside tensor-parallel layers by sequence."
+    )
+    recompute_activations: bool = _launched(
+        "recompute_activations", BOOLEAN, False, "Compute activations again in backward."
+    )
+    use_distributed_optimizer: bool = _launched(
+        "use_distributed_optimizer", BOOLEAN, False, "Shard the optimizer's state over data-parallel processes."
+    )
+    pipeline_model_parallel_split_rank: int | None = option(None, kind=COUNT)
+    num_layers_per_virtual_pipeline_stage: int | None = option(None, kind=SIZE)
+    is_train_batch_min: bool = option(True, kind=BOOLEAN)
+    train_iters: int | None = option(None, kind=SIZE)
+    train_samples: int | None = option(None, kind=SIZE)
+    weight_decay_incr_style: str = option("constant", kind=suggested("constant", "linear", "cosine"))
+    start_weight_decay: float | None = option(None, kind=NUMBER)
+    end_weight_decay: float | None = option(None, kind=NUMBER)
+    lr_decay_style: str = option("linear", kind=suggested("linear", "cosine", "constant", "inverse-square-root"))
+    lr_decay_iters: int | None = option(None, kind=COUNT)
+    lr_decay_samples: int | None = option(None, kind=COUNT)
+    lr_warmup_iters: int | None = option(None, kind=COUNT)
+    lr_warmup_samples: int | None = option(None, kind=COUNT)
+    lr_warmup_fraction: float | None = option(None, kind=PROBABILITY)
+    min_lr: float = option(0, kind=NUMBER)
+    consumed_samples: list[int] | None = option(None, kind=SAMPLE_COUNTS)
+    no_wd_decay_cond: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    scale_lr_cond: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    lr_mult: float = option(1.0, kind=NUMBER)
+    megatron_dataset_flag: bool = option(False, kind=BOOLEAN)
+    seq_length: int | None = option(None, kind=SIZE)
+    encoder_seq_length: int | None = option(None, kind=SIZE)
+    decoder_seq_length: int | None = option(None, kind=SIZE)
+    tensorboard_dir: str | None = option(None, kind=TEXT)
+    set_all_logging_options: bool = option(False, kind=BOOLEAN)
+    eval_iters: int = option(100, kind=COUNT)
+    eval_interval: int = option(1000, kind=SIZE)
+    return_logits: bool = option(False, kind=BOOLEAN)
+    custom_train_step_class: Any | None = None
+    custom_train_step_kwargs: dict[str, Any] | None = option(None, kind=MAPPING)
+    custom_model_provider_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    custom_prepare_model_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    custom_get_batch_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    custom_loss_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
+    other_megatron_args: dict[str, Any] | None = option(None, kind=MAPPING)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+        replaced = self.pp_degree > 1 or self.use_distributed_optimizer
+        self.DDP_impl = "local" if replaced else "torch"
+        if self.consumed_samples:
+            self.consumed_samples = (self.consumed_samples + [0, 0, 0])[:3]
+        self.megatron_lm_default_args: dict[str, Any] = {
+            **{argument: getattr(self, name) for argument, name in RENAMED_ARGUMENTS.items()},
+            **{name: getattr(self, name) for name in SAME_ARGUMENTS},
+        }
+        if self.tensorboard_dir is not None:
+            self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
+            if self.set_all_logging_options:
+                self.set_tensorboard_logging_options()
+        self.megatron_lm_default_args |= self.other_megatron_args or {}
+
+    def attach(self, state: AcceleratorState) -> None:
+        """Hand the run's number format to Megatron-LM."""
+        self.set_mixed_precision(state.mixed_precision)
+
+    # ---- arguments that depend on what is prepared --------------------------------------------------------------------
+
+    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+        """Take the sizes of a transformers model.
+
+        Args:
+            model: A model whose `config.model_type` has a parser.
+            batch_data: A batch, from which sequence lengths are read; its tensors have shape (batch, sequence).
+
+        Raises:
+            ValueError: When there is no parser, or the configuration lacks a size.
+        """
+        find_parser(model.config.model_type)(self, model, batch_data)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Set the number format: "fp16" or "bf16"; anything else leaves float32."""
+        if mixed_precision == "fp16":
+            self.megatron_lm_default_args["fp16"] = True
+        elif mixed_precision == "bf16":
+            self.megatron_lm_default_args["bf16"] = True
+            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Set batch sizes.
+
+        Args:
+            micro_batch_size: Samples per micro-batch and process.
+            dp_degree: How many processes read different data.
+        """
+        self.data_parallel_size = dp_degree
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * self.num_micro_batches
+        self.megatron_lm_default_args |= {
+            "data_parallel_size": self.data_parallel_size,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Have Megatron-LM make an optimizer like the given one.
+
+        Args:
+            optimizer (`torch.optim.Optimizer`): An Adam or SGD.
+
+        Raises:
+            ValueError: For any other optimizer.
+        """
+        name, defaults = type(optimizer).__name__, optimizer.defaults
+        if "adam" in name.lower():
+            beta1, beta2 = defaults["betas"]
+            chosen = {"optimizer": "adam", "adam_beta1": beta1, "adam_beta2": beta2, "adam_eps": defaults["eps"]}
+        elif "sgd" in name.lower():
+            chosen = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
+        else:
+            raise ValueError(f"Megatron-LM has no optimizer like {name!r}: use Adam, AdamW or SGD.")
+        self.megatron_lm_default_args |= {**chosen, "lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Take the schedule's length from a scheduler where the plugin does not say it.
+
+        Args:
+            scheduler (`MegatronLMDummyScheduler`): With `total_num_steps` and `warmup_num_steps`, counted over all
+                data-parallel processes.
+
+        Raises:
+            ValueError: When the length is needed and the scheduler does not say it.
+        """
+        if self.train_iters is None:
+            self.train_iters = self._per_process(scheduler, "total_num_steps", "train_iters")
+            self._drop("train_samples", None)
+        if self.lr_warmup_iters is None:
+            self.lr_warmup_iters = self._per_process(scheduler, "warmup_num_steps", "lr_warmup_iters")
+            self._drop("lr_warmup_samples", 0)
+        self.megatron_lm_default_args |= {name: getattr(self, name) for name in SCHEDULE_ARGUMENTS}
+
+    def _per_process(self, scheduler: Any, source: str, name: str) -> int:
+        num_steps, dp_degree = (
+            getattr(scheduler, source, None),
+            self.megatron_lm_default_args.get("data_parallel_size"),
+        )
+        if num_steps is None or dp_degree is None:
+            missing = f"{type(scheduler).__name__}.{source}" if num_steps is None else "the data-parallel size"
+            raise ValueError(
+                f"MegatronLMPlugin.{name} cannot be found, because {missing} is not known: set {name}, or pass a "
+                "MegatronLMDummyScheduler to prepare together with model and data loader."
+            )
+        return int(num_steps // dp_degree)
+
+    def _drop(self, name: str, replacement: int | None) -> None:
+        if getattr(self, name) is not None:
+            warnings.warn(
+                f"MegatronLMPlugin.{name}={getattr(self, name)!r} has no effect, because the scheduler counts steps: "
+                f"set {name.replace('samples', 'iters')}, or leave it out.",
+                stacklevel=4,
+            )
+        setattr(self, name, replacement)
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Switch on everything that Megatron-LM can log.
+
+        Raises:
+            MissingLibraryError: When Megatron-LM is not installed.
+        """
+        from argparse import ArgumentParser
+
+        try:
+            from megatron.training.arguments import _add_logging_args
+        except ImportError:
+            raise missing_library("megatron-lm", why="MegatronLMPlugin(set_all_logging_options=True)") from None
+        self.dataset_args = vars(_add_logging_args(ArgumentParser()).parse_args([]))
+        for name, value in self.dataset_args.items():
+            if name.startswith("log_") and isinstance(value, bool):
+                self.megatron_lm_default_args[name] = True

@@ -1,0 +1,48 @@
+"""Data loader settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accel_state.errors import MissingLibraryError
+from accel_state.settings.data import DataLoaderConfiguration
+
+
+def test_defaults() -> None:
+    assert vars(DataLoaderConfiguration()) == {
+        "split_batches": False,
+        "dispatch_batches": None,
+        "even_batches": True,
+        "use_seedable_sampler": False,
+        "data_seed": None,
+        "non_blocking": False,
+        "use_stateful_dataloader": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"even_batches": 2}, "even_batches=2 .* true or false"),
+        ({"dispatch_batches": "main"}, "dispatch_batches='main'"),
+        ({"data_seed": 1.5}, "data_seed=1.5 .* whole number"),
+    ],
+)
+def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataLoaderConfiguration(**given)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(TypeError, match="prefetch"):
+        DataLoaderConfiguration(prefetch=2)  # type: ignore[call-arg]
+
+
+def test_stateful_loaders_need_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_state.libraries.is_torchdata_stateful_dataloader_available", lambda: True)
+    assert DataLoaderConfiguration(use_stateful_dataloader=True).use_stateful_dataloader
+    monkeypatch.setattr("accel_state.libraries.is_torchdata_stateful_dataloader_available", lambda: False)
+    with pytest.raises(MissingLibraryError, match="pip install torchdata"):
+        DataLoaderConfiguration(use_stateful_dataloader=True)

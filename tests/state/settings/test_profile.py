@@ -1,0 +1,56 @@
+"""What `ProfileKwargs` makes of its words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from accel_state.settings.profile import ProfileKwargs
+
+
+def test_a_built_profiler_records() -> None:
+    with ProfileKwargs(activities=["cpu"], record_shapes=True).build() as profiler:
+        torch.ones(2, 3) @ torch.ones(3, 4)
+    events = [event for event in profiler.key_averages(group_by_input_shape=True) if event.key == "aten::mm"]
+    assert events
+    assert events[0].input_shapes[:2] == [[2, 3], [3, 4]]
+
+
+def test_the_schedule_decides_when_traces_are_ready() -> None:
+    ready: list[int] = []
+    settings = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
+        on_trace_ready=lambda profiler: ready.append(profiler.step_num),
+    )
+    with settings.build() as profiler:
+        for _ in range(6):
+            profiler.step()
+    assert ready == [4]
+
+
+def test_defaults_pass_nothing_on() -> None:
+    assert ProfileKwargs().to_kwargs() == {}
+    assert ProfileKwargs(with_flops=True, output_trace_dir="t").to_kwargs() == {
+        "with_flops": True,
+        "output_trace_dir": "t",
+    }
+    assert ProfileKwargs().build().activities
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ProfileKwargs(activities=["gpu"]), "'gpu'.*'cpu', 'xpu', 'mtia', 'cuda', 'hpu'"),  # type: ignore[list-item]
+        (lambda: ProfileKwargs(activities=3), "activities=3"),  # type: ignore[arg-type]
+        (lambda: ProfileKwargs(on_trace_ready=3), "on_trace_ready=3"),  # type: ignore[arg-type]
+        (lambda: ProfileKwargs(schedule_option={"wiat": 1}).build(), r"'wiat'.*Did you mean 'wait'\?"),
+        (lambda: ProfileKwargs(schedule_option={"wait": 1}).build(), "also has 'warmup', 'active'"),
+        (lambda: ProfileKwargs(activities=["mtia"]).build(), "'mtia'.*what this torch can record .*'cpu'"),
+    ],
+)
+def test_wrong_words_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
