@@ -48,7 +48,7 @@ def _text_of(source: str | os.PathLike[str]) -> str | None:
         with open(source, encoding="utf-8") as file:
             return file.read()
     try:
-        return base64.urlsafe_b64decode(str(source)).decode("utf-8")
+        return base64.b64decode(str(source), altchars=b"-_", validate=True).decode("utf-8")
     except (binascii.Error, ValueError):
         return None
 
