@@ -22,7 +22,7 @@ from accel_ops.collectives import (
     pad_across_processes,
     reduce,
 )
-from accel_ops.gathering import SLOT_BYTES
+from accel_ops.messages import SLOT_BYTES
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks
@@ -242,3 +242,37 @@ def test_debug_mode_names_the_operation_and_all_shapes(rank: int, world: int) ->
 def test_dtype_numbers_go_both_ways() -> None:
     for number, dtype in collectives.TENSOR_INT_TO_DTYPE.items():
         assert collectives.TENSOR_TYPE_TO_INT[dtype] == number
+
+
+@ranks(2)
+def test_results_can_be_written_to_with_gradients(rank: int, world: int) -> None:
+    """A contrastive loss puts a process's own part, with its gradient, back into what was gathered."""
+    large = torch.ones(2 * SLOT_BYTES)
+    for results in (
+        lambda: gather([torch.ones(4, 2), torch.ones(4)]),
+        lambda: gather([torch.ones(4 + rank), torch.ones(4 + rank, 3)]),
+        lambda: gather([large]),
+        lambda: gather([large, large]),
+        lambda: gather([large, large[rank:]]),
+        lambda: reduce([torch.ones(4, 2), torch.ones(4)]),
+        lambda: reduce([large, large]),
+        lambda: [pad_across_processes(torch.ones(4 + rank))],
+    ):
+        with torch.no_grad():
+            found = results()
+        for leaf in found:
+            own = torch.full_like(leaf[:4], 3.0, requires_grad=True)
+            others = [other.clone() for other in found if other is not leaf]
+            leaf[:4] = own
+            leaf.sum().backward()
+            assert own.grad is not None
+            assert own.grad.unique().item() == 1
+            assert all(map(torch.equal, others, [other for other in found if other is not leaf]))
+
+
+@ranks(2)
+def test_a_small_result_does_not_keep_the_memory_of_a_large_one(rank: int, world: int) -> None:
+    small, _ = reduce([torch.ones(1), torch.ones(1 << 20)])
+    assert small.untyped_storage().nbytes() < 1 << 10
+    small, _ = gather([torch.ones(1), torch.ones(1 << 20)])
+    assert small.untyped_storage().nbytes() < 1 << 10

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import ROOT
+from tools.bench.reference import ROOT, run_on_ranks
 from tools.bench.row import Row
 
 BLOCKS = 40
@@ -29,7 +29,7 @@ RAGGED_ONLY_OURS = "`gather` of the same ragged leaves, unpadded"
 
 def rows(reference: Path) -> list[Row]:
     """Measure both sides, each against the floor beside it."""
-    mine, theirs = launch(Path(sys.executable)), launch(reference)
+    mine, theirs = run_on_ranks(sys.executable, __file__), run_on_ranks(reference, __file__)
     return [
         Row(
             what,
@@ -37,20 +37,11 @@ def rows(reference: Path) -> list[Row]:
             mine[what][0],
             theirs[what][0] if what in theirs else None,
             mine[what][1],
-            mine[what][0] / mine[what][1],
+            mine[what][2],
             goal,
         )
         for what, (goal, _) in GOALS.items()
     ]
-
-
-def launch(python: Path) -> dict[str, list[float]]:
-    """Run this file on two ranks; milliseconds by name: of the library, and of the floor."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    found: dict[str, list[float]] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return found
 
 
 def worker() -> None:
@@ -62,6 +53,7 @@ def worker() -> None:
     from accelerate import Accelerator
 
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})  # a core each, for steady times
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,11 +76,16 @@ def worker() -> None:
         return flat.split(16)
 
     ragged = [torch.randn(8 + rank + index % 3, 4) for index in range(16)]
-    longest = 16 * 12 * 4
+    longest = sum(8 + 1 + index % 3 for index in range(16)) * 4
 
-    def ragged_floor() -> Any:
+    def ragged_floor() -> Any:  # all sizes are known beforehand
         flat = torch.cat([leaf.reshape(-1) for leaf in ragged])
-        return flat_gather(torch.nn.functional.pad(flat, (0, longest - flat.numel())))
+        rows = flat_gather(torch.nn.functional.pad(flat, (0, longest - flat.numel()))).view(world, -1)
+        per_rank = [
+            row.split([4 * (8 + source + index % 3) for index in range(16)] + [4 * 16 * (world - 1 - source)])
+            for source, row in enumerate(rows)
+        ]
+        return [torch.cat([parts[index] for parts in per_rank]).view(-1, 4) for index in range(16)]
 
     big = torch.randn(1 << 20)
     batch = (torch.randint(10, (32,)), torch.randint(10, (32,)))
@@ -120,18 +117,25 @@ def worker() -> None:
 
 
 def by_turns(pair: tuple[Callable[[], Any], Callable[[], Any]], calls: int, barrier: Callable[[], Any]) -> list[float]:
-    """The best block of each of two functions, taken alternately; milliseconds a call."""
-    best = [float("inf")] * 2
+    """Run two functions in blocks, taken alternately.
+
+    Returns:
+        The median milliseconds of a call of each, and the median over pairs of neighbouring blocks of their ratio: the
+        system schedules two waiting processes now well, now badly, and neighbours share that.
+    """
+    pairs = []
     for block in range(BLOCKS + 2):
+        seconds = [0.0, 0.0]
         for index in (0, 1) if block % 2 else (1, 0):
             barrier()
             begin = time.perf_counter()
             for _ in range(calls):
                 pair[index]()
-            seconds = (time.perf_counter() - begin) / calls
-            if block >= 2:  # the first ones warm up
-                best[index] = min(best[index], seconds)
-    return [seconds * 1e3 for seconds in best]
+            seconds[index] = (time.perf_counter() - begin) / calls
+        if block >= 2:  # the first ones warm up
+            pairs.append(seconds)
+    first, second = (statistics.median(column) * 1e3 for column in zip(*pairs, strict=True))
+    return [first, second, statistics.median(one / other for one, other in pairs)]
 
 
 if __name__ == "__main__":

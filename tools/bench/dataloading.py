@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import ROOT
+from tools.bench.reference import run_on_ranks
 from tools.bench.row import Row
 
 PAIRS = 15
@@ -23,7 +22,7 @@ WORLD = 2
 
 def rows(reference: Path) -> list[Row]:
     """Measure our loaders and the reference's, each against its own shard mode in the same two processes."""
-    mine, theirs = launch(Path(sys.executable)), launch(reference)
+    mine, theirs = run_on_ranks(sys.executable, __file__), run_on_ranks(reference, __file__)
     found = []
     for what, key in (("reading sample by sample", "samples"), ("reading whole batches", "batches")):
         ours, other = mine[key], theirs[key]
@@ -51,18 +50,6 @@ def rows(reference: Path) -> list[Row]:
         )
     )
     return found
-
-
-def launch(python: Path) -> dict[str, Any]:
-    """Run this file on two ranks."""
-    done = subprocess.run(
-        [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD), __file__],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-    )
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def worker() -> None:

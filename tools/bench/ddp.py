@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import ROOT
+from tools.bench.reference import run_on_ranks
 from tools.bench.row import Row
 
 PAIRS = 40
@@ -22,7 +21,7 @@ WIDTHS = {"tiny model": 32, "small model": 512}
 
 def rows(reference: Path) -> list[Row]:
     """Measure our prepared loop and the reference's, each against the hand-written loop beside it."""
-    mine, theirs = launch(Path(sys.executable)), launch(reference)
+    mine, theirs = run_on_ranks(sys.executable, __file__), run_on_ranks(reference, __file__)
     found = []
     for what in WIDTHS:
         ratio, other = mine[what]["ratio"], theirs[what]["ratio"]
@@ -30,18 +29,6 @@ def rows(reference: Path) -> list[Row]:
             Row(f"DDP samples/s, hand-written over prepared, 2 ranks, {what}", "x", ratio, other, 1.0, ratio, 1.03)
         )
     return found
-
-
-def launch(python: Path) -> dict[str, dict[str, float]]:
-    """Run this file on two ranks."""
-    done = subprocess.run(
-        [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"},
-    )
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def worker() -> None:

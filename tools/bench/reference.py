@@ -33,3 +33,17 @@ def run_json(python: Path | str, script: Path | str, *arguments: str, **environm
     if done.returncode:
         raise RuntimeError(f"{script} {' '.join(arguments)} ended with {done.returncode}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def run_on_ranks(python: Path | str, script: Path | str, world: int = 2) -> Any:
+    """Run a script in several processes on the CPU; what the first line of output that is JSON says.
+
+    A process that aborts at exit, when all is measured and printed, does no harm.
+    """
+    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(script)]
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)
+    if line is None:
+        raise RuntimeError(f"{script} ended with {done.returncode} and printed no result:\n{done.stderr[-4000:]}")
+    return json.loads(line)

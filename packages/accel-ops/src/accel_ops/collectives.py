@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.packing import flatten_together, layout_of, pack, signature_of, unflatten, unpack
+from accel_ops.packing import flatten_together, layout_of, pack, signature_of, split_into, unpack
 from accel_ops.transport import Transport, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
@@ -105,32 +105,26 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
     with torch.no_grad():
         sums = _sum(moved, transport, state.num_processes, factor)
-    return rebuild(
-        tensor,
-        (
-            total if total.device == leaf.device else total.to(leaf.device)
-            for total, leaf in zip(sums, leaves, strict=True)
-        ),
-    )
+    if wire != state.device:
+        sums = [total.to(leaf.device) for total, leaf in zip(sums, leaves, strict=True)]
+    return rebuild(tensor, sums)
 
 
 def _sum(leaves: list[torch.Tensor], transport: Transport, world: int, factor: float) -> list[torch.Tensor]:
     """Sums of the leaves over processes, times `factor`."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        by_dtype.setdefault(leaf.dtype, []).append(index)
-    if len(by_dtype) > MAX_REDUCED_DTYPES:
-        layout = layout_of(signature_of(leaves))
+    layout = layout_of(signature_of(leaves))
+    if len(layout.groups) > MAX_REDUCED_DTYPES:
         rows = transport.all_gather(pack(leaves, layout), world)
         per_process = [unpack(row, layout) for row in rows]
         sums = [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*per_process, strict=True)]
         return sums if factor == 1.0 else [total * factor for total in sums]
     sums = list(leaves)
-    for members in by_dtype.values():
-        alike = [leaves[index] for index in members]
+    for group in layout.groups:
+        alike = leaves if len(layout.groups) == 1 else [leaves[index] for index in group.leaves]
         total = transport.all_reduce(_flat_copy(alike))
         total = total if factor == 1.0 else total * factor
-        for index, piece in zip(members, unflatten(total, alike), strict=True):
+        shapes = [layout.shapes[index] for index in group.leaves]
+        for index, piece in zip(group.leaves, split_into(total, group.counts, shapes), strict=True):
             sums[index] = piece
     return sums
 

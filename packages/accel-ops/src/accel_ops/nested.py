@@ -117,21 +117,23 @@ def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], tuple[Any, .
 
 
 def _visit(data: Any, leaves: list[torch.Tensor], structure: list[Any], operation: str) -> None:
-    if isinstance(data, torch.Tensor):
-        leaves.append(data)
+    items: Iterable[Any]
+    if isinstance(data, (list, tuple)):
+        structure.append((len(leaves), len(data)))
+        items = data
     elif isinstance(data, Mapping):
         structure.append((len(leaves), *data))
-        for item in data.values():
-            _visit(item, leaves, structure, operation)
-    elif isinstance(data, (list, tuple)):
-        structure.append((len(leaves), len(data)))
-        for item in data:
-            _visit(item, leaves, structure, operation)
+        items = data.values()
     else:
         raise TypeError(
             f"{operation} got {data!r} of type {type(data).__name__}: only tensors, and nested lists, tuples and "
             "dictionaries of tensors, travel between processes. Convert it to a tensor, or gather it as an object."
         )
+    for item in items:
+        if isinstance(item, torch.Tensor):  # here, because a call for each leaf would take as long as the rest
+            leaves.append(item)
+        else:
+            _visit(item, leaves, structure, operation)
 
 
 def rebuild(data: Any, leaves: Iterable[Any]) -> Any:
@@ -143,7 +145,7 @@ def _put(data: Any, leaves: Iterator[Any]) -> Any:
     if isinstance(data, torch.Tensor):
         return next(leaves)
     if type(data) is list:
-        return [_put(item, leaves) for item in data]
+        return [next(leaves) if isinstance(item, torch.Tensor) else _put(item, leaves) for item in data]
     if isinstance(data, Mapping):
         made: Callable[[Any], Any] = type(data)
         return made({key: _put(item, leaves) for key, item in data.items()})

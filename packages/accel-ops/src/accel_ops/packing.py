@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 split_copy: Any = torch.split_with_sizes_copy  # torch does not say what it returns
-# many small tensors as one and back, in one call each
 flatten_together: Any = torch._utils._flatten_dense_tensors
-unflatten: Any = torch._utils._unflatten_dense_tensors
 SMALL_BYTES = 65536
 ALIGNMENT_BYTES = 16  # of the widest dtype, complex128
 Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each leaf, some without first sizes
@@ -35,7 +33,7 @@ class Group:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # known by identity: `layout_of` makes one for each signature
 class Layout:
     """Where each leaf lies in a packed buffer."""
 
@@ -71,6 +69,15 @@ def digest_of(description: Any) -> int:
     return int.from_bytes(blake2b(repr(description).encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor; uint8 of shape (bytes,)."""
+    plain = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
+    flat = plain.view(-1)
+    if flat.stride(0) != 1:  # a single element may have any stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
 def pack(leaves: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Copy leaves, all on one device, into a new buffer; uint8 of shape (num_bytes,)."""
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=leaves[0].device)
@@ -80,11 +87,20 @@ def pack(leaves: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 def pack_into(buffer: torch.Tensor, leaves: Sequence[torch.Tensor], layout: Layout) -> None:
     """Copy leaves, all on one device, into a buffer; uint8 of shape (num_bytes,)."""
+    start = 0
+    for part in grouped_bytes(leaves, layout):
+        buffer[start : start + len(part)] = part
+        start += len(part)
+
+
+def grouped_bytes(leaves: Sequence[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    """The bytes of each group, in the order of the layout; uint8 of shape (num_bytes of the group,)."""
     with torch.no_grad():
-        for group in layout.groups:
-            if group.num_bytes:
-                flat = flatten_together([leaves[index] for index in group.leaves])
-                buffer[group.start : group.start + group.num_bytes].view(group.dtype).copy_(flat)
+        return [
+            as_bytes(flatten_together([leaves[index] for index in group.leaves]))
+            for group in layout.groups
+            if group.num_bytes
+        ]
 
 
 def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
@@ -105,17 +121,9 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
                 found[index] = buffer.new_empty(_joined(layout.shapes[index], rows), dtype=group.dtype)
             continue
         part = buffer[..., group.start : group.start + group.num_bytes].view(group.dtype)
-        if rows is not None and group.num_bytes <= SMALL_BYTES:
-            order, templates = _joining(layout, group, rows, buffer.device)
-            pieces: Sequence[torch.Tensor] = unflatten(part.reshape(-1).index_select(0, order), templates)
-        else:
-            copies = split_copy(part, group.counts, dim=-1)
-            pieces = [
-                copy.view(_joined(layout.shapes[index], rows))
-                for index, copy in zip(group.leaves, copies, strict=True)
-            ]
-        for index, piece in zip(group.leaves, pieces, strict=True):
-            found[index] = piece
+        with torch.enable_grad():  # see split_into
+            for index, copy in zip(group.leaves, split_copy(part, group.counts, dim=-1), strict=True):
+                found[index] = copy.view(_joined(layout.shapes[index], rows))
     return found
 
 
@@ -125,15 +133,19 @@ def _joined(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:
     return (rows * shape[0], *shape[1:]) if shape else (rows,)
 
 
-@lru_cache(maxsize=256)
-def _joining(
-    layout: Layout, group: Group, rows: int, device: torch.device
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """For small leaves: the order of elements that joins each leaf over rows, and what the results look like.
+def split_into(flat: torch.Tensor, counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Cut a flat tensor into leaves that people may do with as they like.
 
-    One reordering and one call that makes all views is several times faster than a copy for each leaf.
+    Autograd does not take them for views of one tensor: each may be written to, also values that need gradients, as
+    when a process puts its own part of a gathered tensor back. Small ones share memory; large ones are copies, so that
+    none keeps the memory of the others alive.
+
+    Args:
+        flat: Of shape (sum(counts),), without gradients.
+        counts: Elements of each leaf.
+        shapes: Shape of each leaf.
     """
-    elements = torch.arange(rows * sum(group.counts), device=device).view(rows, -1)
-    order = torch.cat([part.reshape(-1) for part in elements.split(group.counts, dim=1)])
-    templates = tuple(torch.empty(_joined(layout.shapes[index], rows), device="meta") for index in group.leaves)
-    return order, templates
+    cut = torch.unsafe_split_with_sizes if flat.numel() * flat.element_size() <= SMALL_BYTES else split_copy
+    pieces = cut(flat, counts) if len(counts) > 1 else [flat]
+    with torch.enable_grad():  # a view made without gradients would refuse such values
+        return [piece if len(shape) == 1 else piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

@@ -20,8 +20,14 @@ class Transport(Protocol):
         """The device on which buffers must lie."""
         ...
 
-    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
-        """Collect a buffer of shape (n,), equally long everywhere, as (world, n) on every process."""
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Collect a buffer of shape (n,), equally long everywhere, as (world, n) on every process.
+
+        Args:
+            buffer: What this process brings.
+            world: How many processes there are.
+            out: Where to put the result, of shape (world * n,).
+        """
         ...
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -42,9 +48,9 @@ class TorchTransport:
         backend = str(state.backend or "")
         return torch.device("cpu") if backend in ("gloo", "mpi", "ccl") else state.device
 
-    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Collect a buffer of shape (n,) as (world, n)."""
-        gathered = buffer.new_empty(world * buffer.numel())
+        gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
         getattr(dist, ALL_GATHER)(gathered, buffer)
         return gathered.view(world, buffer.numel())
 
@@ -67,9 +73,10 @@ class XlaTransport:
         """The XLA device."""
         return state.device
 
-    def all_gather(self, buffer: torch.Tensor, world: int) -> torch.Tensor:
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Collect a buffer of shape (n,) as (world, n)."""
-        return _xla().all_gather(buffer).view(world, buffer.numel())
+        gathered = _xla().all_gather(buffer)
+        return (gathered if out is None else out.copy_(gathered)).view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         """Sum a buffer over processes."""
