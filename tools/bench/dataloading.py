@@ -3,40 +3,47 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tools.bench.reference import run_on_ranks
 from tools.bench.row import Row
 
-PAIRS = 15
+TURNS = 15
 ROUNDS = 300
 BATCH = 32
 WIDTH = 64
 SAMPLES = 1000
 WORLD = 2
+KINDS = {
+    "a stream that cannot be divided": "stream",
+    "samples read one by one": "samples",
+    "batches read whole": "batches",
+}
 
 
 def rows(reference: Path) -> list[Row]:
     """Measure our loaders and the reference's, each against its own shard mode in the same two processes."""
     mine, theirs = run_on_ranks(sys.executable, __file__), run_on_ranks(reference, __file__)
     found = []
-    for what, key in (("reading sample by sample", "samples"), ("reading whole batches", "batches")):
+    for what, key in KINDS.items():
         ours, other = mine[key], theirs[key]
-        found.append(
-            Row(
-                f"dispatch loader, batches/s of a process, 2 ranks, {what}; shard mode over it",
-                "/s",
-                ours["dispatch"],
-                other["dispatch"],
-                ours["shard"],
-                ours["shard"] / ours["dispatch"],
-                1.3,
+        for floor, name in (("broadcast", "a hand-written loop with one flat broadcast"), ("shard", "shard mode")):
+            found.append(
+                Row(
+                    f"dispatch loader, batches/s of a process, 2 ranks, {what}: {name} over it",
+                    "/s",
+                    ours["dispatch"],
+                    other["dispatch"],
+                    ours[floor],
+                    ours[floor] / ours["dispatch"],
+                    1.3,
+                )
             )
-        )
     reads, other_reads = mine["reads"], theirs["reads"]
     found.append(
         Row(
@@ -55,7 +62,8 @@ def rows(reference: Path) -> list[Row]:
 def worker() -> None:
     """One rank: time both loaders by turns, count reads, and let rank 0 print."""
     import torch
-    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, IterableDataset
 
     from accelerate import Accelerator
     from accelerate.data_loader import prepare_data_loader
@@ -63,14 +71,11 @@ def worker() -> None:
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
 
-    class Batches(Dataset):  # type: ignore[type-arg]
-        """Items that are whole batches already, as memory-mapped tokens are; reading one costs little."""
+    class Whole(IterableDataset):  # type: ignore[type-arg]
+        """A stream that has no parts: in shard mode every process reads all of it and keeps its share."""
 
-        def __len__(self) -> int:
-            return ROUNDS * WORLD
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return data[index * BATCH : (index + 1) * BATCH]
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(data)
 
     class Stream(IterableDataset):  # type: ignore[type-arg]
         """Counts what it reads; can be divided in the way of Hugging Face's datasets."""
@@ -91,17 +96,35 @@ def worker() -> None:
 
     data = torch.randn(ROUNDS * WORLD * BATCH, WIDTH)
     plain = {
-        "samples": DataLoader(TensorDataset(data), batch_size=BATCH),
-        "batches": DataLoader(Batches(), batch_size=1, collate_fn=lambda items: items[0]),
+        "stream": DataLoader(Whole(), batch_size=BATCH),
+        "samples": DataLoader(data, batch_size=BATCH),  # type: ignore[arg-type]
+        "batches": DataLoader(data.split(BATCH), batch_size=1, collate_fn=lambda items: items[0]),
     }
+
+    def broadcasting(loader: Any) -> Callable[[], Any]:
+        """What one writes by hand: rank 0 reads for all and broadcasts; everybody takes its share."""
+        buffer = torch.empty(WORLD * BATCH, WIDTH)
+        own = slice(accelerator.process_index * BATCH, (accelerator.process_index + 1) * BATCH)
+
+        def loop() -> None:
+            batches = iter(loader) if accelerator.process_index == 0 else None
+            for _ in range(ROUNDS):
+                if batches is not None:
+                    torch.cat([next(batches), next(batches)], out=buffer)
+                dist.broadcast(buffer, src=0)
+                buffer[own].clone()
+
+        return loop
+
     found: dict[str, Any] = {}
     for key, loader in plain.items():
         shard, dispatch = (
-            prepare_data_loader(loader, accelerator.device, put_on_device=True, dispatch_batches=choice)
+            through(prepare_data_loader(loader, accelerator.device, put_on_device=True, dispatch_batches=choice))
             for choice in (False, True)
         )
-        best = compare(accelerator, shard, dispatch)
-        found[key] = {"shard": ROUNDS / best[0], "dispatch": ROUNDS / best[1]}
+        best = compare(accelerator, [shard, dispatch, broadcasting(loader)])
+        names = ("shard", "dispatch", "broadcast")
+        found[key] = {name: ROUNDS / seconds for name, seconds in zip(names, best, strict=True)}
 
     stream = Stream(range(SAMPLES))
     prepared = prepare_data_loader(DataLoader(stream, batch_size=10), dispatch_batches=False)
@@ -114,18 +137,27 @@ def worker() -> None:
     accelerator.wait_for_everyone()
 
 
-def compare(accelerator: Any, first: Any, second: Any) -> list[float]:
-    """The best seconds of each loader for one pass, by turns."""
-    best = [float("inf")] * 2
-    for pair in range(PAIRS):
-        for which in (0, 1) if pair % 2 else (1, 0):
+def through(loader: Any) -> Callable[[], None]:
+    """A pass over a loader."""
+
+    def loop() -> None:
+        for _ in loader:
+            pass
+
+    return loop
+
+
+def compare(accelerator: Any, loops: list[Callable[[], None]]) -> list[float]:
+    """The median seconds of each loop, by turns."""
+    taken: list[list[float]] = [[] for _ in loops]
+    for turn in range(TURNS):
+        for which in range(len(loops)) if turn % 2 else reversed(range(len(loops))):
             accelerator.wait_for_everyone()
             begin = time.perf_counter()
-            for _ in (first, second)[which]:
-                pass
+            loops[which]()
             accelerator.wait_for_everyone()
-            best[which] = min(best[which], time.perf_counter() - begin)
-    return best
+            taken[which].append(time.perf_counter() - begin)
+    return [statistics.median(seconds) for seconds in taken]
 
 
 def main() -> None:

@@ -61,16 +61,9 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
         self.iteration = iteration
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _synchronize(self) -> None:
         # one generator state for all, because each process may draw numbers of its own in between
         synchronize_rng_states(["torch"])
-        self.set_epoch(self.iteration)
-        self.begin()
-        try:
-            yield from self._batches()
-        finally:
-            self.end()
-        self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
         state = self.state
@@ -118,29 +111,24 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     def _read_and_send(self, rounds: Rounds) -> Iterator[Share]:
         places = self._places()
         first: Any = None
-        try:
-            reader = self._read_rounds()
-            current = next(reader, None)
-        except Exception as error:
-            rounds.send_error(error)
-            raise
-        if current is None:
-            rounds.send_end()
-        while current is not None:
-            position = self._position()
-            try:
-                following = next(reader, None)
-                first = self._beginning(current, first)
-                shares, num_samples = self._cut(current, first, len(set(places)), places, following is None)
+        with rounds:
+            with rounds.errors_for_all():
+                reader = self._read_rounds()
+                current = next(reader, None)
+            if current is None:
+                rounds.send_end()
+            while current is not None:
+                position = self._position()
+                with rounds.errors_for_all():
+                    following = next(reader, None)
+                    first = self._beginning(current, first)
+                    shares, num_samples = self._cut(current, first, len(set(places)), places, following is None)
                 if shares is None:
                     rounds.send_end()
                     return
-            except Exception as error:
-                rounds.send_error(error)
-                raise
-            with self._at(position):
-                yield rounds.send(shares, following is None, num_samples)
-            current = following
+                with self._at(position):
+                    yield rounds.send(shares, following is None, num_samples)
+                current = following
 
     def _read_rounds(self) -> Iterator[Any]:
         """The data of one round after the other."""

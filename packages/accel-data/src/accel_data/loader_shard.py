@@ -18,9 +18,26 @@ from accel_state.gradient_state import GradientState
 
 
 class EpochMixin:
-    """How a loader passes the epoch on, and what it says about the data of all processes together."""
+    """How a loader runs through an epoch, and what it says about the data of all processes together."""
 
     iteration: int
+
+    def __iter__(self) -> Any:  # an iterator of batches, which torch's class would not admit
+        self._synchronize()
+        self.set_epoch(self.iteration)
+        self.begin()  # type: ignore[attr-defined]
+        try:
+            yield from self._batches()
+        finally:
+            self.end()  # type: ignore[attr-defined]
+        self.iteration += 1
+
+    def _synchronize(self) -> None:
+        """Bring the random generators of all processes into one state."""
+        raise NotImplementedError
+
+    def _batches(self) -> Iterator[Any]:
+        raise NotImplementedError
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, for samplers and data sets that shuffle by it."""
@@ -91,16 +108,9 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
         self.iteration = iteration
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def _synchronize(self) -> None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.set_epoch(self.iteration)
-        self.begin()
-        try:
-            yield from self._batches()
-        finally:
-            self.end()
-        self.iteration += 1
 
     def _batches(self) -> Iterator[Any]:
         device, non_blocking = self.device, self._non_blocking

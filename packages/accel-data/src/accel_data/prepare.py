@@ -64,12 +64,7 @@ def prepare_data_loader(
     Raises:
         ValueError: For settings that cannot be combined, or a batch that cannot be cut evenly.
     """
-    state = PartialState()
-    count = state.num_processes if num_processes is None else num_processes
-    index = state.process_index if process_index is None else process_index
-    if torch_device_mesh is not None and num_processes is None:
-        place = data_place_of(torch_device_mesh)
-        count, index = place.count, place.index
+    count, index = _place(num_processes, process_index, torch_device_mesh)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     part = find_split(dataloader.dataset, index, count) if is_stream and count > 1 and not dispatch_batches else None
     if dispatch_batches is None:
@@ -84,46 +79,8 @@ def prepare_data_loader(
     if split_batches:
         _check_divisible(dataloader, count)
 
-    rng_types = list(rng_types) if rng_types is not None else None
     sampler = _choose_sampler(dataloader, use_seedable_sampler, data_seed)
-    kwargs = copied_arguments(dataloader)
-    generator = None
-    dataset, batches = dataloader.dataset, None if is_stream else batch_sampler_of(dataloader)
-    if count > 1 and not dispatch_batches:
-        generator = _shared_generator(dataset, sampler, is_stream, use_seedable_sampler)
-        if part is not None:
-            dataset = SplitStream(part, _own_batch_size(dataloader, split_batches, count) or 1, count)
-        elif is_stream:
-            dataset = IterableDatasetShard(
-                dataset,
-                batch_size=dataloader.batch_size or 1,
-                drop_last=dataloader.drop_last,
-                num_processes=count,
-                process_index=index,
-                split_batches=split_batches,
-            )
-        else:
-            batches = BatchSamplerShard(
-                batches,
-                num_processes=count,
-                process_index=index,
-                split_batches=split_batches,
-                even_batches=even_batches,
-            )
-    if rng_types is not None and generator is None:
-        rng_types = [kind for kind in rng_types if kind not in (RNGType.GENERATOR, RNGType.GENERATOR.value)]
-    if is_stream:
-        kwargs["drop_last"] = dataloader.drop_last
-        kwargs["batch_size"] = (
-            dataloader.batch_size if dispatch_batches else _own_batch_size(dataloader, split_batches, count)
-        )
-    elif isinstance(dataloader.sampler, BatchSampler) and not dispatch_batches:
-        kwargs |= {"sampler": batches, "batch_size": dataloader.batch_size}
-    elif dataloader.batch_sampler is None and not isinstance(dataloader.sampler, BatchSampler):
-        kwargs |= {"sampler": dataloader.sampler, "batch_size": None}
-    else:
-        kwargs["batch_sampler"] = batches
-    common = {
+    arguments = copied_arguments(dataloader) | {
         "_drop_last": dataloader.drop_last,
         "_non_blocking": non_blocking,
         "use_stateful_dataloader": use_stateful_dataloader,
@@ -131,22 +88,92 @@ def prepare_data_loader(
     }
     prepared: Any
     if dispatch_batches:
-        kwargs.pop("generator")
+        arguments |= _order_for_all(dataloader) | {"generator": None}
         prepared = DataLoaderDispatcher(
-            dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **common, **kwargs
+            dataloader.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **arguments
         )
     else:
+        generator = _shared_generator(dataloader.dataset, sampler, use_seedable_sampler) if count > 1 else None
+        if is_stream:
+            dataset, order = _shard_of_stream(dataloader, part, count, index, split_batches)
+        else:
+            dataset = dataloader.dataset
+            order = _shard_of_batches(dataloader, count, index, split_batches, even_batches)
         prepared = DataLoaderShard(
             dataset,
-            device=(device or state.device) if put_on_device else None,
-            rng_types=rng_types,
+            device=(device or PartialState().device) if put_on_device else None,
+            rng_types=_with_generators(rng_types, generator),
             synchronized_generator=generator,
-            **common,
-            **kwargs,
+            **arguments,
+            **order,
         )
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
     return prepared
+
+
+def _place(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
+    """Between how many the data are shared out, and which of them this process is."""
+    if mesh is not None and num_processes is None:
+        place = data_place_of(mesh)
+        return place.count, place.index
+    state = PartialState()
+    return (
+        state.num_processes if num_processes is None else num_processes,
+        state.process_index if process_index is None else process_index,
+    )
+
+
+def _order_for_all(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that reads what the given one would."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    if dataloader.batch_sampler is None and not isinstance(dataloader.sampler, BatchSampler):
+        return {"batch_size": None, "sampler": dataloader.sampler}
+    return {"batch_sampler": batch_sampler_of(dataloader)}
+
+
+def _shard_of_stream(
+    dataloader: DataLoader[Any], part: Any, count: int, index: int, split_batches: bool
+) -> tuple[Any, dict[str, Any]]:
+    """This process's share of a stream - its own part, where it can be divided - and how it is batched."""
+    size = _own_batch_size(dataloader, split_batches, count)
+    dataset: Any = dataloader.dataset
+    if part is not None:
+        dataset = SplitStream(part, size or 1, count)
+    elif count > 1:
+        dataset = IterableDatasetShard(
+            dataset,
+            batch_size=dataloader.batch_size or 1,
+            drop_last=dataloader.drop_last,
+            num_processes=count,
+            process_index=index,
+            split_batches=split_batches,
+        )
+    return dataset, {"batch_size": size, "drop_last": dataloader.drop_last}
+
+
+def _shard_of_batches(
+    dataloader: DataLoader[Any], count: int, index: int, split_batches: bool, even_batches: bool
+) -> dict[str, Any]:
+    """The arguments of a loader that reads this process's batches of an indexed data set."""
+    if count == 1 and not isinstance(dataloader.sampler, BatchSampler):
+        return _order_for_all(dataloader)
+    batches = batch_sampler_of(dataloader)
+    if count > 1:
+        batches = BatchSamplerShard(
+            batches, num_processes=count, process_index=index, split_batches=split_batches, even_batches=even_batches
+        )
+    if isinstance(dataloader.sampler, BatchSampler):
+        return {"batch_size": dataloader.batch_size, "sampler": batches}
+    return {"batch_sampler": batches}
+
+
+def _with_generators(rng_types: list[Any] | None, generator: Any) -> list[Any] | None:
+    """The kinds of random generators to synchronise; the sampler's only if there is one to share."""
+    if rng_types is None or generator is not None:
+        return rng_types
+    return [kind for kind in rng_types if kind not in (RNGType.GENERATOR, RNGType.GENERATOR.value)]
 
 
 def _choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:
@@ -163,9 +190,9 @@ def _choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, dat
     )
 
 
-def _shared_generator(dataset: Any, sampler: Any, is_stream: bool, use_seedable_sampler: bool) -> Any:
+def _shared_generator(dataset: Any, sampler: Any, use_seedable_sampler: bool) -> Any:
     """The generator that all processes must draw the same numbers from; made where the sampler has none."""
-    if is_stream:
+    if isinstance(dataset, IterableDataset):
         return getattr(dataset, "generator", None)
     if use_seedable_sampler or not hasattr(sampler, "generator"):
         return None

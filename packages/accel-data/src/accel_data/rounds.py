@@ -1,30 +1,32 @@
 """How a batch travels from the process that reads to the others: each gets its share of the bytes, and no more.
 
-In every round the reader scatters one buffer to each process: a header, then that process's packed tensors. All buffers
-have the capacity agreed on last; when a share does not fit, or its tensors have another structure, the reader sends the
-new terms first, and scatters then.
+In every round the reader sends each other process one message: a header, then that process's packed tensors. Both know
+how long it is, because structure, dtypes and shapes are agreed on before; when they change, the reader sends the new
+terms first.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from accel_ops.nested import flatten, rebuild
-from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.packing import Signature, grouped_bytes, layout_of, signature_of, unpack
 from accel_ops.transport import transport_of
 from accel_state.processes import PartialState
 
-WORD_BYTES = 8
-HEADER_WORDS = 8
-HEADER_BYTES = HEADER_WORDS * WORD_BYTES  # of int64: what it is, is it the last, samples of the round
+HEADER_WORDS = 4
+HEADER_BYTES = HEADER_WORDS * 8  # of int64: what it is, is it the last, samples of the round
 DATA, TERMS, END, ERROR = range(4)
-FIRST_CAPACITY_BYTES = 4096
+MAX_IN_FLIGHT = 2  # rounds that the reader may be ahead of a slow process
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +43,7 @@ class Terms:
     """What receivers must know to unpack: structure around the tensors, and dtype and shape of each, per process."""
 
     skeleton: Any
-    signatures: tuple[Any, ...]
-    capacity: int
+    signatures: tuple[Signature, ...]
 
 
 class Rounds:
@@ -55,15 +56,9 @@ class Rounds:
     def __init__(self, state: PartialState) -> None:
         self._state = state
         self._wire = transport_of(state).wire_device(state)
-        self._terms: Terms | None = None
+        self._terms = Terms(None, ((),) * state.num_processes)
         self._agreed: Any = None  # what the reader compares a round with
-        self._capacity = FIRST_CAPACITY_BYTES
-        self._buffer = self._new_buffer()
-        self._rows: list[torch.Tensor] | None = None
-        self._in_flight: Any = None
-
-    def _new_buffer(self) -> torch.Tensor:
-        return torch.zeros(self._capacity, dtype=torch.uint8, device=self._wire)
+        self._in_flight: deque[list[Any]] = deque()
 
     # ---- reading side -------------------------------------------------------------------------------------------
 
@@ -78,71 +73,70 @@ class Rounds:
         Raises:
             TypeError: When a share holds something other than tensors.
         """
-        try:
+        with self.errors_for_all():
             flat = [flatten(share, "the dispatching data loader") for share in shares]
-        except TypeError as error:  # the others are waiting
-            self.send_error(error)
-            raise
         agreed = [(structure, signature_of(leaves)) for leaves, structure in flat]
         if agreed != self._agreed:
             self._send_terms(shares, agreed)
-        rows = self._free_rows()
-        header = torch.tensor([DATA, int(is_last), num_samples], dtype=torch.int64).view(torch.uint8)
-        for row, (leaves, _), (_, signature) in zip(rows, flat, agreed, strict=True):
-            row[: header.numel()] = header
-            layout = layout_of(signature)
-            row[HEADER_BYTES : HEADER_BYTES + layout.num_bytes] = pack(
-                [leaf.to(self._wire) for leaf in leaves], layout
-            )
-        self._scatter(rows)
+        header = _header(DATA, int(is_last), num_samples)
+        messages = {}
+        for rank, (leaves, _), (_, signature) in zip(range(len(flat)), flat, agreed, strict=True):
+            if rank != self._state.process_index:
+                moved = [leaf.to(self._wire) for leaf in leaves]
+                messages[rank] = torch.cat([header.to(self._wire), *grouped_bytes(moved, layout_of(signature))])
+        self._start(messages)
         return Share(shares[self._state.process_index], is_last, num_samples)
 
     def _send_terms(self, shares: Sequence[Any], agreed: list[Any]) -> None:
-        needed = HEADER_BYTES + max(layout_of(signature).num_bytes for _, signature in agreed)
-        capacity = max(self._capacity, 1 << (needed - 1).bit_length())
         skeleton = rebuild(shares[0], iter(range(len(agreed[0][1]))))
-        terms = Terms(skeleton, tuple(signature for _, signature in agreed), capacity)
+        terms = Terms(skeleton, tuple(signature for _, signature in agreed))
         self._announce(TERMS)
         dist.broadcast_object_list([terms], src=self._state.process_index, device=self._wire)
-        self._take(terms)
+        self._terms = terms
         self._agreed = agreed
 
     def send_end(self) -> None:
         """Say that there is nothing (more) to read."""
         self._announce(END)
 
-    def send_error(self, error: Exception) -> None:
-        """Let the other processes raise the same error."""
-        self._announce(ERROR)
+    @contextmanager
+    def errors_for_all(self) -> Iterator[None]:
+        """Let what is raised inside be raised by the other processes too: they are waiting for a round."""
         try:
-            pickle.loads(pickle.dumps(error))  # classes with arguments of their own are often written, but not read
-            sendable: Exception = error
-        except Exception:  # an error that cannot travel goes as its text
-            sendable = RuntimeError(f"{type(error).__name__}: {error}")
-        dist.broadcast_object_list([sendable], src=self._state.process_index, device=self._wire)
+            yield
+        except Exception as error:
+            self._announce(ERROR)
+            sent = [_sendable(error)]
+            dist.broadcast_object_list(sent, src=self._state.process_index, device=self._wire)
+            raise
 
     def _announce(self, what: int) -> None:
-        rows = self._free_rows()
-        header = torch.tensor([what], dtype=torch.int64).view(torch.uint8)
-        for row in rows:
-            row[: header.numel()] = header
-        self._scatter(rows)
+        """Send messages without tensors, as long as those with them."""
+        messages = {}
+        for rank, signature in enumerate(self._terms.signatures):
+            if rank != self._state.process_index:
+                messages[rank] = torch.zeros(_length(signature), dtype=torch.uint8, device=self._wire)
+                messages[rank][:HEADER_BYTES] = _header(what)
+        self._start(messages)
 
-    def _free_rows(self) -> list[torch.Tensor]:
-        self.finish()
-        if self._rows is None:
-            self._rows = [self._new_buffer() for _ in range(self._state.num_processes)]
-        return self._rows
+    def _start(self, messages: dict[int, torch.Tensor]) -> None:
+        """Begin to send; the reader goes on reading meanwhile."""
+        self._in_flight.append([dist.isend(message, dst=rank) for rank, message in messages.items()])
+        while len(self._in_flight) > MAX_IN_FLIGHT:
+            self._wait_for_oldest()
 
-    def _scatter(self, rows: list[torch.Tensor]) -> None:
-        """Start sending; the reader goes on reading meanwhile."""
-        self._in_flight = dist.scatter(self._buffer, rows, src=self._state.process_index, async_op=True)
+    def _wait_for_oldest(self) -> None:
+        for work in self._in_flight.popleft():
+            work.wait()
 
-    def finish(self) -> None:
-        """Wait until what was sent last has left, so that its buffers can be used again."""
-        if self._in_flight is not None:
-            self._in_flight.wait()
-            self._in_flight = None
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until everything that was sent has left, also when the loop over the batches was broken off."""
+        with nullcontext() if kind is None else suppress(RuntimeError):  # the others may be gone by then
+            while self._in_flight:
+                self._wait_for_oldest()
 
     # ---- receiving side -----------------------------------------------------------------------------------------
 
@@ -153,29 +147,39 @@ class Rounds:
             Exception: What the reader raised while reading.
         """
         while True:
-            dist.scatter(self._buffer, src=reader)
-            header = self._buffer[:HEADER_BYTES].view(torch.int64).tolist()
+            signature = self._terms.signatures[self._state.process_index]
+            message = torch.empty(_length(signature), dtype=torch.uint8, device=self._wire)
+            dist.recv(message, src=reader)
+            header = message[:HEADER_BYTES].view(torch.int64).tolist()
             if header[0] == DATA:
-                return self._unpack(is_last=bool(header[1]), num_samples=header[2])
+                leaves = unpack(message[HEADER_BYTES:], layout_of(signature))
+                return Share(_fill(self._terms.skeleton, leaves), bool(header[1]), header[2])
             if header[0] == END:
                 return None
             received: list[Any] = [None]
             dist.broadcast_object_list(received, src=reader, device=self._wire)
             if header[0] == ERROR:
                 raise received[0]
-            self._take(received[0])
+            self._terms = received[0]
 
-    def _take(self, terms: Terms) -> None:
-        self._terms = terms
-        if terms.capacity != self._capacity:
-            self._capacity = terms.capacity
-            self._buffer, self._rows = self._new_buffer(), None
 
-    def _unpack(self, is_last: bool, num_samples: int) -> Share:
-        assert self._terms is not None
-        layout = layout_of(self._terms.signatures[self._state.process_index])
-        leaves = unpack(self._buffer[HEADER_BYTES : HEADER_BYTES + layout.num_bytes], layout)
-        return Share(_fill(self._terms.skeleton, leaves), is_last, num_samples)
+@lru_cache(maxsize=8)
+def _header(*words: int) -> torch.Tensor:
+    return torch.tensor([*words, *[0] * (HEADER_WORDS - len(words))], dtype=torch.int64).view(torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def _length(signature: Signature) -> int:
+    return HEADER_BYTES + sum(group.num_bytes for group in layout_of(signature).groups)
+
+
+def _sendable(error: Exception) -> Exception:
+    """The error, or its text where it cannot travel: classes with arguments of their own are written, but not read."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _fill(skeleton: Any, leaves: list[torch.Tensor]) -> Any:
