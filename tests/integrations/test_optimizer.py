@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from accel_integrations.lomo import is_lomo_optimizer, lomo_backward
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accel_ops.placement import send_to_device
 from accel_state.errors import MissingLibraryError
 from accel_state.gradient_state import GradientState
 from tests.integrations.training import new_engine, new_model, prepare
@@ -143,7 +144,7 @@ def test_old_helpers() -> None:
     assert not hasattr(optimizer, "_accelerate_step_called")
     assert step(2) == 3
     assert optimizer._accelerate_step_called  # type: ignore[attr-defined]
-    moved = move_to_device({"a": [torch.ones(1)], "b": 3}, "meta")
+    moved = send_to_device({"a": [torch.ones(1)], "b": 3}, "meta")
     assert moved["a"][0].device.type == "meta"
     assert moved["b"] == 3
 

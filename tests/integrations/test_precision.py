@@ -262,3 +262,24 @@ def test_formats_that_come_later_are_refused() -> None:
     engine = new_engine()
     with pytest.raises(NotImplementedError, match=r"'fp8'.*'bf16'"):
         engine.make_precision("fp8")
+
+
+def test_preparing_a_model_again_does_not_wrap_it_twice() -> None:
+    model = new_model()
+    plain = model.forward
+    for _ in range(2):
+        prepare(new_engine("bf16"), model)
+        assert model.forward.__wrapped__ == plain
+        assert model._original_forward == plain
+
+
+def test_old_functions_give_the_context_and_the_scaler_of_the_run() -> None:
+    from accelerate.utils import get_grad_scaler, get_mixed_precision_context_manager
+
+    new_engine("bf16")
+    layer = nn.Linear(2, 2)
+    with get_mixed_precision_context_manager(native_amp=True):
+        assert layer(torch.ones(1, 2)).dtype == torch.bfloat16
+    with get_mixed_precision_context_manager():
+        assert layer(torch.ones(1, 2)).dtype == torch.float32
+    assert get_grad_scaler(init_scale=8.0).state_dict()["scale"] == 8.0

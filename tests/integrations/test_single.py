@@ -39,7 +39,6 @@ def test_the_model_is_left_as_it_is() -> None:
     assert engine.data_place() == DataPlace(0, 1)
     with engine.no_sync(model):
         pass
-    engine.sync_next_backward(model)
     engine.close()
 
 

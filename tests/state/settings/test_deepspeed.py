@@ -52,7 +52,8 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any] | None]
     deepspeed.unset_hf_deepspeed_config = lambda: told.append(None)  # type: ignore[attr-defined]
     for module in (package, integrations, deepspeed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("accel_state.libraries.is_transformers_available", lambda: True)
+    for library in ("transformers", "deepspeed"):
+        monkeypatch.setattr(f"accel_state.libraries.is_{library}_available", lambda: True)
     return told
 
 

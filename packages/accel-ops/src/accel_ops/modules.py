@@ -40,6 +40,19 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())
 
 
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether it is one of the peft library's, also inside a compiled or a replicated model."""
+    peft = sys.modules.get("peft")  # whoever has made one has imported it
+    if peft is None:
+        return False
+    while not isinstance(model, peft.PeftModel):
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            return False
+        model = inner
+    return True
+
+
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Over how many processes the model is tensor parallel, as transformers notes it; None when it is not."""
     size = getattr(model, "tp_size", None)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_data.skipping import skip_first_batches
+from accel_integrations.engines.ddp import sync_in_backward
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import make_engine
 from accel_integrations.lomo import is_lomo_optimizer
@@ -41,7 +42,7 @@ from accelerate.arguments import (
 )
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import Preparer, is_dispatched
-from accelerate.stepping import Accumulation, StepController, sync_in_backward
+from accelerate.stepping import Accumulation, StepController
 
 if TYPE_CHECKING:
     from pathlib import Path

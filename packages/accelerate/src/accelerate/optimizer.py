@@ -1,5 +1,14 @@
 """The old path of the prepared optimizer."""
 
+from typing import Any
+
+import torch
+
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
-from accel_integrations.prepared.optimizer import move_to_device as move_to_device
 from accel_integrations.prepared.optimizer import patch_optimizer_step as patch_optimizer_step
+from accel_ops.placement import send_to_device
+
+
+def move_to_device(state: Any, device: torch.device | str | int) -> Any:
+    """A nested structure, such as an optimizer's state, with all tensors on `device`."""
+    return send_to_device(state, device)

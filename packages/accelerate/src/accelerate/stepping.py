@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from reprlib import repr as shorten
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
@@ -195,25 +194,6 @@ class Accumulation(ContextDecorator):
             self._controller.engine.averaging.end_batch()
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
-
-
-@contextmanager
-def sync_in_backward(model: nn.Module) -> Iterator[None]:
-    """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
-
-    `Accelerator.trigger_sync_in_backward` is static, so there is no engine to ask.
-    """
-    replica = model._orig_mod if hasattr(model, "_orig_mod") else model
-    if not isinstance(replica, DistributedDataParallel):
-        yield
-        return
-    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
-    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-    replica.reducer.prepare_for_backward([])  # what the forward would have done, had it known
-    try:
-        yield
-    finally:
-        replica.require_backward_grad_sync, replica.require_forward_param_sync = before
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:

@@ -69,13 +69,6 @@ class DDPEngine(Engine):
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
-    def sync_next_backward(self, model: nn.Module) -> None:
-        """Make the next backward exchange gradients although its forward ran under `no_sync`."""
-        replica = _replica_in(model)
-        if isinstance(replica, DistributedDataParallel):
-            replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-            replica.reducer.prepare_for_backward([])  # what the forward would have done, had it known
-
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Let processes that run out of batches early shadow the collectives of the others.
 
@@ -138,3 +131,23 @@ def _replica_in(model: Any) -> Any:
     """The replica that a compiled model holds, or else the object itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, DistributedDataParallel) and not isinstance(model, type(inner)) else model
+
+
+@contextmanager
+def sync_in_backward(model: nn.Module) -> Iterator[None]:
+    """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
+
+    Models that are no replicas have nothing to exchange. Not a method of the engine, because
+    `Accelerator.trigger_sync_in_backward` is static.
+    """
+    replica = _replica_in(model)
+    if not isinstance(replica, DistributedDataParallel):
+        yield
+        return
+    before = replica.require_backward_grad_sync, replica.require_forward_param_sync
+    replica.require_backward_grad_sync = replica.require_forward_param_sync = True
+    replica.reducer.prepare_for_backward([])  # what the forward would have done, had it known
+    try:
+        yield
+    finally:
+        replica.require_backward_grad_sync, replica.require_forward_param_sync = before

@@ -139,9 +139,6 @@ class Engine(ABC):
         """A context in which `backward` exchanges no gradients."""
         return nullcontext()
 
-    def sync_next_backward(self, model: nn.Module) -> None:
-        """Make the next `backward` exchange gradients although its forward ran under `no_sync`."""
-
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different steps."""
         warnings.warn(

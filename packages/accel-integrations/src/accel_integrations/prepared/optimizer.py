@@ -14,7 +14,6 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
-move_to_device = send_to_device  # the old name
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -45,7 +44,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._before_step: Callable[[], None] | None = None
         self._take_step: TakeStep | None = None
         if device_placement and optimizer.state:
-            optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
+            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), self.accelerator_state.device))
         if is_lomo_optimizer(optimizer):
             self._take_step = _stepped_in_backward
 

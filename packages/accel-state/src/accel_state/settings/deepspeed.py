@@ -366,13 +366,15 @@ class DeepSpeedPlugin(Plugin):
         """Tell transformers about the configuration, so that `from_pretrained` can shard while loading.
 
         Raises:
-            MissingLibraryError: When `zero3_init_flag` is set and transformers is not installed.
+            MissingLibraryError: When `zero3_init_flag` is set and one of them is not installed.
         """
-        from accel_state.libraries import is_transformers_available
+        from accel_state.libraries import is_deepspeed_available, is_transformers_available
 
-        if not is_transformers_available():
-            if self.zero3_init_flag:
-                raise missing_library("transformers", why="DeepSpeedPlugin(zero3_init_flag=True)")
+        present = {"transformers": is_transformers_available(), "deepspeed": is_deepspeed_available()}
+        missing = [library for library, there in present.items() if not there]
+        if missing and self.zero3_init_flag:
+            raise missing_library(missing[0], why="DeepSpeedPlugin(zero3_init_flag=True)")
+        if missing:
             return
         from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -395,7 +397,7 @@ class DeepSpeedPlugin(Plugin):
         """Switch sharding while building on or off for a `with` block.
 
         Raises:
-            MissingLibraryError: When it is switched on and transformers is not installed.
+            MissingLibraryError: When it is switched on and transformers or DeepSpeed is not installed.
         """
         before = self.zero3_init_flag
         if before == enable:

@@ -2,8 +2,9 @@
 
 import sys
 
-from accel_cli.later import tpu_command_parser as tpu_command_parser
 from accel_cli.main import tpu_main as main
+from accel_cli.tpu import tpu_command_launcher as tpu_command_launcher
+from accel_cli.tpu import tpu_command_parser as tpu_command_parser
 
 if __name__ == "__main__":
     sys.exit(main())

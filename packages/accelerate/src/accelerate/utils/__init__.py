@@ -10,8 +10,13 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 EXPORTS = {
     "accel_cli.configfile.write": "write_basic_config",
+    "accel_cli.launch.old_names": (
+        "prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
+        "prepare_simple_launcher_cmd_env prepare_tpu"
+    ),
     "accel_cli.notebook": "PrepareForLaunch",
     "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
+    "accel_integrations.precision.old_names": "get_grad_scaler get_mixed_precision_context_manager",
     "accel_integrations.unwrap": "extract_model_from_parallel",
     "accel_ops.batches": (
         "concatenate find_batch_size get_data_structure ignorant_find_batch_size initialize_tensors listify "
@@ -31,7 +36,7 @@ EXPORTS = {
     "accel_ops.memory": "convert_bytes find_executable_batch_size release_memory",
     "accel_ops.modules": (
         "get_model_tp_size get_module_children_bottom_up get_pretty_name has_compiled_regions has_offloaded_params "
-        "is_compiled_module model_has_dtensor"
+        "is_compiled_module is_peft_model model_has_dtensor"
     ),
     "accel_ops.nested": (
         "honor_type is_namedtuple is_tensor_information is_torch_tensor merge_dicts recursive_getattr "
@@ -98,6 +103,7 @@ SUBMODULES = (
     "imports",
     "launch",
     "memory",
+    "modeling",
     "operations",
     "other",
     "random",

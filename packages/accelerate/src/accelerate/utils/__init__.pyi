@@ -1,10 +1,17 @@
 """The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
 from accel_cli.configfile.write import write_basic_config as write_basic_config
+from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accel_cli.launch.old_names import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
+from accel_cli.launch.old_names import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
 from accel_integrations.compile import compile_regions as compile_regions
 from accel_integrations.compile import compile_regions_deepspeed as compile_regions_deepspeed
 from accel_integrations.compile import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_integrations.precision.old_names import get_grad_scaler as get_grad_scaler
+from accel_integrations.precision.old_names import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_integrations.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_ops.batches import concatenate as concatenate
 from accel_ops.batches import find_batch_size as find_batch_size
@@ -51,6 +58,7 @@ from accel_ops.modules import get_pretty_name as get_pretty_name
 from accel_ops.modules import has_compiled_regions as has_compiled_regions
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_compiled_module as is_compiled_module
+from accel_ops.modules import is_peft_model as is_peft_model
 from accel_ops.modules import model_has_dtensor as model_has_dtensor
 from accel_ops.nested import TensorInformation as TensorInformation
 from accel_ops.nested import honor_type as honor_type
@@ -184,6 +192,7 @@ from accelerate.utils import environment as environment
 from accelerate.utils import imports as imports
 from accelerate.utils import launch as launch
 from accelerate.utils import memory as memory
+from accelerate.utils import modeling as modeling
 from accelerate.utils import operations as operations
 from accelerate.utils import other as other
 from accelerate.utils import random as random

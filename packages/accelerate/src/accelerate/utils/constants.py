@@ -1,5 +1,7 @@
 """The old path of fixed names and versions, now `accel_state.constants` and `accel_ops.filenames`."""
 
+from torch import nn
+
 from accel_ops.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from accel_ops.filenames import MODEL_NAME as MODEL_NAME
 from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
@@ -42,3 +44,7 @@ from accel_state.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DIS
 from accel_state.constants import TORCH_DYNAMO_MODES as TORCH_DYNAMO_MODES
 from accel_state.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
 from accel_state.constants import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip

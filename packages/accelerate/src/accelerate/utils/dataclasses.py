@@ -34,8 +34,16 @@ from accel_state.settings.handlers import InitProcessGroupKwargs as InitProcessG
 from accel_state.settings.handlers import KwargsHandler as KwargsHandler
 from accel_state.settings.megatron import MegatronLMPlugin as MegatronLMPlugin
 from accel_state.settings.megatron_models import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+)
+from accel_state.settings.megatron_models import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
 )
+from accel_state.settings.megatron_models import parse_bert_config as parse_bert_config
+from accel_state.settings.megatron_models import parse_glm4_moe_config as parse_glm4_moe_config
+from accel_state.settings.megatron_models import parse_gpt2_config as parse_gpt2_config
+from accel_state.settings.megatron_models import parse_llama_config as parse_llama_config
+from accel_state.settings.megatron_models import parse_t5_config as parse_t5_config
 from accel_state.settings.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accel_state.settings.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.settings.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig

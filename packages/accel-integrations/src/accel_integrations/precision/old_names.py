@@ -1,0 +1,50 @@
+"""Functions by which programs for accelerate 1.x got at autocast and at the gradient scaler."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel_integrations.precision.autocast import autocast
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.enums import DistributedType
+from accel_state.settings.handlers import AutocastKwargs
+
+AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[None]:
+    """The context of a forward pass in the number format of the run.
+
+    Args:
+        native_amp (`bool`): Whether to use `torch.autocast` at all.
+        autocast_kwargs (`AutocastKwargs`, *optional*): How it behaves.
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    dtype = AUTOCAST_DTYPES.get(state.mixed_precision)
+    if dtype is None and autocast_kwargs is None:
+        return nullcontext()
+    return autocast(state.device.type, dtype or torch.get_autocast_dtype(state.device.type), autocast_kwargs)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A new gradient scaler for the device of the run.
+
+    Args:
+        distributed_type (`DistributedType`, *optional*): Sharded training needs one that looks at all shards.
+        kwargs: For `torch.amp.GradScaler`.
+    """
+    from accel_state.devices import detect_device_kind
+
+    device = AcceleratorState().device.type if AcceleratorState._shared_state else detect_device_kind().name
+    if distributed_type == DistributedType.FSDP:
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        return ShardedGradScaler(device, **kwargs)
+    return torch.amp.GradScaler(device, **kwargs)
