@@ -1,7 +1,24 @@
-"""Models larger than memory: sharded weight files, and (to come) placement, offload and streaming."""
+"""Models larger than memory: built without weights, measured, placed on devices; sharded weight files."""
 
 from accel_state.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder"}
+    __name__,
+    {
+        "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
+        "accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder",
+        "accel_bigmodel.device_map.check": "check_device_map",
+        "accel_bigmodel.device_map.clean": "clean_device_map",
+        "accel_bigmodel.device_map.plan": "infer_auto_device_map",
+        "accel_bigmodel.empty": "init_empty_weights init_on_device",
+        "accel_bigmodel.sizes": (
+            "calculate_maximum_sizes compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size "
+            "named_module_tensors"
+        ),
+        "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
+        "accel_bigmodel.tied": (
+            "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters "
+            "retie_parameters"
+        ),
+    },
 )

@@ -1,5 +1,8 @@
 """Run PyTorch training on any hardware, at any scale, without changing the program."""
 
+from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.empty import init_empty_weights as init_empty_weights
+from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_cli.notebook import debug_launcher as debug_launcher
 from accel_cli.notebook import notebook_launcher as notebook_launcher
 from accel_data.skipping import skip_first_batches as skip_first_batches
@@ -19,6 +22,7 @@ from accel_state.settings.handlers import GradScalerKwargs as GradScalerKwargs
 from accel_state.settings.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.settings.profile import ProfileKwargs as ProfileKwargs
 from accelerate import accelerator as accelerator
+from accelerate import big_modeling as big_modeling
 from accelerate import checkpointing as checkpointing
 from accelerate import data_loader as data_loader
 from accelerate import launchers as launchers

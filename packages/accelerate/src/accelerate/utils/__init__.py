@@ -9,6 +9,17 @@ from accel_state.lazy import lazy_exports
 from accelerate.utils.tqdm import tqdm as tqdm
 
 EXPORTS = {
+    "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
+    "accel_bigmodel.device_map.check": "check_device_map",
+    "accel_bigmodel.device_map.plan": "infer_auto_device_map",
+    "accel_bigmodel.sizes": (
+        "calculate_maximum_sizes compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size "
+        "named_module_tensors"
+    ),
+    "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
+    "accel_bigmodel.tied": (
+        "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters retie_parameters"
+    ),
     "accel_cli.configfile.write": "write_basic_config",
     "accel_cli.launch.old_names": (
         "prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "

@@ -1,5 +1,21 @@
 """The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
+from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
+from accel_bigmodel.budgets import get_max_memory as get_max_memory
+from accel_bigmodel.device_map.check import check_device_map as check_device_map
+from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
+from accel_bigmodel.sizes import convert_file_size_to_int as convert_file_size_to_int
+from accel_bigmodel.sizes import dtype_byte_size as dtype_byte_size
+from accel_bigmodel.sizes import get_max_layer_size as get_max_layer_size
+from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
+from accel_bigmodel.tensors import align_module_device as align_module_device
+from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_bigmodel.tied import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel_bigmodel.tied import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
+from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
+from accel_bigmodel.tied import retie_parameters as retie_parameters
 from accel_cli.configfile.write import write_basic_config as write_basic_config
 from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env

@@ -1,0 +1,116 @@
+"""How much memory each device may give to a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.sizes import compute_module_sizes, convert_file_size_to_int, get_module_leaves
+from accel_state.devices import detect_device_kind
+
+logger = logging.getLogger(__name__)
+
+Device = int | str | torch.device
+NOT_ACCELERATORS = ("cpu", "disk")
+ROOM_FOR_UNEVEN_CUTS = 1.25
+
+
+def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
+    """The bytes that may be used on each device, in the order in which they are filled.
+
+    Args:
+        max_memory: Bytes, or sizes such as "10GB", by device: the number of an accelerator, "mps", "cpu" or "disk".
+            When None, what is free now on all accelerators and in main memory.
+
+    Raises:
+        ValueError: For a device that can hold no weights.
+    """
+    if max_memory is None:
+        return _free_memory()
+    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
+    numbers = sorted(device for device in sizes if isinstance(device, int))
+    known: list[Device] = [*numbers, *(name for name in ("mps", *NOT_ACCELERATORS) if name in sizes)]
+    unknown = [device for device in sizes if device not in known]
+    if unknown:
+        raise ValueError(
+            f"max_memory names the device {unknown[0]!r}: give the number of an accelerator, 'mps', 'cpu' or 'disk'."
+        )
+    kind = detect_device_kind()
+    present = kind.device_count() if kind.name not in ("cpu", "mps") else 0
+    for number in numbers:
+        if number >= present:
+            logger.warning("max_memory names device %d, but this machine has %d accelerators.", number, present)
+    return {device: sizes[device] for device in known}
+
+
+def _free_memory() -> dict[Device, int]:
+    import psutil
+
+    main_memory = psutil.virtual_memory().available
+    kind = detect_device_kind()
+    if kind.name == "cpu":
+        return {"cpu": main_memory}
+    if kind.name == "mps":  # which shares main memory
+        return {"mps": main_memory}
+    module: Any = kind.module()
+    free: dict[Device, int] = {}
+    for number in range(kind.device_count()):
+        torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
+        free[number] = module.mem_get_info(number)[0]
+    return {**free, "cpu": main_memory}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    low_zero: bool = False,
+) -> dict[Device, int]:
+    """Limits that spread a model evenly over the accelerators.
+
+    Args:
+        model: The model, which may be on the meta device.
+        max_memory: As for `get_max_memory`.
+        no_split_module_classes: Names of classes that are not taken apart.
+        dtype: As for `compute_module_sizes`.
+        special_dtypes: As for `compute_module_sizes`.
+        low_zero (`bool`): Put as little as possible on the first one, which needs room for other work.
+
+    Returns:
+        Bytes by device. The last accelerator keeps its own limit, because the cuts are never quite even.
+    """
+    limits = get_max_memory(max_memory)
+    accelerators = [device for device, size in limits.items() if device not in NOT_ACCELERATORS and size > 0]
+    if len(accelerators) < 2:
+        return limits
+    sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+    share = sizes.get("", 0) // (len(accelerators) - low_zero)
+    share += int(ROOM_FOR_UNEVEN_CUTS * max(_largest_of(model, sizes, no_split_module_classes), _mean_module(sizes)))
+    *first, last = accelerators
+    for device in first:
+        limits[device] = min(share, limits[device])
+    if low_zero:
+        elsewhere = sum(limits[device] for device in accelerators[1:])
+        limits[accelerators[0]] = min(max(0, sizes.get("", 0) - elsewhere), limits[accelerators[0]])
+    return limits
+
+
+def _largest_of(model: nn.Module, sizes: Mapping[str, int], classes: Sequence[str] | str | None) -> int:
+    """The bytes of the largest module of these classes."""
+    wanted = {classes} if isinstance(classes, str) else set(classes or ())
+    found = (sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in wanted)
+    return max(found, default=0)
+
+
+def _mean_module(sizes: Mapping[str, int]) -> int:
+    """The mean bytes of the modules that hold nothing but tensors."""
+    tensors = set(get_module_leaves(sizes))
+    modules = {name: size for name, size in sizes.items() if name not in tensors}
+    innermost = get_module_leaves(modules)
+    return sum(modules[name] for name in innermost) // max(len(innermost), 1)

@@ -1,0 +1,181 @@
+"""How many bytes the parts of a model take."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_state.enums import CustomDtype
+
+Sizes = Mapping[str, int]
+CUSTOM_BYTES = {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+UNITS = {
+    "GIB": 2**30, "MIB": 2**20, "KIB": 2**10, "GB": 10**9, "MB": 10**6, "KB": 10**3, "TIB": 2**40, "TB": 10**12,
+}  # fmt: skip
+
+
+@cache
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Bytes of one element; 1/8 for `torch.bool`, as quantised weights are counted.
+
+    Args:
+        dtype: A torch dtype, or a format torch has none for.
+    """
+    if dtype == torch.bool:
+        return 1 / 8
+    return CUSTOM_BYTES[dtype] if isinstance(dtype, CustomDtype) else dtype.itemsize
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """The bytes that a size such as "5GB" or "500 MiB" means; units ending in a small b count bits.
+
+    Raises:
+        ValueError: When it is no size.
+    """
+    if isinstance(size, int):
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
+    if found and found[2].upper() in UNITS:
+        bits = found[2].endswith("b") and not found[2].upper().endswith("IB")
+        return int(float(found[1]) * UNITS[found[2].upper()]) // (8 if bits else 1)
+    raise ValueError(f"{size!r} is no size: give a number of bytes, or one with a unit, such as '5GB' or '200MiB'.")
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, with their names.
+
+    Args:
+        module: The module.
+        include_buffers (`bool`): Buffers too.
+        recurse (`bool`): Those of submodules too.
+        remove_non_persistent (`bool`): Leave out buffers that no checkpoint holds.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in left_out:
+                yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """The names of buffers that no checkpoint holds.
+
+    Args:
+        module: The module.
+        recurse (`bool`): Those of submodules too.
+        fqns (`bool`): Names with the path to their module, rather than in it.
+    """
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    return {
+        f"{path}.{name}" if fqns and path else name
+        for path, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of a model, of each of its modules and of each tensor.
+
+    Args:
+        model: The model, which may be on the meta device.
+        dtype: What floating-point tensors will be turned into, where that is smaller.
+        special_dtypes: The dtypes of single tensors, by name.
+        buffers_only (`bool`): Leave parameters out.
+
+    Returns:
+        Bytes by name; `""` is the model. A tensor with several names counts once. Unknown names give 0.
+    """
+    target = _element_size(dtype) if dtype is not None else None
+    special = {name: _element_size(wanted) for name, wanted in (special_dtypes or {}).items()}
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    sizes: dict[str, int] = defaultdict(int)
+    for name, tensor in tensors:
+        own = dtype_byte_size(tensor.dtype)
+        if name in special:
+            element = special[name]
+        elif target is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            element = own
+        else:
+            element = min(own, target)
+        size = int(tensor.numel() * element)
+        sizes[name] += size
+        while name:
+            name = name.rpartition(".")[0]
+            sizes[name] += size
+    return sizes
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: str | torch.dtype | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+) -> int:
+    """Bytes of all buffers; arguments as in `compute_module_sizes`."""
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_module_leaves(module_sizes: Sizes) -> list[str]:
+    """The names with nothing inside them."""
+    parents = {name.rpartition(".")[0] for name in module_sizes if name}
+    return [name for name in module_sizes if name not in parents]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, torch.Tensor | nn.Module]],
+    module_sizes: Sizes,
+    no_split_module_classes: Sequence[str] | None,
+) -> tuple[int, list[str]]:
+    """The largest part that has to be on one device as a whole.
+
+    Args:
+        modules: Where to look, with their names.
+        module_sizes: Bytes by name.
+        no_split_module_classes: Names of classes that are not taken apart.
+
+    Returns:
+        Its bytes, and the names of all parts of this size.
+    """
+    whole = set(no_split_module_classes or ())
+    largest, names = 0, []
+    waiting: list[tuple[str, Any]] = list(reversed(modules))
+    while waiting:
+        name, module = waiting.pop()
+        children = [] if isinstance(module, torch.Tensor) else list(module.named_children())
+        if children and type(module).__name__ not in whole:
+            waiting.extend((f"{name}.{child}", part) for child, part in reversed(children))
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Bytes of a model, and of its largest part with the names of those of that size."""
+    sizes = compute_module_sizes(model)
+    whole: Any = getattr(model, "_no_split_modules", None) or []
+    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, whole)
+
+
+def _element_size(dtype: str | torch.dtype) -> float:
+    wanted: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(wanted, (torch.dtype, CustomDtype)):
+        raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
+    return dtype_byte_size(wanted)

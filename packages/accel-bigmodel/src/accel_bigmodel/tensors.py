@@ -1,0 +1,174 @@
+"""Putting one tensor of a model on a device, or another value in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Device = int | str | torch.device
+TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
+QUANTISED_STATE = ("CB", "SCB")  # which bitsandbytes keeps on its parameters
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: TiedTensors | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer on a device, with its own value or with another one.
+
+    Args:
+        module: The module, or one around it.
+        tensor_name: The name of the tensor, with the path to it.
+        device: Where to.
+        value: What it is to hold; needed when it holds nothing now (meta device). Shape as before.
+        dtype: Of the result, where a value is given that is no integer; as before when None.
+        fp16_statistics: Scales of an 8-bit weight of bitsandbytes.
+        tied_params_map: Tensors that are on devices already, by address of the value and by device: several names of
+            one parameter get one copy.
+        non_blocking (`bool`): Let the copy overlap with other work.
+        clear_cache (`bool`): Not used: nothing is freed here that would have to be given back.
+
+    Raises:
+        ValueError: When there is no such tensor, it holds nothing and no value is given, or shapes differ.
+    """
+    *path, name = tensor_name.split(".")
+    for part in path:
+        module = getattr(module, part)
+    old = _existing(module, name)
+    if value is None and old.device.type == "meta" and not _is_meta(device):
+        raise ValueError(
+            f"{tensor_name!r} is on the meta device and holds nothing: give the value that it is to have on {device}."
+        )
+    if value is not None:
+        value = _checked(value, old, tensor_name, dtype)
+    shared = _shared(value if value is not None else old, device, tied_params_map)
+    if shared is None:
+        made = _moved(old, value, device, non_blocking)
+        _remember(value if value is not None else old, made, device, tied_params_map)
+    else:
+        made = shared
+    if fp16_statistics is not None:
+        made.SCB = fp16_statistics.to(made.device)  # type: ignore[attr-defined]
+    _put(module, name, made)
+
+
+def _existing(module: nn.Module, name: str) -> torch.Tensor:
+    for tensors in (module._parameters, module._buffers):
+        tensor = tensors.get(name)
+        if tensor is not None:
+            return tensor
+    has = sorted([*module._parameters, *module._buffers])
+    raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}: it has {has}.")
+
+
+def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
+    """The value in its final dtype; integers, as in quantised weights, stay as they are."""
+    if value.shape != old.shape and not _is_quantised(old):
+        raise ValueError(
+            f"{name!r} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}: it belongs to another "
+            "model, or to another configuration of this one."
+        )
+    if not (value.is_floating_point() or value.is_complex()):
+        return value
+    wanted: Any = old.dtype if dtype is None else dtype
+    if isinstance(wanted, str):
+        wanted = getattr(torch, wanted.removeprefix("torch."))
+    return value.to(wanted)
+
+
+def _moved(old: torch.Tensor, value: torch.Tensor | None, device: Device, non_blocking: bool) -> torch.Tensor:
+    source = old if value is None else value
+    with torch.no_grad():
+        moved = source.detach().to(device, non_blocking=non_blocking)
+    if not isinstance(old, nn.Parameter):
+        return moved
+    if value is None and moved.device == old.device and moved.data_ptr() == old.data_ptr():
+        return old
+    kind: Any = type(old)
+    if kind is nn.Parameter or not _is_quantised(old):
+        made = nn.Parameter(moved, requires_grad=old.requires_grad)
+        return made if kind is nn.Parameter else _like(made, old)
+    return kind(moved, requires_grad=old.requires_grad, **old.__dict__).to(device)
+
+
+def _like(parameter: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
+    """A parameter of the same class as another, with its attributes, if the class can be made from a tensor."""
+    kind: Any = type(old)
+    try:
+        made: nn.Parameter = kind(parameter.data, requires_grad=old.requires_grad)
+    except TypeError:
+        return parameter
+    made.__dict__.update(old.__dict__)
+    return made
+
+
+def _is_quantised(tensor: torch.Tensor) -> bool:
+    return type(tensor).__name__ in ("Int8Params", "FP4Params", "Params4bit")
+
+
+def _put(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    tensors: Any = module._parameters if name in module._parameters else module._buffers
+    if tensors[name] is not tensor:
+        tensors[name] = tensor
+
+
+def _is_meta(device: Device) -> bool:
+    return not isinstance(device, int) and torch.device(device).type == "meta"
+
+
+def _shared(source: torch.Tensor, device: Device, tied: TiedTensors | None) -> torch.Tensor | None:
+    if tied is None or source.device.type == "meta":
+        return None
+    return tied.get(source.data_ptr(), {}).get(device)
+
+
+def _remember(source: torch.Tensor, made: torch.Tensor, device: Device, tied: TiedTensors | None) -> None:
+    if tied is not None and source.device.type != "meta" and not _is_meta(device) and source.data_ptr() in tied:
+        tied[source.data_ptr()][device] = made
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
+    """A block in which the module's own parameters are on a device, offloaded ones included.
+
+    Args:
+        module: The module.
+        execution_device: The device; when None, the one on which it runs.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    if hook is not None and getattr(hook, "offload", False):
+        device = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = device
+        return
+    if execution_device is None:
+        yield
+        return
+    homes = dict(module.named_parameters(recurse=False))
+    try:
+        for name in homes:
+            set_module_tensor_to_device(module, name, execution_device)
+        yield
+    finally:
+        for name, home in homes.items():
+            away = module._parameters[name]
+            if away is not None and away is not home and not away.is_meta and not home.is_meta:
+                home.data.copy_(away.data)  # what was written to it meanwhile
+            module._parameters[name] = home
