@@ -104,12 +104,12 @@ def place_of(name: str, device_map: dict[str, Any]) -> Any:
 
 
 def test_a_part_that_fits_is_found_further_on() -> None:
-    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 3))
-    assert infer_auto_device_map(model, {0: 100, "cpu": 20_000}) == OrderedDict({"": "cpu"})
-    found = infer_auto_device_map(model, {0: 100, "cpu": 20_000}, fallback_allocation=True)
-    assert found == OrderedDict({"1": 0, "0": "cpu"})
+    model = nn.Sequential(nn.Linear(50, 50), nn.Linear(3, 3), nn.Linear(50, 50))  # 10,200, 48 and 10,200 bytes
+    limits = {0: 15_000, "cpu": 40_000}
+    assert infer_auto_device_map(model, limits) == OrderedDict({"": "cpu"})
+    assert infer_auto_device_map(model, limits, fallback_allocation=True) == {"1": 0, "0": "cpu", "2": "cpu"}
     name, part, rest = fallback_allocate(list(model.named_children()), compute_module_sizes(model), 10)
-    assert (name, part, len(rest)) == (None, None, 2)
+    assert (name, part, len(rest)) == (None, None, 3)
 
 
 def test_what_shares_parameters_is_counted_together() -> None:
