@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import accel_state.devices
 from accel_cli.configfile.location import default_config_path
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig, SageMakerConfig
 from accel_cli.configfile.write import write_basic_config
+from accel_cli.main import main
 from accel_state.devices import device_kind
 from accel_state.enums import DistributedType
 
@@ -62,39 +64,6 @@ def test_sagemaker_has_its_own(tmp_path: Path) -> None:
         read(tmp_path, text % "num_machines: 2")
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mixed_precision: 'no'", "no `distributed_type`"),
-        ("{distributed_type: 'NO', mixed_precison: fp16}", r"\['mixed_precison'\].*Did you mean 'mixed_precision'"),
-        ("{distributed_type: MULTI_GPUS}", "'MULTI_GPUS' is not one of .* Did you mean 'MULTI_GPU'"),
-        ("{distributed_type: 'NO', compute_environment: moon}", "compute_environment: 'moon'"),
-        ("{distributed_type: 'NO', fsdp_config: 3}", "fsdp_config must hold `key: value` pairs, got 3"),
-        ("a: [", "not valid YAML.*line 1"),
-        ("- 1", "holds a list"),
-        ("", "holds nothing"),
-        ("distributed_type: !!python/object/apply:os.system ['touch hurt']", "not valid YAML"),
-    ],
-)
-def test_what_is_wrong_is_said_with_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rf"Settings file .*a\.yaml.*{message}"):
-        read(tmp_path, text)
-    assert not (tmp_path / "hurt").exists()
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="none.yaml' does not exist"):
-        load_config_from_file(str(tmp_path / "none.yaml"))
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_config_from_file(str(tmp_path))
-    for text in ("{", "distributed_type: NO"):
-        with pytest.raises(ValueError, match="not valid JSON"):
-            read(tmp_path, text, "a.json")
-
-
 @pytest.mark.parametrize("format", ["json", "yaml"])
 def test_what_is_written_can_be_read(tmp_path: Path, format: str) -> None:
     config = ClusterConfig("LOCAL_MACHINE", "FSDP", "bf16", False, False, fsdp_config={"fsdp_version": 2})  # type: ignore[arg-type]
@@ -132,6 +101,20 @@ def test_basic_settings_use_what_is_there(
     written = json.loads(path.read_text())
     assert written == written | wanted
     assert [file.name for file in path.parent.iterdir()] == ["a.json"]
+
+
+def test_basic_settings_as_yaml(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    write_basic_config("bf16", path)
+    as_json = path.read_text()
+    path.unlink()
+    assert main(["config", "default", "--config_file", str(path), "--mixed_precision", "bf16"]) == 0
+    as_yaml = path.read_text()
+    assert json.loads(as_json) == yaml.safe_load(as_yaml)
+    assert "{" not in as_yaml
+    assert main(["config", "default", "--config_file", str(tmp_path / "b.json")]) == 0
+    assert json.loads((tmp_path / "b.json").read_text())["mixed_precision"] == "no"
+    assert main(["config", "default", "--config_file", str(tmp_path)]) == 2
 
 
 def test_basic_settings_never_replace_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser
 from accel_cli.configfile.location import default_config_path, default_json_config_file
-from accel_cli.errors import NotInThisReleaseError, without_traceback
-from accel_cli.later import NOTICE
+from accel_cli.errors import without_traceback
+
+if TYPE_CHECKING:
+    from accel_cli.configfile.schema import BaseConfig
 
 HELP = "Write the launch settings of this machine."
 DEFAULT_HELP = "Write settings that use everything this machine has."
-UPDATE_HELP = f"Bring an old settings file up to date {NOTICE}."
+UPDATE_HELP = "Bring an old settings file up to date."
+
+INTERRUPTED = 130  # as shells report a program that ctrl-C has ended
 
 SETTINGS_FILE = Option("--config_file", "The settings file; the default one if left out.", metavar="FILE")
 
@@ -59,32 +64,92 @@ def update_command_parser(parser: Any, parents: Any = ()) -> CommandParser:
     return command
 
 
-def run(args: Namespace) -> None:
-    """Carry out `accelerate config ...`."""
-    args.func(args)
+def run(args: Namespace) -> int:
+    """Carry out `accelerate config ...`.
+
+    Returns:
+        The exit status for the shell.
+    """
+    try:
+        args.func(args)
+    except (KeyboardInterrupt, EOFError):  # ctrl-C, ctrl-D
+        print("\nInterrupted. Nothing was written.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+def get_user_input() -> BaseConfig:
+    """Ask for all settings, with menus on a terminal and in plain lines elsewhere.
+
+    Returns:
+        `ClusterConfig` or `SageMakerConfig`.
+
+    Raises:
+        KeyboardInterrupt: When somebody interrupts.
+        ValueError: When the answers end too early.
+    """
+    from accel_cli.questionnaire.cluster import get_user_input
+
+    return get_user_input()
+
+
+def config_command(args: Namespace) -> None:
+    """Ask for the settings and write them.
+
+    Args:
+        args: With `config_file`, the file to write, or None for the default one. A file that is there is replaced.
+
+    Raises:
+        ValueError: When the file cannot be written, or the answers end too early.
+    """
+    from accel_cli.configfile.write import check_target, write_config
+
+    path = os.path.expanduser(args.config_file or default_config_path(os.environ))
+    check_target(path)
+    config = get_user_input()
+    with without_traceback():
+        write_config(path, config)
+    print(f"\nSettings written to {path}")
 
 
 def default_config_command(args: Namespace) -> None:
     """Write the settings of this machine, unless there are some already."""
-    from accel_cli.configfile.write import write_basic_config
+    from accel_cli.configfile.write import check_target, write_basic_config
 
     path = args.save_location
     if path == default_json_config_file:  # the environment may have changed since the import
         path = default_config_path(os.environ)
+    check_target(os.path.expanduser(path))
     with without_traceback():
-        written = write_basic_config(args.mixed_precision, path)
+        written = write_basic_config(args.mixed_precision, path, format="yaml")
     if written:
         print(f"Settings written to {written}")
 
 
-def config_command(args: Namespace) -> None:
-    """Refuse: the questions are not part of this release."""
-    raise NotInThisReleaseError(
-        "The questions of `accelerate config` are not part of this release yet: `accelerate config default` writes "
-        "settings for this machine."
-    )
+def update_config(args: Namespace) -> str:
+    """Bring a settings file up to date, in its place, and print what was changed.
+
+    Args:
+        args: With `config_file`, the file, or None for the default one.
+
+    Returns:
+        Its path.
+
+    Raises:
+        FileNotFoundError: When there is no such file.
+        ValueError: When it cannot be read, or says something that is not allowed.
+    """
+    from accel_cli.configfile.update import update
+
+    path = os.path.expanduser(args.config_file or default_config_path(os.environ))
+    with without_traceback():
+        changes = update(path)
+    for change in changes:
+        print(change)
+    return path
 
 
 def update_config_command(args: Namespace) -> None:
-    """Refuse: updating is not part of this release."""
-    raise NotInThisReleaseError("`accelerate config update` is not part of this release yet.")
+    """Carry out `accelerate config update`."""
+    path = update_config(args)
+    print(f"{path} is up to date")

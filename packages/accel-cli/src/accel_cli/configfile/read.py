@@ -1,13 +1,14 @@
-"""Reading a settings file: JSON, or YAML without its dangerous parts."""
+"""Reading a settings file."""
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 from accel_cli.configfile.location import default_config_path
+from accel_cli.configfile.parse import parse
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig, SageMakerConfig
+from accel_cli.configfile.source import Source, read_source
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
@@ -24,11 +25,12 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseCon
         ValueError: When it cannot be read, or says something that is not allowed.
     """
     values, source = read_values(config_file)
-    at_amazon = values.get("compute_environment") == "AMAZON_SAGEMAKER"
-    return (SageMakerConfig if at_amazon else ClusterConfig).from_values(values, source)
+    return config_class(values).from_values(values, source)
 
 
-def read_values(config_file: str | os.PathLike[str] | None, format: str | None = None) -> tuple[dict[str, Any], str]:
+def read_values(
+    config_file: str | os.PathLike[str] | None, format: str | None = None
+) -> tuple[dict[str, Any], Source]:
     """Read what a settings file says, without judging it.
 
     Args:
@@ -36,43 +38,18 @@ def read_values(config_file: str | os.PathLike[str] | None, format: str | None =
         format: `"json"` or `"yaml"`; chosen by the ending of the name when None.
 
     Returns:
-        The values, and the path for use in messages.
+        The values, and the file, for messages.
 
     Raises:
         FileNotFoundError: When there is no such file.
         ValueError: When it is not JSON or YAML, or is not a set of `key: value` pairs.
     """
     path = os.path.expanduser(config_file) if config_file is not None else default_config_path(os.environ)
-    source = f"Settings file {str(path)!r}"
-    if not os.path.exists(path):
-        raise FileNotFoundError(
-            f"{source} does not exist. Write one with `accelerate config default`, or name another."
-        )
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{source} cannot be read: {error}.") from error
-    values = _parse(text, format or ("json" if str(path).endswith(".json") else "yaml"), source)
-    if not isinstance(values, dict):
-        kind = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ValueError(f"{source} must hold `key: value` pairs, but holds {kind}.")
-    return values, source
+    source = read_source(path)
+    return parse(source, format), source
 
 
-def _parse(text: str, format: str, source: str) -> Any:
-    if text.lstrip().startswith("{"):  # most YAML files that programs write are JSON, and PyYAML is slow to import
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            if format == "json":
-                raise ValueError(f"{source} is not valid JSON: {error}.") from None
-    elif format == "json":
-        raise ValueError(f"{source} is not valid JSON: it must begin with a brace.")
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        words = " ".join(str(error).split())
-        raise ValueError(f"{source} is not valid YAML: {words}.") from None
+def config_class(values: dict[str, Any]) -> type[BaseConfig]:
+    """Choose the kind of settings that a file holds."""
+    at_amazon = str(values.get("compute_environment")).upper() == "AMAZON_SAGEMAKER"
+    return SageMakerConfig if at_amazon else ClusterConfig

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import MISSING, dataclass, fields
 from enum import Enum
-from types import NoneType
 from typing import Any, ClassVar, Self
 
+from accel_cli.configfile.source import Source
 from accel_cli.errors import did_you_mean
 from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 
@@ -71,7 +71,7 @@ class BaseConfig:
         return values
 
     @classmethod
-    def from_values(cls, values: dict[str, Any], source: str) -> Self:
+    def from_values(cls, values: dict[str, Any], source: Source | str) -> Self:
         """Make settings from what a file says.
 
         Args:
@@ -81,25 +81,25 @@ class BaseConfig:
         Raises:
             ValueError: For keys that do not exist, values that are not allowed, or settings that are missing.
         """
+        from accel_cli.configfile.check import Check
+
+        check = Check(values, source if isinstance(source, Source) else Source(source))
+        check.sections(cls.section_names)
+        values = check.up_to_date()
         try:
             values = cls.process_config(values)
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(str(key) for key in set(values) - set(known))
-        if unknown:
-            hint = did_you_mean(unknown[0], known)
-            raise ValueError(f"{source} has unknown keys: {unknown}. Correct or remove them.{hint}")
-        flat = [name for name in cls.section_names if not isinstance(values.get(name, {}), (dict, NoneType))]
-        if flat:
-            raise ValueError(f"{source}: {flat[0]} must hold `key: value` pairs, got {values[flat[0]]!r}.")
-        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
-        if missing:
-            raise ValueError(f"{source} lacks {', '.join(missing)}.")
-        try:
-            return cls(**values)
-        except ValueError as error:
-            raise ValueError(f"{source}: {error}") from None
+            raise ValueError(f"{check.source}: {error}") from None
+        check.keys(values, [field.name for field in fields(cls)])
+        check.values(values)
+        check.missing([row.name for row in fields(cls) if row.default is MISSING and row.name not in values])
+        with check.naming("compute_environment"):
+            values["compute_environment"] = _member(
+                ComputeEnvironment, values["compute_environment"], "compute_environment"
+            )
+        with check.naming("distributed_type"):
+            values["distributed_type"] = _member(cls.distributed_types, values["distributed_type"], "distributed_type")
+        return cls(**values)
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> Self:

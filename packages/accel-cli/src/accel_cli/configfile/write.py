@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from accel_cli.configfile.location import default_json_config_file
-from accel_cli.configfile.schema import ClusterConfig
+from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.errors import UsageError
 from accel_state.enums import ComputeEnvironment, DistributedType
 
@@ -25,17 +25,47 @@ def write_yaml(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
     """Write sorted YAML."""
     import yaml
 
-    _write_atomically(Path(path), yaml.safe_dump(values))
+    _write_atomically(Path(path), yaml.safe_dump(values, allow_unicode=True))
+
+
+def write_config(path: str | os.PathLike[str], config: BaseConfig) -> None:
+    """Write settings, as JSON where the name ends in `.json` and as YAML otherwise. Missing folders are made."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    (write_json if str(path).endswith(".json") else write_yaml)(path, config.to_dict())
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Find out whether a file can be written, before somebody answers questions for it.
+
+    Args:
+        path: The file. Its folder may be missing.
+
+    Raises:
+        ValueError: When it is a folder, or its folder cannot be written to.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise UsageError(
+            f"{str(target)!r} is a folder: name a file in it, for example {str(target / 'config.yaml')!r}."
+        )
+    folder = next((parent for parent in target.absolute().parents if parent.exists()), Path("/"))
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise UsageError(f"{str(target)!r} cannot be written: {str(folder)!r} is no folder that you may write to.")
 
 
 def write_basic_config(
-    mixed_precision: str = "no", save_location: str | os.PathLike[str] = default_json_config_file
+    mixed_precision: str = "no",
+    save_location: str | os.PathLike[str] = default_json_config_file,
+    *,
+    format: Literal["json", "yaml"] = "json",
 ) -> Path | Literal[False]:
     """Write settings that use all accelerators of this machine, or its CPU when there are none.
 
     Args:
         mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         save_location: The file to write, normally the default settings file. Missing folders are made.
+        format: How to write. JSON is YAML, too, and programs read back what this function wrote as JSON;
+            `accelerate config default` asks for YAML, which people can edit.
 
     Returns:
         The path, or False when a file was there already: it is left as it is.
@@ -58,7 +88,8 @@ def write_basic_config(
         print(f"{path} exists already and stays as it is: name another file, or remove this one first.")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, _this_machine(precision).to_dict())
+    as_json = format == "json" or path.suffix == ".json"
+    (write_json if as_json else write_yaml)(path, _this_machine(precision).to_dict())
     return path
 
 
@@ -81,13 +112,15 @@ def _this_machine(mixed_precision: str) -> ClusterConfig:
 
 def _write_atomically(path: Path, text: str) -> None:
     """Write beside the file, then rename: readers see the old content or the new, never a part."""
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent or Path())
+    path = Path(os.path.realpath(path))  # a link stays a link
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
+    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(draft, 0o666 & ~_umask())
+        os.chmod(draft, mode)
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

@@ -1,0 +1,103 @@
+"""Looking through what a settings file says: every mistake is named with its line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accel_cli.configfile.allowed import check_word
+from accel_cli.configfile.migrate import PREFIXES, migrate, old_spellings
+from accel_cli.configfile.source import Source
+from accel_cli.errors import did_you_mean
+from accel_cli.launch.flags.deepspeed import DEEPSPEED
+from accel_cli.launch.flags.table import OPTIONS
+from accel_cli.launch.values import coerce
+
+ADVICE = "Correct or remove them, or upgrade accelerate where a newer version wrote the file."
+
+
+class Check:
+    """Looks through one file.
+
+    Args:
+        written: What the file says.
+        source: The file.
+    """
+
+    def __init__(self, written: dict[str, Any], source: Source) -> None:
+        self.written = written
+        self.source = source
+
+    def sections(self, names: Iterable[str]) -> None:
+        """Refuse a section that is not a section."""
+        for name in names:
+            content = self.written.get(name)
+            if content is not None and not isinstance(content, dict):
+                raise ValueError(f"{self.source.at(name)}: {name} must hold `key: value` pairs, got {content!r}.")
+
+    def up_to_date(self) -> dict[str, Any]:
+        """Return what the file says, in today's words where older ones would not be understood."""
+        values, done = migrate(self.written, set(OPTIONS), loading=True)
+        for item in done:
+            if not item.change.new:
+                import logging
+
+                logging.getLogger("accelerate").warning(
+                    "%s: %s has no effect any more (%s); `accelerate config update` removes it.",
+                    self.source.at(item.change.old), item.change.old, item.change.why,
+                )  # fmt: skip
+        return values
+
+    def keys(self, values: dict[str, Any], known: list[str]) -> None:
+        """Refuse keys that do not exist."""
+        unknown = sorted(str(key) for key in set(values) - set(known))
+        if unknown:
+            first = unknown[0]
+            hint = _home_of(first, known) or did_you_mean(first, known)
+            raise ValueError(f"{self.source.at(first)} has unknown keys: {unknown}. {ADVICE}{hint}")
+
+    def values(self, values: dict[str, Any]) -> None:
+        """Refuse values that their launch options do not allow."""
+        for key, value in values.items():
+            if isinstance(value, dict):
+                for name, item in value.items():
+                    self._value(f"{key}.{name}", name, item)
+            else:
+                self._value(key, key, value)
+
+    def missing(self, names: list[str]) -> None:
+        """Refuse a file that lacks something."""
+        if names:
+            raise ValueError(f"{self.source} lacks {', '.join(names)}.")
+
+    @contextmanager
+    def naming(self, key: str) -> Iterator[None]:
+        """Add the file and the line of a key to the errors of a block."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self.source.at(*old_spellings(key))}: {error}") from None
+
+    def _value(self, key: str, name: str, value: Any) -> None:
+        if name not in OPTIONS or value is None:
+            return
+        with self.naming(key):
+            where = self._as_written(key)
+            coerce(OPTIONS[name], value, where)
+            check_word(name, value, where)
+
+    def _as_written(self, key: str) -> str:
+        for spelling in old_spellings(key):
+            section, _, name = spelling.rpartition(".")
+            if name in (self.written.get(section, {}) if section else self.written):
+                return spelling
+        return key
+
+
+def _home_of(name: str, known: list[str]) -> str:
+    """Say in which section an option belongs that stands outside of all."""
+    homes = [section for section, prefix in PREFIXES.items() if name.startswith(prefix) and name in OPTIONS]
+    if name in [option.name for option in DEEPSPEED.options]:
+        homes = ["deepspeed_config"]
+    return f" Put {name} into the section {homes[0]}." if homes and homes[0] in known else ""

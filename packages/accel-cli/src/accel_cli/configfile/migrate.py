@@ -1,0 +1,234 @@
+"""What older versions wrote otherwise, and what it is called today."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
+
+Values = dict[str, Any]
+
+# section -> what the names of its keys begin with
+PREFIXES = {
+    "fsdp_config": "fsdp_",
+    "fp8_config": "fp8_",
+    "dynamo_config": "dynamo_",
+    "parallelism_config": "parallelism_config_",
+    "megatron_lm_config": "megatron_lm_",
+    "mpirun_config": "mpirun_",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that an older version wrote otherwise.
+
+    Attributes:
+        old: The key it had: `"key"` or `"section.key"`.
+        new: Today's key; the same where only the value has changed, empty where there is nothing of the kind any more.
+        convert: From the old value to today's.
+        why: What to tell the user, where the names do not say it.
+        on_loading: Whether an old file cannot be used without it. The others are made by `accelerate config update`.
+        when: Given all that the file says, whether it is an old way at all.
+    """
+
+    old: str
+    new: str
+    convert: Callable[[Any], Any] = lambda value: value
+    why: str = ""
+    on_loading: bool = True
+    when: Callable[[Values], bool] = lambda values: True
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A change that was made to a file.
+
+    Attributes:
+        change: The row of the table.
+        before: The old value.
+        after: Today's; None for what was removed.
+    """
+
+    change: Change
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        old, new, why = self.change.old, self.change.new, f" ({self.change.why})" if self.change.why else ""
+        if not new or self.after is None:
+            return f"removed {old}: {self.before!r}{why}"
+        if old == new:
+            return f"changed {old}: {self.before!r} is now {self.after!r}{why}"
+        if self.before == self.after:
+            return f"renamed {old} to {new}{why}"
+        return f"replaced {old}: {self.before!r} by {new}: {self.after!r}{why}"
+
+
+def word_for(*words: str, first: int = 1) -> Callable[[Any], Any]:
+    """Make a function that turns the number of a choice, as a number or as text, into its name."""
+    names = {str(number): word for number, word in enumerate(words, first)}
+    return lambda value: value if isinstance(value, bool) else names.get(str(value), value)
+
+
+def spelled(**words: Any) -> Callable[[Any], Any]:
+    """Make a function that replaces some texts, in any case, and leaves everything else alone."""
+    return lambda value: words.get(value.upper(), value) if isinstance(value, str) else value
+
+
+def empty_is_none(value: Any) -> Any:
+    """Turn an empty text into None."""
+    return None if value == "" else value
+
+
+def none_if_off(value: Any) -> Any:
+    """Turn the word no, which an unquoted YAML file holds as False, into None."""
+    return None if value is False or str(value).upper() == "NO" else value
+
+
+def lower_case(value: Any) -> Any:
+    """Turn a text into lower case; an unquoted `no` has become False in YAML."""
+    return "no" if value is False else value.lower() if isinstance(value, str) else value
+
+
+def joined(value: Any) -> Any:
+    """Turn a list, or a single number, into text with commas."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(str(item) for item in value)
+    return str(value) if isinstance(value, int) else value
+
+
+def truth_or_same(value: Any) -> Any:
+    """Turn the words yes and no, true and false into truth values."""
+    return {"yes": True, "true": True, "no": False, "false": False}.get(str(value).lower(), value)
+
+
+def device(value: Any) -> Any:
+    """Turn a switch for offloading into the place that it meant."""
+    return {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+def names_strategy(values: Values) -> bool:
+    """True when version 1 of FSDP is told what to shard in the words of version 2."""
+    section = values["fsdp_config"]
+    strategy = str(section["fsdp_reshard_after_forward"]).upper()
+    return str(section.get("fsdp_version", 1)) == "1" and strategy in FSDP_SHARDING_STRATEGY
+
+
+CHANGES: tuple[Change, ...] = (
+    Change("fp16", "mixed_precision", lambda on: "fp16" if on else "no", on_loading=False),
+    Change("mixed_precision", "mixed_precision", lower_case),
+    Change("distributed_type", "distributed_type", spelled(TPU="XLA", MPS="NO")),
+    Change("dynamo_backend", "dynamo_config.dynamo_backend", none_if_off, on_loading=False),
+    Change("dynamo_config.dynamo_backend", "dynamo_config.dynamo_backend", none_if_off, on_loading=False),
+    Change("ipex_config", "", why="torch does this by itself now"),
+    Change("main_process_ip", "main_process_ip", empty_is_none),
+    Change("main_process_port", "main_process_port", empty_is_none),
+    Change("num_processes", "num_processes", empty_is_none),
+    Change("gpu_ids", "gpu_ids", joined),
+    Change("rdzv_backend", "rdzv_backend", lambda value: value or "static"),
+    Change("downcast_bf16", "downcast_bf16", truth_or_same, on_loading=False),
+    Change("tpu_env", "tpu_env", lambda value: value or None, on_loading=False),
+    Change("deepspeed_config.offload_optimizer", "deepspeed_config.offload_optimizer_device", device),
+    Change("deepspeed_config.offload_param", "deepspeed_config.offload_param_device", device),
+    Change("deepspeed_config.zero3_save_fp16_model", "deepspeed_config.zero3_save_16bit_model"),
+    Change("deepspeed_config.zero_optimization_stage", "deepspeed_config.zero_stage"),
+    Change("fsdp_config.backward_prefetch_policy", "fsdp_config.fsdp_backward_prefetch"),
+    Change("fsdp_config.fsdp_backward_prefetch_policy", "fsdp_config.fsdp_backward_prefetch"),
+    Change("fsdp_config.fsdp_transformer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap"),
+    Change("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_sharding_strategy",
+           word_for(*FSDP_SHARDING_STRATEGY)),
+    Change("fsdp_config.fsdp_auto_wrap_policy", "fsdp_config.fsdp_auto_wrap_policy",
+           word_for(*FSDP_AUTO_WRAP_POLICY)),
+    Change("fsdp_config.fsdp_backward_prefetch", "fsdp_config.fsdp_backward_prefetch",
+           word_for("BACKWARD_PRE", "BACKWARD_POST")),
+    Change("fsdp_config.fsdp_state_dict_type", "fsdp_config.fsdp_state_dict_type", word_for(*FSDP_STATE_DICT_TYPE)),
+    Change("fsdp_config.fsdp_reshard_after_forward", "fsdp_config.fsdp_sharding_strategy",
+           why="version 1 reads it under this name", when=names_strategy),
+    Change("fsdp_config.fsdp_transformer_layer_cls_to_wrap", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", joined,
+           on_loading=False),
+    Change("fp8_config.fp8_amax_history_length", "fp8_config.fp8_amax_history_len"),
+    Change("fp8_config.fp8_amax_compute_algorithm", "fp8_config.fp8_amax_compute_algo"),
+    Change("fp8_config.fp8_optimization_level", "fp8_config.fp8_opt_level"),
+)  # fmt: skip
+
+
+def migrate(values: Values, known: set[str], *, loading: bool = False) -> tuple[Values, list[Done]]:
+    """Bring what a file says up to date.
+
+    Args:
+        values: The content of the file; it is not changed.
+        known: The names of all options that sections may hold.
+        loading: Whether to make only the changes without which the file cannot be used.
+
+    Returns:
+        The new content, and what was changed, in the order in which it was.
+    """
+    values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    done = list(_add_prefixes(values, known))
+    for change in CHANGES:
+        if change.on_loading or not loading:
+            done += _apply(change, values)
+    return values, done
+
+
+def old_spellings(key: str) -> list[str]:
+    """List every name that a key of today may have in an old file, today's first."""
+    section, _, name = key.rpartition(".")
+    names = [key, *(change.old for change in CHANGES if change.new == key and change.old != key)]
+    prefix = PREFIXES.get(section, "")
+    short = [f"{section}.{old.rpartition('.')[2].removeprefix(prefix)}" for old in names] if prefix else []
+    return list(dict.fromkeys([*names, *short]))
+
+
+def _add_prefixes(values: Values, known: set[str]) -> Iterator[Done]:
+    """Give the keys of a section the prefix that they may lack."""
+    old_names = {change.old for change in CHANGES}
+    for section, prefix in PREFIXES.items():
+        content = values.get(section)
+        if not isinstance(content, dict):
+            continue
+        for key in list(content):
+            name = f"{prefix}{key}"
+            is_name = name in known or f"{section}.{name}" in old_names
+            if is_name and not str(key).startswith(prefix) and name not in content:
+                value = content.pop(key)
+                content[name] = value
+                yield Done(Change(f"{section}.{key}", f"{section}.{name}"), value, value)
+
+
+def _apply(change: Change, values: Values) -> Iterator[Done]:
+    home, name = _place(values, change.old)
+    if home is None or name not in home or not change.when(values):
+        return
+    before = home[name]
+    if before is None and change.old == change.new:
+        return
+    after = change.convert(before)
+    if change.old == change.new:
+        if after is None:
+            del home[name]
+        elif after == before and type(after) is type(before):
+            return
+        else:
+            home[name] = after
+        yield Done(change, before, after)
+        return
+    del home[name]
+    if change.new and after is not None:
+        section, _, new_name = change.new.rpartition(".")
+        if section and values.get(section) is None:
+            values[section] = {}
+        new_home = values[section] if section else values
+        if new_home.get(new_name) is None:
+            new_home[new_name] = after
+        after = new_home[new_name]
+    yield Done(change, before, after if change.new else None)
+
+
+def _place(values: Values, key: str) -> tuple[Values | None, str]:
+    section, _, name = key.rpartition(".")
+    home = values.get(section) if section else values
+    return (home if isinstance(home, dict) else None), name

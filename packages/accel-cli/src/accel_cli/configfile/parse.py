@@ -1,0 +1,96 @@
+"""From the text of a settings file to values: JSON, or YAML without its dangerous parts."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from accel_cli.configfile.source import Source, yaml_loader
+
+
+def parse(source: Source, format: str | None = None) -> dict[str, Any]:
+    """Read what a settings file says, without judging it.
+
+    Args:
+        source: The file.
+        format: `"json"` or `"yaml"`; chosen by the ending of the name when None.
+
+    Raises:
+        ValueError: When it is not JSON or YAML, has a key twice, or is not a set of `key: value` pairs.
+    """
+    format = format or ("json" if source.is_json else "yaml")
+    try:
+        values = _parse(source, format)
+    except RecursionError:
+        raise ValueError(f"{source} is nested too deeply.") from None
+    if not isinstance(values, dict):
+        kind = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ValueError(f"{source} must hold `key: value` pairs, but holds {kind}.")
+    return values
+
+
+def _parse(source: Source, format: str) -> Any:
+    text = source.text.lstrip()
+    if text.startswith("{"):  # JSON is YAML, too, and PyYAML is slow to import
+        try:
+            return json.loads(text, object_pairs_hook=lambda pairs: _without_doubles(source, pairs))
+        except json.JSONDecodeError as error:
+            if format == "json":
+                raise ValueError(f"{source} is not valid JSON: {error}.") from None
+    elif format == "json":
+        if not text:
+            return None
+        raise ValueError(f"{source} is not valid JSON: it must begin with a brace.")
+    return _parse_yaml(source)
+
+
+def _without_doubles(source: Source, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"{source} has the key {key!r} twice: keep one of them.")
+        values[key] = value
+    return values
+
+
+def _parse_yaml(source: Source) -> Any:
+    import yaml
+
+    base: Any = yaml_loader(source.text)
+
+    class SettingsLoader(base):
+        """Knows plain values only, and refuses a key that is there twice."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            lines: dict[str, int] = {}
+            for key, _ in node.value:
+                line = key.start_mark.line + 1
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in lines:
+                        first = lines[key.value]
+                        raise ValueError(
+                            f"{source}, line {line} has the key {key.value!r} again (first in line {first}): "
+                            "keep one of them."
+                        )
+                    lines[key.value] = line
+            return super().construct_mapping(node, deep)
+
+        def refuse(self, node: Any) -> Any:
+            raise ValueError(
+                f"{source}, line {node.start_mark.line + 1}: the tag {_short(node.tag)!r} is not allowed, a settings "
+                "file holds plain values only."
+            )
+
+    SettingsLoader.add_constructor(None, SettingsLoader.refuse)
+    try:
+        return yaml.load(source.text, SettingsLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}" if mark else ""
+        raise ValueError(f"{source}{where}: not valid YAML, {error.problem or error.context}.") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from None
+
+
+def _short(tag: str) -> str:
+    return tag.replace("tag:yaml.org,2002:", "!!")

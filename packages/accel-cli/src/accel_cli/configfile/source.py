@@ -1,0 +1,113 @@
+"""The text of a settings file, and where in it something stands."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST_FILE_BYTES = 1_000_000
+LONGEST_FOR_LIBYAML = 4_000  # characters; a deeper nesting than this makes libyaml overflow the stack
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A settings file that was read.
+
+    Attributes:
+        path: Its path, as it was named.
+        text: What it holds.
+    """
+
+    path: str
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"Settings file {self.path!r}"
+
+    @property
+    def is_json(self) -> bool:
+        """True when the file must hold JSON because of its name."""
+        return self.path.endswith(".json")
+
+    def at(self, *spellings: str) -> str:
+        """Name the file and the line of a key.
+
+        Args:
+            *spellings: The key, with the names it may have in the file: `"num_machines"` or `"fsdp_config.version"`.
+                Without a line when none of them is found.
+        """
+        for key in spellings:
+            line = self.line_of(key)
+            if line:
+                return f"{self}, line {line}"
+        return str(self)
+
+    def line_of(self, key: str) -> int:
+        """Return the number of the line with a key, from 1; 0 when there is no such line."""
+        return _line_in_yaml(self.text, key.split(".")) or _line_by_search(self.text, key.rpartition(".")[2])
+
+
+def read_source(path: str | os.PathLike[str]) -> Source:
+    """Read the text of a settings file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FileNotFoundError: When there is no such file.
+        ValueError: When it is no text file, or much too large.
+    """
+    source = Source(os.fspath(path))
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"{source} does not exist. Write one with `accelerate config`, or name another.")
+    if os.path.isdir(path):
+        raise ValueError(f"{source} cannot be read: it is a folder. Name a file in it.")
+    try:
+        with open(path, "rb") as file:
+            content = file.read(LARGEST_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{source} cannot be read: {error.strerror or error}.") from error
+    if len(content) > LARGEST_FILE_BYTES:
+        raise ValueError(f"{source} cannot be read: more than {LARGEST_FILE_BYTES} bytes are no settings.")
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{source} cannot be read: it is not a text file (byte {error.start} is not UTF-8)."
+        ) from None
+    if "\0" in text:
+        raise ValueError(f"{source} cannot be read: it is not a text file.")
+    return Source(source.path, text)
+
+
+def yaml_loader(text: str) -> Any:
+    """Choose PyYAML's fast safe loader, or its slower one where a text is long enough to bring the other down."""
+    import yaml
+
+    return yaml.SafeLoader if len(text) > LONGEST_FOR_LIBYAML else getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _line_in_yaml(text: str, path: list[str]) -> int:
+    """Find a key by the structure of the text; JSON is nearly always YAML, too."""
+    import yaml
+
+    try:
+        node: Any = yaml.compose(text, yaml_loader(text))
+    except (yaml.YAMLError, RecursionError):
+        return 0
+    line = 0
+    for word in path:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in pairs if key.value == word]
+        if not found:
+            return 0
+        key, node = found[-1]
+        line = key.start_mark.line + 1
+    return line
+
+
+def _line_by_search(text: str, word: str) -> int:
+    found = re.search(rf"(?m)^.*?[\"']?\b{re.escape(word)}\b[\"']?\s*:", text)
+    return text[: found.start()].count("\n") + 1 if found else 0

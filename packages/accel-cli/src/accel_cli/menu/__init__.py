@@ -1,0 +1,1 @@
+"""A menu that needs no library, under the names that accelerate 1.x gave its parts."""

@@ -1,0 +1,1 @@
+"""The questions of `accelerate config`, one module per topic."""

@@ -1,0 +1,218 @@
+"""What can be answered to a question, and how typed text becomes a value."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accel_cli.questionnaire.prompts import Prompts
+
+YES = ("yes", "y", "true", "1")
+NO = ("no", "n", "false", "0")
+
+
+class Kind(ABC):
+    """A kind of answer."""
+
+    @abstractmethod
+    def read(self, text: str) -> Any:
+        """Turn typed text into a value.
+
+        Raises:
+            ValueError: With the reason why it is none.
+        """
+
+    def spell(self, value: Any) -> str:
+        """Write a value so that `read` gives it back."""
+        return str(value)
+
+    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+        """Let somebody be asked for it.
+
+        Args:
+            prompts: Who asks.
+            text: The question.
+            usual: What nothing stands for; empty when nothing is usual.
+            read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
+        """
+        return prompts.ask_text(text, usual, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Kind):
+    """One of a few values.
+
+    Attributes:
+        options: Pairs of a value and what the menu says for it.
+    """
+
+    options: tuple[tuple[Any, str], ...]
+
+    @property
+    def numbers(self) -> list[str]:
+        """What to type for each option: the value itself where all are numbers, else positions from 0."""
+        values = [value for value, _ in self.options]
+        return [str(value) for value in (values if all(isinstance(v, int) for v in values) else range(len(values)))]
+
+    @property
+    def labels(self) -> list[str]:
+        """What the menu says."""
+        return [label for _, label in self.options]
+
+    def read(self, text: str) -> Any:
+        """Accept a number of the menu, a value or what the menu says for it, in any case."""
+        values = [value for value, _ in self.options]
+        for words in (self.numbers, [str(value) for value in values], self.labels):
+            lower = [word.lower() for word in words]
+            if text.lower() in lower:
+                return values[lower.index(text.lower())]
+        words = [str(value) for value in values]
+        listing = ", ".join(f"{number} ({word})" if number != word else word
+                            for number, word in zip(self.numbers, words, strict=True))  # fmt: skip
+        raise ValueError(f"{text!r} is not one of {listing}.{did_you_mean(text, words)}")
+
+    def spell(self, value: Any) -> str:
+        """Write what the menu says for a value."""
+        return next(label for option, label in self.options if option == value)
+
+    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+        """Let somebody choose from a menu."""
+        return prompts.ask_choice(text, self, usual, read)
+
+
+def choice(*values: Any, **labels: str) -> Choice:
+    """Make a choice of words that speak for themselves.
+
+    Args:
+        *values: The values.
+        **labels: What the menu says for values that do not.
+    """
+    return Choice(tuple((value, labels.get(str(value), str(value))) for value in values))
+
+
+@dataclass(frozen=True, slots=True)
+class Truth(Kind):
+    """Yes or no."""
+
+    def read(self, text: str) -> bool:
+        """Accept yes and no, and other words for them."""
+        if text.lower() in (*YES, *NO):
+            return text.lower() in YES
+        raise ValueError(f"{text!r} is neither yes nor no.")
+
+    def spell(self, value: Any) -> str:
+        """Write yes or no."""
+        return "yes" if value else "no"
+
+    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+        """Let somebody confirm."""
+        return prompts.ask_truth(text, usual, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Number(Kind):
+    """A number.
+
+    Attributes:
+        least: The smallest that is allowed.
+        most: The largest.
+        is_whole: Whether it must be a whole number.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    is_whole: bool = True
+
+    def read(self, text: str) -> float:
+        """Accept a number within the limits."""
+        try:
+            value = int(text) if self.is_whole else float(text)
+        except ValueError:
+            kind = "a whole number" if self.is_whole else "a number"
+            raise ValueError(f"{text!r} is not {kind}.") from None
+        if self.least is not None and not value >= self.least:  # so that nan is refused, too
+            raise ValueError(f"It must be at least {self.least}, got {text}.")
+        if self.most is not None and not value <= self.most:
+            raise ValueError(f"It must be at most {self.most}, got {text}.")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Text(Kind):
+    """Any text.
+
+    Attributes:
+        without_blanks: Whether blanks are refused, as in addresses and names.
+    """
+
+    without_blanks: bool = False
+
+    def read(self, text: str) -> str:
+        """Accept text without control characters."""
+        if not text.isprintable():
+            raise ValueError(f"{text!r} has characters that cannot be printed.")
+        if self.without_blanks and len(text.split()) > 1:
+            raise ValueError(f"{text!r} must not have blanks in it.")
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class Path(Text):
+    """A file or folder."""
+
+    def read(self, text: str) -> str:
+        """Accept text, with the user's folder in the place of `~`."""
+        return os.path.expanduser(Text.read(self, text))
+
+
+@dataclass(frozen=True, slots=True)
+class Words(Kind):
+    """Several texts, with a sign between them.
+
+    Attributes:
+        pattern: What each must look like, as a regular expression; empty for anything.
+        example: What it looks like, for the reason.
+        separator: The sign.
+    """
+
+    pattern: str = ""
+    example: str = ""
+    separator: str = ","
+
+    def read(self, text: str) -> list[str]:
+        """Accept at least one text."""
+        import re
+
+        words = [word.strip() for word in text.split(self.separator) if word.strip()]
+        if not words:
+            raise ValueError(f"{text!r} holds nothing.")
+        for word in words:
+            if self.pattern and not re.fullmatch(self.pattern, word):
+                raise ValueError(f"{word!r} does not look like {self.example}.")
+            if not word.isprintable():
+                raise ValueError(f"{word!r} has characters that cannot be printed.")
+        return words
+
+    def spell(self, value: Any) -> str:
+        """Join them again."""
+        return self.separator.join(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined(Words):
+    """Several texts that the setting holds as one, with commas."""
+
+    def read(self, text: str) -> str:  # type: ignore[override]
+        """Accept at least one text."""
+        return ",".join(Words.read(self, text))
+
+    def spell(self, value: Any) -> str:
+        """Write the text as it is."""
+        return str(value)

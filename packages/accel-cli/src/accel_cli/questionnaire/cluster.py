@@ -1,0 +1,67 @@
+"""The questions about machines of one's own, in their order."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accel_cli.configfile.schema import BaseConfig, ClusterConfig
+from accel_cli.questionnaire.answer import Choice
+from accel_cli.questionnaire.deepspeed import DEEPSPEED
+from accel_cli.questionnaire.dynamo import DYNAMO
+from accel_cli.questionnaire.fp8 import FP8
+from accel_cli.questionnaire.fsdp import FSDP
+from accel_cli.questionnaire.interview import ask, interview, settings_of
+from accel_cli.questionnaire.machine import MACHINE, NETWORK, PRECISION, PROCESSES, placed
+from accel_cli.questionnaire.megatron import MEGATRON_LM
+from accel_cli.questionnaire.mpi import MPI
+from accel_cli.questionnaire.parallelism import PARALLELISM, sharding
+from accel_cli.questionnaire.prompts import Prompts, choose_prompts
+from accel_cli.questionnaire.question import Answers, Question
+from accel_cli.questionnaire.sagemaker import get_sagemaker_input
+from accel_cli.questionnaire.tpu import TPU
+from accel_state.enums import ComputeEnvironment
+
+TOPICS = (
+    MACHINE, DEEPSPEED, FSDP, NETWORK, PROCESSES, MPI, PARALLELISM, MEGATRON_LM, TPU, DYNAMO, PRECISION, FP8,
+)  # fmt: skip
+
+ENVIRONMENT = Question(
+    "compute_environment",
+    "Where do the processes run?",
+    Choice((("LOCAL_MACHINE", "this machine, or several of one's own"), ("AMAZON_SAGEMAKER", "Amazon SageMaker"))),
+    "LOCAL_MACHINE",
+)
+
+
+def get_user_input(prompts: Prompts | None = None) -> BaseConfig:
+    """Ask for all settings.
+
+    Args:
+        prompts: Who asks; chosen to fit the terminal when None.
+
+    Returns:
+        `ClusterConfig` or `SageMakerConfig`.
+
+    Raises:
+        KeyboardInterrupt: When somebody interrupts.
+        ValueError: When the answers end too early.
+    """
+    prompts = prompts or choose_prompts()
+    at_amazon = ask(ENVIRONMENT, prompts, {}) == ComputeEnvironment.AMAZON_SAGEMAKER.value
+    return get_sagemaker_input(prompts) if at_amazon else get_cluster_input(prompts)
+
+
+def get_cluster_input(prompts: Prompts | None = None) -> ClusterConfig:
+    """Ask for the settings of machines of one's own; as `get_user_input`."""
+    return cluster_config(interview(TOPICS, prompts or choose_prompts()))
+
+
+def cluster_config(answers: Answers) -> ClusterConfig:
+    """Turn answers into settings."""
+    values: dict[str, Any] = {"mixed_precision": None, "debug": False, **settings_of(TOPICS, answers)}
+    if "parallelism_config" in values:
+        values["parallelism_config"] |= sharding(answers)
+    if "command_file" in values:  # the commands may be run from another folder
+        values["command_file"] = os.path.abspath(values["command_file"])
+    return ClusterConfig(compute_environment=ComputeEnvironment.LOCAL_MACHINE, **values | placed(answers))

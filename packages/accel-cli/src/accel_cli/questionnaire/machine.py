@@ -1,0 +1,165 @@
+"""Questions about the machines, their devices and their processes."""
+
+from __future__ import annotations
+
+import glob
+from typing import Any
+
+from accel_cli.questionnaire.answer import Choice, Number, Text, Truth, choice
+from accel_cli.questionnaire.question import Answers, Question, Topic, every, opposite, said
+
+MACHINES = Choice(
+    (
+        ("NO", "one process on one device"),
+        ("MULTI_CPU", "several CPU processes"),
+        ("MULTI_GPU", "several GPUs (NVIDIA or AMD)"),
+        ("MULTI_XPU", "several XPUs (Intel)"),
+        ("MULTI_HPU", "several HPUs (Intel Gaudi)"),
+        ("MULTI_NPU", "several NPUs (Huawei Ascend)"),
+        ("MULTI_MLU", "several MLUs (Cambricon)"),
+        ("MULTI_SDAA", "several SDAAs (Tecorigin)"),
+        ("MULTI_MUSA", "several MUSA GPUs (Moore Threads)"),
+        ("MULTI_NEURON", "several Neuron cores (AWS Trainium)"),
+        ("XLA", "TPU"),
+    )
+)
+ACCELERATORS = tuple(kind for kind, _ in MACHINES.options if kind not in ("NO", "MULTI_CPU", "XLA"))
+SEVERAL = ("MULTI_CPU", *ACCELERATORS)
+
+PLAIN = ("PLAIN", "each process holds the whole model (DDP)")
+DEEPSPEED = ("DEEPSPEED", "DeepSpeed")
+FSDP = ("FSDP", "FSDP: fully sharded data parallelism")
+MEGATRON = ("MEGATRON_LM", "Megatron-LM")
+
+# which ways of training are offered on which machines
+WAYS: dict[tuple[str, ...], Choice] = {
+    ("MULTI_CPU", "MULTI_NEURON"): Choice((PLAIN, FSDP)),
+    ("MULTI_GPU",): Choice((PLAIN, DEEPSPEED, FSDP, MEGATRON)),
+    ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"): Choice((PLAIN, DEEPSPEED, FSDP)),
+    ("NO",): Choice((("PLAIN", "as it is"), DEEPSPEED)),
+}  # fmt: skip
+
+FP8_HARDWARE = ("NO", "MULTI_GPU", "MULTI_XPU", "MULTI_HPU")
+
+
+def on_cpu(answers: Answers) -> bool:
+    """True when no accelerator is used."""
+    return answers.get("machine") == "MULTI_CPU" or bool(answers.get("use_cpu"))
+
+
+def on_several_machines(answers: Answers) -> bool:
+    """True when the processes must find one another over a network."""
+    return bool(answers.get("num_machines", 1) > 1)
+
+
+def in_fp8(answers: Answers) -> bool:
+    """True when the devices may be able to compute in FP8."""
+    return answers.get("machine") in FP8_HARDWARE and not answers.get("use_cpu")
+
+
+def by_hostfile(answers: Answers) -> bool:
+    """True when a list of machines says which number this one has."""
+    return answers.get("deepspeed_multinode_launcher", "standard") != "standard"
+
+
+def divides_evenly(value: int, answers: Answers) -> str:
+    """Refuse processes that the machines cannot share equally."""
+    machines = answers.get("num_machines", 1)
+    return f"{value} processes cannot be shared equally by {machines} machines." if value % machines else ""
+
+
+def is_one_of_them(value: int, answers: Answers) -> str:
+    """Refuse the number of a machine that is not there."""
+    last = answers["num_machines"] - 1
+    return "" if value <= last else f"With {last + 1} machines the last one has the number {last}, got {value}."
+
+
+def are_enough(value: str, answers: Answers) -> str:
+    """Refuse a list of devices that is no list, or shorter than that of the processes."""
+    words = [word.strip() for word in value.split(",")]
+    if words == ["all"]:
+        return ""
+    if not all(word.isdigit() for word in words) or len(set(words)) < len(words):
+        return f"{value!r} is neither `all` nor different device numbers such as 0,1."
+    here = answers["num_processes"] // answers.get("num_machines", 1)
+    return "" if len(words) >= here else f"{here} processes on this machine need {here} devices, got {len(words)}."
+
+
+def usual_processes(answers: Answers) -> int:
+    """One process for each NVIDIA GPU where there are some to be seen, else one for each machine."""
+    machines: int = answers.get("num_machines", 1)
+    devices = glob.glob("/proc/driver/nvidia/gpus/*") if answers["machine"] == "MULTI_GPU" else []
+    return machines * max(1, len(devices))
+
+
+MACHINE = Topic(
+    "Machine",
+    (
+        Question("machine", "What do you train on?", MACHINES, "NO", is_saved=False),
+        Question("use_cpu", "Train on the CPU even where there is an accelerator?", Truth(), False,
+                 said("machine", "NO")),
+        Question("num_machines", "How many machines take part?", Number(least=1), 1, said("machine", *SEVERAL)),
+        *(Question("way", "How is the model trained?", ways, "PLAIN",
+                   every(said("machine", *machines), opposite(said("use_cpu"))), is_saved=False)
+          for machines, ways in WAYS.items()),
+    ),
+)  # fmt: skip
+
+NETWORK = Topic(
+    "Network",
+    (
+        Question("machine_rank", "Which number has this machine, from 0?", Number(least=0), None,
+                 opposite(by_hostfile), is_one_of_them),
+        Question("main_process_ip", "What is the address of machine 0?", Text(without_blanks=True)),
+        Question("main_process_port", "Which port on it do the processes meet at?", Number(1, 65535), 29500),
+        Question("same_network", "Are all machines in one local network?", Truth(), True),
+        Question("rdzv_backend",
+                 "How do the machines find one another? static: all are there from the start; c10d: they may come and "
+                 "go, as restarts need it",
+                 choice("static", "c10d"), "static", opposite(by_hostfile)),
+    ),
+    asked_when=on_several_machines,
+)  # fmt: skip
+
+PROCESSES = Topic(
+    "Processes",
+    (
+        Question("num_processes", "How many processes are started, on all machines together?", Number(least=1),
+                 usual_processes, said("machine", *SEVERAL), divides_evenly),
+        Question("num_processes", "How many TPU cores are used?", Number(least=1), 8, said("machine", "XLA")),
+        Question("gpu_ids", "Which devices of this machine? Numbers such as 0,1 or all", Text(), "all",
+                 said("machine", *ACCELERATORS), are_enough),
+        Question("gpu_ids", "Which device of this machine? A number or all", Text(), "all",
+                 every(said("machine", "NO"), opposite(said("use_cpu"))),
+                 lambda value, answers: are_enough(value, {"num_processes": 1})),
+        Question("enable_cpu_affinity", "Keep each process on the CPU cores near its GPU? (NVIDIA)", Truth(), False,
+                 said("machine", "MULTI_GPU")),
+        Question("debug", "Compare shapes before every collective operation? Slower, finds hanging runs", Truth(),
+                 False, said("machine", *SEVERAL)),
+    ),
+    asked_when=opposite(every(said("machine", "NO"), said("use_cpu"))),
+)  # fmt: skip
+
+PRECISION = Topic(
+    "Number format",
+    (
+        Question("mixed_precision", "Which number format do you compute in?", choice("no", "fp16", "bf16", "fp8"),
+                 "no", in_fp8),
+        Question("mixed_precision", "Which number format do you compute in?", choice("no", "fp16", "bf16"), "no",
+                 every(said("machine", *ACCELERATORS), opposite(in_fp8))),
+        Question("mixed_precision", "Which number format do you compute in?", choice("no", "bf16"), "no",
+                 lambda answers: on_cpu(answers) or answers["machine"] == "XLA"),
+    ),
+    # DeepSpeed's own file says it then
+    asked_when=opposite(said("deepspeed_config_file")),
+)  # fmt: skip
+
+
+def placed(answers: Answers) -> dict[str, Any]:
+    """Return what the answers say about where and how processes run, in the words of the settings file."""
+    way, machine = answers.get("way", "PLAIN"), answers["machine"]
+    return {
+        "distributed_type": machine if way == "PLAIN" else way,
+        "use_cpu": on_cpu(answers),
+        "num_processes": answers.get("num_processes", 1),
+    }

@@ -1,0 +1,21 @@
+"""Questions about starting CPU processes with mpirun."""
+
+from __future__ import annotations
+
+import os
+
+from accel_cli.questionnaire.answer import Path, Truth
+from accel_cli.questionnaire.question import Question, Topic, every, said
+
+HOSTFILE = os.path.expanduser("~/hostfile")
+
+MPI = Topic(
+    "MPI",
+    (
+        Question("uses_mpirun", "Start the processes with mpirun?", Truth(), False, is_saved=False),
+        Question("mpirun_hostfile", "Where is the list of machines (the hostfile)?", Path(), HOSTFILE,
+                 said("uses_mpirun")),
+    ),
+    section="mpirun_config",
+    asked_when=every(said("machine", "MULTI_CPU"), said("way", "PLAIN")),
+)  # fmt: skip

@@ -1,0 +1,132 @@
+"""Asking: with menus on a terminal, with plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TextIO
+
+from accel_cli.errors import UsageError
+from accel_cli.questionnaire.answer import Choice
+
+Read = Callable[[str], Any]
+
+
+class Prompts(ABC):
+    """Somebody who can be asked. Every question is asked again until `read` takes the answer."""
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        print(line, flush=True)
+
+    def again(self, reason: object) -> None:
+        """Say why a question is asked again."""
+        self.say(f"  {reason}")
+
+    @abstractmethod
+    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+        """Ask for a text.
+
+        Args:
+            text: The question.
+            usual: What nothing stands for; empty when nothing is usual.
+            read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
+        """
+
+    @abstractmethod
+    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+        """Ask for yes or no; arguments as in `ask_text`."""
+
+    @abstractmethod
+    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+        """Ask for one of several values; arguments as in `ask_text`."""
+
+
+class PlainPrompts(Prompts):
+    """Asks in plain lines and reads plain lines: for pipes, logs and simple terminals."""
+
+    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+        """Ask in one line."""
+        return self._ask(f"{text} [{usual}]: " if usual else f"{text}: ", read)
+
+    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+        """Ask in one line; yes and no may be abbreviated."""
+        return self._ask(f"{text} (yes/no) [{usual}]: " if usual else f"{text} (yes/no): ", read)
+
+    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+        """Show a numbered list; a number, a value or a label may be typed."""
+        self.say(text)
+        for number, label in zip(choice.numbers, choice.labels, strict=True):
+            self.say(f"  {number}  {label}")
+        return self._ask(f"Choice [{usual}]: " if usual else "Choice: ", read)
+
+    def _ask(self, prompt: str, read: Read) -> Any:
+        while True:
+            try:
+                line = input(prompt)
+            except (EOFError, OSError, RuntimeError, UnicodeDecodeError):  # at its end, closed, or no text
+                print(flush=True)
+                raise UsageError(
+                    f"There is no answer to {prompt.strip().rstrip(':')!r}. Nothing was written."
+                ) from None
+            if not _is_terminal(sys.stdin):  # a terminal has shown it already
+                self.say(line)
+            try:
+                return read(line)
+            except ValueError as reason:
+                self.again(reason)
+
+
+class TerminalPrompts(Prompts):
+    """Asks with menus that are moved through with the arrow keys."""
+
+    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+        """Ask in one line; what is wrong with it is shown below while it is corrected."""
+        import questionary
+
+        def problem(line: str) -> bool | str:
+            try:
+                read(line)
+            except ValueError as reason:
+                return str(reason)
+            return True
+
+        hint = f"({usual})" if usual else None
+        return read(questionary.text(text, instruction=hint, validate=problem).unsafe_ask())
+
+    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+        """Ask for one key: y or n."""
+        import questionary
+
+        return self._until(
+            lambda: "yes" if questionary.confirm(text, default=usual == "yes").unsafe_ask() else "no", read
+        )
+
+    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+        """Show a menu."""
+        import questionary
+
+        return self._until(
+            lambda: str(questionary.select(text, choices=choice.labels, default=usual or None).unsafe_ask()), read
+        )
+
+    def _until(self, ask: Callable[[], str], read: Read) -> Any:
+        while True:
+            try:
+                return read(ask())
+            except ValueError as reason:
+                self.again(reason)
+
+
+def choose_prompts() -> Prompts:
+    """Choose menus where somebody sits at a terminal that can show them."""
+    can_show = os.name == "nt" or os.environ.get("TERM", "dumb") != "dumb"
+    at_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    return TerminalPrompts() if can_show and at_terminal and find_spec("questionary") else PlainPrompts()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty()

@@ -1,0 +1,321 @@
+"""`accelerate config` without a terminal: every kind of machine, every section."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from accel_cli.configfile.read import load_config_from_file
+from accel_cli.configfile.schema import SageMakerConfig
+from accel_cli.main import main
+from accel_cli.questionnaire.cluster import get_user_input
+from tests.cli.answering import Prepared
+from tests.cli.pretended import Pretended, settings_of
+from tests.cli.terminal import PROGRAM
+
+Ask = Callable[..., dict[str, Any]]
+
+SEVERAL_GPUS = {"What do you train on": "MULTI_GPU"}
+PROCESSES = {"How many processes are started": "4"}
+
+
+class Listed(Pretended):
+    """Has a list of two machines, wherever one looks."""
+
+    def hosts(self, path: str) -> list[str]:
+        return ["a", "b"]
+
+
+@pytest.fixture
+def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
+    """Answer in lines, and return what was written."""
+
+    def answer(answers: dict[str, str], name: str = "config.yaml") -> dict[str, Any]:
+        prepared = Prepared(answers)
+        get_user_input(prepared)
+        unused = [part for part in answers if not any(part in question for question in prepared.questions)]
+        assert unused == []
+        monkeypatch.setattr(sys, "stdin", io.StringIO(prepared.lines))
+        path = tmp_path / name
+        assert main(["config", "--config_file", str(path)]) == 0
+        assert sys.stdin.read() == ""
+        values: dict[str, Any] = yaml.safe_load(path.read_text())
+        return values
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["MULTI_GPU", "MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"],
+)
+def test_accelerators(ask: Ask, tmp_path: Path, kind: str) -> None:
+    written = ask({"What do you train on": kind, "How many processes": "2", "Which devices": "1,3"})
+    assert written == written | {"distributed_type": kind, "num_processes": 2, "gpu_ids": "1,3", "use_cpu": False}
+    settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
+    assert (settings.multi_gpu, settings.num_processes, settings.gpu_ids) == (True, 2, "1,3")
+
+
+def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
+    written = ask({"What do you train on": "several CPU processes", "How many processes": "2", "number format": "1"})
+    assert written == written | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"}
+    assert "mpirun_config" not in written
+    settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
+    assert (settings.use_cpu, settings.num_processes, settings.runner) == (True, 2, "torchrun")
+
+
+def test_mpirun(ask: Ask) -> None:
+    written = ask({"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun": "yes", "hostfile": "/h"})
+    assert written["mpirun_config"] == {"mpirun_hostfile": "/h"}
+
+
+def test_one_device(ask: Ask) -> None:
+    written = ask({"Which device of this machine": "3"})
+    assert written == written | {"distributed_type": "NO", "gpu_ids": "3", "num_processes": 1, "use_cpu": False}
+
+
+def test_several_machines(ask: Ask) -> None:
+    written = ask(SEVERAL_GPUS | PROCESSES | {
+        "How many machines": "2", "Which number has this machine": "1", "address of machine 0": "node-0.example",
+        "Which port": "2222", "one local network": "no", "find one another": "c10d", "Compare shapes": "y",
+    })  # fmt: skip
+    assert written == written | {
+        "num_machines": 2, "machine_rank": 1, "main_process_ip": "node-0.example", "main_process_port": 2222,
+        "same_network": False, "rdzv_backend": "c10d", "debug": True,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("answers", "section", "content"),
+    [
+        (
+            {"Compile the model": "y", "Which backend": "eager", "Change how it compiles": "y",
+             "optimise for": "max-autotune", "several graphs": "y", "shapes that change": "y", "repeated block": "y"},
+            "dynamo_config",
+            {"dynamo_backend": "EAGER", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": True,
+             "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True},
+        ),
+        (
+            {"How is the model trained": "DeepSpeed", "DeepSpeed JSON file": "y", "Where is it": "ds.json",
+             "mixture-of-experts layers": "y", "classes called": "A, B"},
+            "deepspeed_config",
+            {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "A,B"},
+        ),
+        (
+            {"How is the model trained": "DEEPSPEED", "ZeRO shard": "1", "How many machines": "2",
+             "on the other machines": "pdsh", "list of machines": "hosts", "left out": "", "used alone": "a@b:0",
+             "address of machine 0": "a"},
+            "deepspeed_config",
+            {"zero_stage": 1, "gradient_accumulation_steps": 1, "deepspeed_multinode_launcher": "pdsh",
+             "deepspeed_hostfile": "hosts", "deepspeed_inclusion_filter": "a@b:0"},
+        ),
+        (
+            {"How is the model trained": "DEEPSPEED", "Share sequences": "y", "every sequence": "4",
+             "How long are the": "512", "Does the length": "no", "implementation of attention": "flash_attention_2"},
+            "parallelism_config",
+            {"parallelism_config_sp_size": 4, "parallelism_config_sp_seq_length": 512,
+             "parallelism_config_sp_seq_length_is_variable": False,
+             "parallelism_config_sp_attn_implementation": "flash_attention_2",
+             "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1},
+        ),
+        (
+            {"How is the model trained": "FSDP", "implementations": "1", "What is sharded": "SHARD_GRAD_OP",
+             "sharded by themselves": "SIZE_BASED_WRAP", "how many parameters": "1000",
+             "gather the next parameters?": "BACKWARD_POST", "early in the forward": "y"},
+            "fsdp_config",
+            {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": False,
+             "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000,
+             "fsdp_backward_prefetch": "BACKWARD_POST", "fsdp_state_dict_type": "FULL_STATE_DICT",
+             "fsdp_forward_prefetch": True, "fsdp_use_orig_params": True, "fsdp_cpu_ram_efficient_loading": True,
+             "fsdp_sync_module_states": True, "fsdp_activation_checkpointing": False},
+        ),
+        (
+            {"How is the model trained": "FSDP", "Share layers": "y", "every sequence": "2", "keys and values": "1",
+             "copies of the model": "1"},
+            "parallelism_config",
+            {"parallelism_config_tp_size": 1, "parallelism_config_cp_size": 2,
+             "parallelism_config_cp_comm_strategy": "alltoall", "parallelism_config_dp_replicate_size": 1,
+             "parallelism_config_dp_shard_size": 2},
+        ),
+        (
+            {"How is the model trained": "MEGATRON_LM", "every layer": "2", "pipeline": "2", "micro-batches": "3"},
+            "megatron_lm_config",
+            {"megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": True, "megatron_lm_pp_degree": 2,
+             "megatron_lm_num_micro_batches": 3, "megatron_lm_recompute_activations": True,
+             "megatron_lm_use_distributed_optimizer": True, "megatron_lm_gradient_clipping": 1.0},
+        ),
+        (
+            {"number format": "fp8", "computes in FP8": "TE", "steps are maxima": "16", "of the maxima": "max",
+             "higher precision": "true, false,no", "Margin": "2", "computed anew": "3", "Which format": "E4M3",
+             "in evaluation": "y"},
+            "fp8_config",
+            {"fp8_backend": "TE", "fp8_use_autocast_during_eval": True, "fp8_margin": 2, "fp8_interval": 3,
+             "fp8_format": "E4M3", "fp8_amax_history_len": 16, "fp8_amax_compute_algo": "max",
+             "fp8_override_linear_precision": "true, false,no"},
+        ),
+        (
+            {"number format": "fp8", "computes in FP8": "MS-AMP", "optimization level": "O1"},
+            "fp8_config",
+            {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"},
+        ),
+        (
+            {"How is the model trained": "FSDP", "number format": "fp8", "computes in FP8": "ao", "in 8 bits": "n"},
+            "fp8_config",
+            {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": False, "fp8_pad_inner_dim": True},
+        ),
+    ],
+)  # fmt: skip
+def test_sections(ask: Ask, tmp_path: Path, answers: dict[str, str], section: str, content: dict[str, Any]) -> None:
+    written = ask(SEVERAL_GPUS | PROCESSES | answers)
+    assert written[section] == content
+    settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py", machine=Listed())
+    missing = [key for key in content if settings.sources.get(key) != "file"]
+    assert missing == []
+
+
+def test_rare_megatron_settings(ask: Ask) -> None:
+    more = {
+        "in detail": "y", "What is computed again": "full", "How many layers?": "2", "share the experts": "2",
+        "Dropout in the attention": "0.1", "float32": "y", "optimizer's state in CPU": "y", "Copy it": "y",
+    }  # fmt: skip
+    written = ask(SEVERAL_GPUS | PROCESSES | {"How is the model trained": "Megatron-LM"} | more)
+    section = written["megatron_lm_config"]
+    assert section == section | {
+        "megatron_lm_recompute_granularity": "full", "megatron_lm_recompute_method": "uniform",
+        "megatron_lm_recompute_num_layers": 2, "megatron_lm_expert_model_parallel_size": 2,
+        "megatron_lm_attention_dropout": 0.1, "megatron_lm_attention_softmax_in_fp32": True,
+        "megatron_lm_optimizer_cpu_offload": True, "megatron_lm_overlap_cpu_optimizer_d2h_h2d": True,
+    }  # fmt: skip
+    assert "megatron_lm_hidden_dropout" not in section
+
+
+def test_tpu(ask: Ask, tmp_path: Path) -> None:
+    file = tmp_path / "commands.sh"
+    file.write_text("true\n")
+    one = ask({"What do you train on": "TPU", "TPU cores": "4", "Which function": "train", "float and double": "y"})
+    assert one == one | {
+        "distributed_type": "XLA", "num_processes": 4, "main_training_function": "train", "downcast_bf16": True,
+        "tpu_use_cluster": False,
+    }  # fmt: skip
+    pod = {"What do you train on": "TPU", "pod of several": "y", "TPU called": "t", "which zone": "z", "sudo": "y"}
+    typed = ask(pod | {"Which commands do": "2", "Which commands?": "echo a, b; ls", "Which machines of": "a,b",
+                       "variables are set": "A=1,B=x=y"})  # fmt: skip
+    assert typed == typed | {
+        "tpu_use_cluster": True, "tpu_name": "t", "tpu_zone": "z", "tpu_use_sudo": True,
+        "commands": ["echo a, b", "ls"], "tpu_vm": ["a", "b"], "tpu_env": ["A=1", "B=x=y"],
+    }  # fmt: skip
+    assert ask(pod | {"Which commands do": "file", "Which file": str(file)})["command_file"] == str(file)
+    settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
+    assert (settings.tpu, settings.tpu_use_cluster, settings.tpu_use_sudo) == (True, True, True)
+
+
+def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
+    asked = {"Where do the processes run": "Amazon SageMaker", "IAM role": "trainer"}
+    plain = ask(asked | {"own to use": "y", "its URI": "123.dkr/image:1", "data channels": "y", "metrics to": "n",
+                         "Where is the file": "in.tsv", "sign in": "environment"})  # fmt: skip
+    assert plain == {
+        "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO", "mixed_precision": "no", "use_cpu": False,
+        "debug": False, "ec2_instance_type": "ml.p3.2xlarge", "iam_role_name": "trainer", "num_machines": 1,
+        "image_uri": "123.dkr/image:1", "region": "us-east-1", "gpu_ids": "all", "sagemaker_inputs_file": "in.tsv",
+        "base_job_name": "accelerate-sagemaker-1", "pytorch_version": "1.10.2", "transformers_version": "4.17.0",
+        "py_version": "py38", "enable_cpu_affinity": False,
+    }  # fmt: skip
+    several = ask(asked | {"spread over": "1", "type of machine": "ml.p3dn.24xlarge", "On how many": "4",
+                           "Compile the model": "y"}, "config.json")  # fmt: skip
+    assert several == several | {
+        "profile": "default", "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p3dn.24xlarge",
+        "num_machines": 4, "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+    }  # fmt: skip
+    assert isinstance(load_config_from_file(tmp_path / "config.json"), SageMakerConfig)
+
+
+@pytest.mark.parametrize(
+    ("question", "wrong", "reason"),
+    [
+        ("What do you train on", "11", "'11' is not one of 0 (NO), 1 (MULTI_CPU)"),
+        ("What do you train on", "MULTI_GPUS", "Did you mean 'MULTI_GPU'?"),
+        ("How many machines", "0", "It must be at least 1, got 0."),
+        ("How many machines", "some", "'some' is not a whole number."),
+        ("Which number has this machine", "", "An answer is needed here."),
+        ("Which number has this machine", "2", "With 2 machines the last one has the number 1, got 2."),
+        ("address of machine 0", "a b", "'a b' must not have blanks in it."),
+        ("Which port", "70000", "It must be at most 65535, got 70000."),
+        ("one local network", "perhaps", "'perhaps' is neither yes nor no."),
+        ("How many processes", "3", "3 processes cannot be shared equally by 2 machines."),
+        ("Which devices", "a", "'a' is neither `all` nor different device numbers"),
+        ("Which devices", "0", "2 processes on this machine need 2 devices, got 1."),
+        ("higher precision", "true,false", "'true,false' is not three truth values"),
+        ("How is the model", "ddp?", "'ddp?' is not one of 0 (PLAIN)"),
+    ],
+)
+def test_wrong_answers_are_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    question: str, wrong: str, reason: str,
+) -> None:  # fmt: skip
+    prepared = Prepared(SEVERAL_GPUS | PROCESSES | {
+        "How many machines": "2", "Which number has": "1", "address of": "a", "number format": "fp8",
+        "computes in FP8": "TE",
+    })  # fmt: skip
+    get_user_input(prepared)
+    place = next(index for index, asked in enumerate(prepared.questions) if question in asked)
+    prepared.typed.insert(place, wrong)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prepared.lines))
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 0
+    assert reason in capsys.readouterr().out
+    assert load_config_from_file(tmp_path / "a.yaml").mixed_precision == "fp8"
+
+
+def test_sizes_that_do_not_fit(ask: Ask) -> None:
+    fsdp = SEVERAL_GPUS | {"How is the model trained": "FSDP", "processes are started": "8", "Share layers": "y"}
+    for answers, reason in (
+        ({"every layer": "3"}, "8 processes are left, and 3 does not divide them"),
+        ({"every layer": "2", "copies": "4"}, "leave processes for the sharding"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            ask(fsdp | answers)
+
+
+@pytest.mark.parametrize("answers", [b"0\nMULTI_GPU\n", b"0\nMULTI_GPU\n\xff\n", None])
+def test_answers_that_end_too_early(tmp_path: Path, answers: bytes | None) -> None:
+    path = tmp_path / "a.yaml"
+    command = [sys.executable, "-c", PROGRAM, "config", "--config_file", str(path)]
+    shell = ["sh", "-c", 'exec "$@" <&-', "sh"] if answers is None else []
+    done = subprocess.run([*shell, *command], input=answers, capture_output=True, timeout=60, check=False)
+    said = done.stderr.decode()
+    question = "How many machines take part? [1]" if answers else "Choice [this machine, or several of one's own]"
+    assert done.returncode == 2
+    assert f"There is no answer to {question!r}. Nothing was written." in said
+    assert len(said.splitlines()) == 1
+    assert not path.exists()
+
+
+def test_places_that_cannot_be_written_are_refused_before_any_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["config", "--config_file", str(tmp_path)]) == 2
+    assert "is a folder: name a file in it" in capsys.readouterr().err
+    assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_interrupting_plain_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupt)
+    assert main(["config", "--config_file", str(tmp_path / "a.yaml")]) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_asking_loads_neither_torch_nor_menus() -> None:
+    code = "import accel_cli.questionnaire.cluster, sys; print({'torch', 'questionary', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

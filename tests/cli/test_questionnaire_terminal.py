@@ -1,0 +1,181 @@
+"""`accelerate config` on a terminal: menus, arrow keys, ctrl-C."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.cli.pretended import settings_of
+from tests.cli.terminal import BACKSPACE, CONTROL_C, CONTROL_D, DOWN, ENTER, UP, Terminal
+
+pytestmark = pytest.mark.launch
+
+Start = Callable[..., Terminal]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    environ = {"HF_HOME": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    return lambda *words: Terminal(*words, environ=environ)
+
+
+def default_file(tmp_path: Path) -> Path:
+    return tmp_path / "accelerate" / "default_config.yaml"
+
+
+def test_plain_cpu(start: Start, tmp_path: Path) -> None:
+    with start("config") as terminal:
+        terminal.answer("Where do the processes run?", ENTER)
+        terminal.answer("What do you train on?", ENTER)
+        terminal.answer("Train on the CPU even", "y")
+        terminal.answer("Compile the model", "n")
+        terminal.answer("Which number format", DOWN, ENTER)
+        assert terminal.finish() == 0, terminal.screen
+    path = default_file(tmp_path)
+    assert f"Settings written to {path}" in terminal.screen
+    written = yaml.safe_load(path.read_text())
+    assert written == written | {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_processes": 1,
+        "num_machines": 1, "mixed_precision": "bf16", "debug": False,
+    }  # fmt: skip
+    assert not path.read_text().lstrip().startswith("{")
+    settings = settings_of("x.py", environ={"HF_HOME": str(tmp_path)})
+    assert (settings.use_cpu, settings.runner, settings.mixed_precision) == (True, "simple", "bf16")
+    assert settings.sources["mixed_precision"] == "file"
+
+
+def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "fsdp.yaml"
+    with start("config", "--config_file", str(path)) as terminal:
+        terminal.answer("Where do the processes run?", ENTER)
+        terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
+        terminal.answer("How many machines", ENTER)
+        terminal.answer("How is the model trained?", UP, UP, ENTER)
+        terminal.answer("Which of torch's implementations?", ENTER)
+        terminal.answer("Free gathered parameters", "n")
+        terminal.answer("CPU memory?", ENTER)
+        terminal.answer("sharded by themselves?", ENTER)
+        terminal.answer("names itself", "n")
+        terminal.answer("classes of the blocks", "LlamaDecoderLayer, Other", ENTER)
+        terminal.answer("In which form", DOWN, ENTER)
+        terminal.answer("Load pretrained weights", ENTER)
+        terminal.answer("Compute activations again", "y")
+        terminal.answer("what remains of them", "y")
+        terminal.answer("How many processes", "many", ENTER)
+        terminal.answer("'many' is not a whole number", BACKSPACE * 4, "4", ENTER)
+        terminal.answer("Which devices", ENTER)
+        terminal.answer("CPU cores near", ENTER)
+        terminal.answer("Compare shapes", ENTER)
+        terminal.answer("Share layers or sequences", "y")
+        terminal.answer("every layer", "2", ENTER)
+        terminal.answer("every sequence", ENTER)
+        terminal.answer("copies of the model", ENTER)
+        terminal.answer("Compile the model", "n")
+        terminal.answer("Which number format", DOWN, DOWN, ENTER)
+        assert terminal.finish() == 0, terminal.screen
+    written = yaml.safe_load(path.read_text())
+    fsdp = {
+        "fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": False,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer,Other", "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True, "fsdp_activation_checkpointing": True,
+        "fsdp_activation_checkpointing_offload": True,
+    }  # fmt: skip
+    sizes = {"tp_size": 2, "cp_size": 1, "dp_replicate_size": 1, "dp_shard_size": 2}
+    parallelism = {f"parallelism_config_{axis}": size for axis, size in sizes.items()}
+    assert written["distributed_type"] == "FSDP"
+    assert written["fsdp_config"] == fsdp
+    assert written["parallelism_config"] == parallelism
+    settings = settings_of("--config_file", str(path), "x.py")
+    assert settings.notes == []
+    assert (settings.use_fsdp, settings.num_processes, settings.mixed_precision) == (True, 4, "bf16")
+    assert settings.fsdp_version == "2"
+    assert settings.fsdp_reshard_after_forward == "False"
+    assert settings.fsdp_transformer_layer_cls_to_wrap == "LlamaDecoderLayer,Other"
+    assert {key: getattr(settings, key) for key in parallelism} == parallelism
+    assert settings.use_parallelism_config is True
+
+
+def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed.json"
+    with start("config", "--config_file", str(path)) as terminal:
+        terminal.answer("Where do the processes run?", ENTER)
+        terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
+        terminal.answer("How many machines", "2", ENTER)
+        terminal.answer("How is the model trained?", DOWN, ENTER)
+        terminal.answer("DeepSpeed JSON file", "n")
+        terminal.answer("What does ZeRO shard?", DOWN, ENTER)
+        terminal.answer("optimizer's state kept", DOWN, ENTER)
+        terminal.answer("parameters kept", DOWN, DOWN, ENTER)
+        terminal.answer("In which folder?", "/local nvme", ENTER)
+        terminal.answer("How many batches", "4", ENTER)
+        terminal.answer("Limit the norm", "y")
+        terminal.answer("To how much?", "0.5", ENTER)
+        terminal.answer("Gather 16-bit weights", "y")
+        terminal.answer("deepspeed.zero.Init", ENTER)
+        terminal.answer("mixture-of-experts", "n")
+        terminal.answer("on the other machines?", DOWN, ENTER)
+        terminal.answer("Which number has this machine", "2", ENTER)
+        terminal.answer("the last one has the number 1", BACKSPACE, "1", ENTER)
+        terminal.answer("address of machine 0", "10.0.0.1", ENTER)
+        terminal.answer("Which port", ENTER)
+        terminal.answer("one local network", "n")
+        terminal.answer("find one another", DOWN, ENTER)
+        terminal.answer("How many processes", "16", ENTER)
+        terminal.answer("Which devices", ENTER)
+        terminal.answer("CPU cores near", ENTER)
+        terminal.answer("Compare shapes", "y")
+        terminal.answer("Share sequences", "n")
+        terminal.answer("Compile the model", "n")
+        terminal.answer("Which number format", DOWN, ENTER)
+        assert terminal.finish() == 0, terminal.screen
+    settings = settings_of("--config_file", str(path), "x.py")
+    wanted: dict[str, Any] = {
+        "use_deepspeed": True, "zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/local nvme", "gradient_accumulation_steps": 4, "gradient_clipping": 0.5,
+        "zero3_save_16bit_model": "True", "zero3_init_flag": "True", "deepspeed_multinode_launcher": "standard",
+        "num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500,
+        "same_network": False, "rdzv_backend": "c10d", "num_processes": 16, "debug": True, "mixed_precision": "fp16",
+    }  # fmt: skip
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    assert settings.notes == []
+
+
+@pytest.mark.parametrize(
+    ("question", "key"),
+    [
+        ("Where do the processes run?", CONTROL_C),
+        ("Train on the CPU even", CONTROL_C),
+        ("Which device of this", CONTROL_C),
+        ("Which device of this", CONTROL_D),
+    ],
+)
+def test_interrupting_writes_nothing(start: Start, tmp_path: Path, question: str, key: str) -> None:
+    answers = {"Where do the processes run?": ENTER, "What do you train on?": ENTER, "Train on the CPU even": "n",
+               "How is the model trained?": ENTER, "Which device of this": ENTER}  # fmt: skip
+    with start("config") as terminal:
+        for asked, keys in answers.items():
+            terminal.answer(asked, key if asked == question else keys)
+            if asked == question:
+                break
+        assert terminal.finish() == 130
+    assert "Interrupted. Nothing was written." in terminal.screen
+    assert "Traceback" not in terminal.screen
+    assert not default_file(tmp_path).exists()
+
+
+def test_a_simple_terminal_is_asked_in_plain_lines(tmp_path: Path) -> None:
+    environ = {"HF_HOME": str(tmp_path), "TERM": "dumb"}
+    with Terminal("config", environ=environ) as terminal:
+        terminal.answer("own]:", "\n")
+        terminal.answer("one device]:", "\n")
+        terminal.answer("(yes/no) [no]:", "perhaps\n")
+        terminal.answer("'perhaps' is neither yes nor no.", "y\n")
+        terminal.answer("torch.compile? (yes/no) [no]:", "\n")
+        terminal.answer("Choice [no]:", "bf16\n")
+        assert terminal.finish() == 0, terminal.screen
+    assert yaml.safe_load(default_file(tmp_path).read_text())["mixed_precision"] == "bf16"
