@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+META = torch.device("meta")
 logger = logging.getLogger(__name__)
 
 
@@ -33,7 +35,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Make names one parameter again, after each has been loaded by itself.
+    """Make names one parameter again, after each has been loaded by itself; those on several devices stay several.
 
     Args:
         model: The model.
@@ -46,7 +48,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
             continue
         kept = next((value for value in values if value.device.type != "meta"), values[0])
         for name, parameter in found.items():
-            if parameter is not None and parameter is not kept:
+            if parameter is not None and parameter is not kept and parameter.device in (kept.device, META):
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, kept)
 

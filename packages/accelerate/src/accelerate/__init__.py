@@ -10,7 +10,9 @@ __version__ = "2.0.0"
 EXPORTS = {
     "accelerate.accelerator": "Accelerator",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
+    "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model",
     "accel_bigmodel.empty": "init_empty_weights init_on_device",
+    "accel_bigmodel.hooks.user_offload": "cpu_offload_with_hook",
     "accel_data.skipping": "skip_first_batches",
     "accel_cli.notebook": "debug_launcher notebook_launcher",
     "accel_ops.memory": "find_executable_batch_size",
@@ -27,7 +29,7 @@ EXPORTS = {
     "accel_state.settings.profile": "ProfileKwargs",
 }
 SUBMODULES = (
-    "accelerator", "big_modeling", "checkpointing", "data_loader", "launchers", "local_sgd", "logging", "memory_utils", "optimizer",
+    "accelerator", "big_modeling", "checkpointing", "data_loader", "hooks", "launchers", "local_sgd", "logging", "memory_utils", "optimizer",
     "parallelism_config", "scheduler", "state", "tracking", "utils",
 )  # fmt: skip
 

@@ -1,8 +1,12 @@
 """Run PyTorch training on any hardware, at any scale, without changing the program."""
 
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.dispatch import cpu_offload as cpu_offload
+from accel_bigmodel.dispatch import disk_offload as disk_offload
+from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
+from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_cli.notebook import debug_launcher as debug_launcher
 from accel_cli.notebook import notebook_launcher as notebook_launcher
 from accel_data.skipping import skip_first_batches as skip_first_batches
@@ -25,6 +29,7 @@ from accelerate import accelerator as accelerator
 from accelerate import big_modeling as big_modeling
 from accelerate import checkpointing as checkpointing
 from accelerate import data_loader as data_loader
+from accelerate import hooks as hooks
 from accelerate import launchers as launchers
 from accelerate import local_sgd as local_sgd
 from accelerate import logging as logging

@@ -1,9 +1,24 @@
-"""The old path of models larger than memory, now `accel_bigmodel`."""
+"""The old path of models larger than memory."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.dispatch import cpu_offload as cpu_offload
+from accel_bigmodel.dispatch import disk_offload as disk_offload
+from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
+from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
+from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
+from accel_bigmodel.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_bigmodel.hooks.cast import LayerwiseCastingHook as LayerwiseCastingHook
+from accel_bigmodel.hooks.cast import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_bigmodel.hooks.hook import add_hook_to_module as add_hook_to_module
+from accel_bigmodel.hooks.user_offload import CpuOffload as CpuOffload
+from accel_bigmodel.hooks.user_offload import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
+from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters

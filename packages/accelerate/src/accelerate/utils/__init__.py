@@ -12,6 +12,8 @@ EXPORTS = {
     "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
     "accel_bigmodel.device_map.check": "check_device_map",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
+    "accel_bigmodel.offload.folder": "load_offloaded_weight offload_state_dict offload_weight save_offload_index",
+    "accel_bigmodel.offload.loader": "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict",
     "accel_bigmodel.sizes": (
         "calculate_maximum_sizes compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size "
         "named_module_tensors"
@@ -115,6 +117,7 @@ SUBMODULES = (
     "launch",
     "memory",
     "modeling",
+    "offload",
     "operations",
     "other",
     "random",

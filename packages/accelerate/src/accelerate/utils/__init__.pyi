@@ -4,6 +4,13 @@ from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budgets import get_max_memory as get_max_memory
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
+from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
+from accel_bigmodel.offload.folder import offload_weight as offload_weight
+from accel_bigmodel.offload.folder import save_offload_index as save_offload_index
+from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accel_bigmodel.offload.loader import PrefixedDataset as PrefixedDataset
+from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
 from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
 from accel_bigmodel.sizes import convert_file_size_to_int as convert_file_size_to_int
@@ -209,6 +216,7 @@ from accelerate.utils import imports as imports
 from accelerate.utils import launch as launch
 from accelerate.utils import memory as memory
 from accelerate.utils import modeling as modeling
+from accelerate.utils import offload as offload
 from accelerate.utils import operations as operations
 from accelerate.utils import other as other
 from accelerate.utils import random as random

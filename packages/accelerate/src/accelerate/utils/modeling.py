@@ -8,6 +8,11 @@ from accel_bigmodel.device_map.clean import clean_device_map as clean_device_map
 from accel_bigmodel.device_map.plan import fallback_allocate as fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties as get_module_size_with_ties
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.offload.collect import get_state_dict_from_offload as get_state_dict_from_offload
+from accel_bigmodel.offload.collect import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
+from accel_bigmodel.offload.folder import offload_weight as offload_weight
+from accel_bigmodel.offload.folder import save_offload_index as save_offload_index
 from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
 from accel_bigmodel.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size

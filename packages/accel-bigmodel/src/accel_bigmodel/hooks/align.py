@@ -1,0 +1,172 @@
+"""Bringing a module's weights and inputs to the device on which it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.hook import ModelHook
+from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
+from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device
+from accel_ops.placement import find_device, send_to_device
+
+Module = TypeVar("Module", bound=nn.Module)
+META = torch.device("meta")
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in a module where a weight goes for each forward pass."""
+
+    name: str
+    tensors: MutableMapping[str, Any]  # the module's dictionary of parameters or of buffers
+    key: str
+    empty: torch.Tensor  # what stands there in between
+    source: torch.Tensor | None = None  # the weight that was there last, and
+    ready: torch.Tensor | None = None  # what was made of it without a copy
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings inputs, and weights that wait elsewhere, to a module's device before it runs.
+
+    Args:
+        execution_device: The device; when None, nothing is moved there.
+        offload (`bool`): Whether weights wait elsewhere between forward passes.
+        io_same_device (`bool`): Put outputs on the device from which inputs came.
+        weights_map: The weights by name; when None, those of the module, in main memory.
+        offload_buffers (`bool`): Whether buffers wait elsewhere too.
+        place_submodules (`bool`): Whether the weights of all modules inside are meant.
+        skip_keys (`str` or list of `str`, *optional*): Keyword arguments that stay where they are.
+        tied_params_map: Copies of shared parameters, by address and device.
+    """
+
+    def __init__(
+        self,
+        execution_device: int | str | torch.device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, torch.Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedTensors | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map: Any = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
+        self._slots: list[_Slot] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"AlignDevicesHook(execution_device={self.execution_device!r}, offload={self.offload}, "
+            f"io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers}, "
+            f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
+        )
+
+    def init_hook(self, module: Module) -> Module:
+        """Put the weights where they wait, or on the device."""
+        if self.offload:
+            self._offload(module)
+        elif self.execution_device is not None:
+            for name, _ in list(named_module_tensors(module, recurse=self.place_submodules)):
+                self._place(module, name)
+        return module
+
+    def _offload(self, module: nn.Module) -> None:
+        tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        waiting = dict(
+            named_module_tensors(
+                module, self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
+            )
+        )
+        if self.weights_map is None:
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in waiting.items()}
+        for name in waiting:
+            set_module_tensor_to_device(module, name, META)
+        if self.execution_device is not None:
+            left = set(tensors) - set(waiting)
+            if self.offload_buffers:  # of which no checkpoint holds these
+                left &= get_non_persistent_buffers(module, self.place_submodules, fqns=True)
+            for name in sorted(left):
+                self._place(module, name)
+        self._slots = [_slot(module, name) for name in waiting]
+
+    def _place(self, module: nn.Module, name: str) -> None:
+        assert self.execution_device is not None
+        set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring weights and inputs."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        for slot in self._slots:
+            self._fill(module, slot)
+        if self.execution_device is None:
+            return args, kwargs
+        return (
+            send_to_device(args, self.execution_device),
+            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
+        )
+
+    def _fill(self, module: nn.Module, slot: _Slot) -> None:
+        value = self.weights_map[slot.name]
+        if value is slot.source:
+            slot.tensors[slot.key] = slot.ready
+            return
+        statistics = _statistics(slot.name, value, self.weights_map)
+        copies = self.tied_params_map.get(value.data_ptr()) if self.tied_params_map else None
+        if copies is not None and self.execution_device not in copies:
+            self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
+        device = self.execution_device if self.execution_device is not None else value.device
+        set_module_tensor_to_device(
+            module, slot.name, device, value=value, fp16_statistics=statistics, tied_params_map=self.tied_params_map
+        )
+        filled = slot.tensors[slot.key]
+        if filled.device == value.device and filled.data_ptr() == value.data_ptr():
+            slot.source, slot.ready = value, filled  # the next time there is nothing to do
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let go of the weights, and put outputs where inputs came from."""
+        for slot in self._slots:
+            slot.tensors[slot.key] = slot.empty
+        for pointer, device in self.tied_pointers_to_remove:
+            if self.tied_params_map is not None:
+                self.tied_params_map[pointer].pop(device, None)
+        self.tied_pointers_to_remove.clear()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: Module) -> Module:
+        """Put the weights back to where they were before."""
+        if self.offload:
+            for name, device in self.original_devices.items():
+                if device != META:
+                    set_module_tensor_to_device(module, name, device, value=self.weights_map.get(name))
+        return module
+
+
+def _slot(module: nn.Module, name: str) -> _Slot:
+    path, _, key = name.rpartition(".")
+    owner = module.get_submodule(path)
+    tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
+    return _Slot(name, tensors, key, tensors[key])
+
+
+def _statistics(name: str, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    """The scales of an 8-bit weight of bitsandbytes."""
+    scales = name.replace("weight", "SCB")
+    return weights[scales] if value.dtype == torch.int8 and scales != name and scales in weights else None

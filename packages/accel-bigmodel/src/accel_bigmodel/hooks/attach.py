@@ -1,0 +1,200 @@
+"""Putting hooks on all modules of a model that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.hook import add_hook_to_module
+from accel_bigmodel.offload.loader import PrefixedDataset
+from accel_bigmodel.sizes import named_module_tensors
+from accel_bigmodel.tensors import TiedTensors
+
+Device = int | str | torch.device
+Weights = Mapping[str, torch.Tensor]
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Let all modules inside that hold weights, and have no hook, bring their inputs to a device.
+
+    Args:
+        module: The module.
+        execution_device: The device; weights are put there too.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes that run as one; what is inside them needs no hook.
+        tied_params_map: Copies of shared parameters, by address and device.
+    """
+    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Let every module that has tensors of its own bring them, and its inputs, to a device.
+
+    Args:
+        module: The module.
+        execution_device: The device.
+        offload (`bool`): Whether weights wait elsewhere between forward passes.
+        weights_map: The weights by name.
+        offload_buffers (`bool`): Whether buffers wait elsewhere too.
+        module_name: The name of the module in `weights_map`.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes whose weights come all at once, because they use those of modules
+            inside without calling these.
+        tied_params_map: Copies of shared parameters, by address and device.
+    """
+    at_once = type(module).__name__ in (preload_module_classes or ())
+    prefix = f"{module_name}." if module_name else ""
+    if at_once or next(named_module_tensors(module), None) is not None:
+        hook = AlignDevicesHook(
+            execution_device,
+            offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=at_once,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if at_once:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device,
+            offload,
+            weights_map,
+            offload_buffers,
+            prefix + name,
+            skip_keys,
+            preload_module_classes,
+            tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Weights | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedTensors | None = None,
+) -> None:
+    """Hook a model that is cut into blocks, each with its device and either there or waiting elsewhere.
+
+    Args:
+        module: The model.
+        execution_device: The device of each block, by name, or of the whole model.
+        offload: Whether a block's weights wait elsewhere, by name, or those of the whole model.
+        weights_map: The weights by name.
+        offload_buffers (`bool`): Whether buffers of blocks that wait elsewhere do too.
+        module_name: The name of the module.
+        skip_keys: Keyword arguments that stay where they are.
+        preload_module_classes: Names of classes whose weights come all at once.
+        tied_params_map: Copies of shared parameters, by address and device.
+    """
+    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        _attach_to_whole(module, execution_device, offload, weights_map, offload_buffers, module_name, shared)
+        return
+    devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
+    waits = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    blocks = _Blocks(devices, waits, weights_map, offload_buffers, preload_module_classes, shared)
+    blocks.attach(module, module_name)
+
+
+def _attach_to_whole(
+    module: nn.Module,
+    device: Device | None,
+    offload: bool,
+    weights_map: Weights | None,
+    offload_buffers: bool,
+    module_name: str,
+    shared: dict[str, Any],
+) -> None:
+    if offload:
+        attach_align_device_hook(module, device, True, weights_map, offload_buffers, module_name, **shared)
+        return
+    hook = AlignDevicesHook(device, io_same_device=True, place_submodules=True, **shared)
+    add_hook_to_module(module, hook)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """What is known of the blocks of a model."""
+
+    devices: Mapping[str, Any]
+    waits: Mapping[str, bool]
+    weights_map: Weights | None
+    offload_buffers: bool
+    preload_module_classes: Sequence[str] | None
+    shared: dict[str, Any]
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Hook a module, if it is a block, and those inside."""
+        outermost = name == ""
+        if name in self.devices and name in self.waits:
+            (self._offload if self.waits[name] else self._place)(module, name, self.devices[name])
+        elif outermost:
+            hook = AlignDevicesHook(self.devices.get(""), io_same_device=True, **self.shared)
+            add_hook_to_module(module, hook, append=True)
+        prefix = f"{name}." if name else ""
+        for key, child in module.named_children():
+            self.attach(child, prefix + key)
+
+    def _place(self, module: nn.Module, name: str, device: Device) -> None:
+        """A block that is on its device."""
+        hook = AlignDevicesHook(
+            device,
+            offload_buffers=self.offload_buffers,
+            io_same_device=name == "",
+            place_submodules=True,
+            **self.shared,
+        )
+        add_hook_to_module(module, hook)
+        attach_execution_device_hook(module, device, **self.shared)
+
+    def _offload(self, module: nn.Module, name: str, device: Device) -> None:
+        """A block whose weights wait elsewhere."""
+        attach_align_device_hook(
+            module,
+            device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            preload_module_classes=self.preload_module_classes,
+            **self.shared,
+        )
+        if not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=name == "", **self.shared))
+        attach_execution_device_hook(module, device, preload_module_classes=self.preload_module_classes, **self.shared)

@@ -1,0 +1,78 @@
+"""Weights that are stored in one number format and computed with in another."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module
+
+Module = TypeVar("Module", bound=nn.Module)
+CAST_LAYERS = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d, nn.Linear,
+)  # fmt: skip
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Casts a module's weights for its forward pass, and back.
+
+    Args:
+        storage_dtype: Between forward passes.
+        compute_dtype: During them.
+        non_blocking (`bool`): Let casts overlap with other work.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+
+    def init_hook(self, module: Module) -> Module:
+        """Cast to the format for storing."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast to the format for computing."""
+        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Cast to the format for storing."""
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small format, and compute in another.
+
+    Args:
+        module: The model.
+        storage_dtype: Between forward passes, for instance `torch.float8_e4m3fn`.
+        compute_dtype: During them, for instance `torch.bfloat16`.
+        skip_modules_pattern: Regular expressions; modules whose names hold one are left out, with all inside.
+        skip_modules_classes: Classes that are left out, with all inside.
+        non_blocking (`bool`): Let casts overlap with other work.
+    """
+    patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    classes = tuple(skip_modules_classes or ())
+
+    def attach(part: nn.Module, name: str) -> None:
+        if isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(part, CAST_LAYERS):
+            add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            return
+        for key, child in part.named_children():
+            attach(child, f"{name}.{key}" if name else key)
+
+    attach(module, "")

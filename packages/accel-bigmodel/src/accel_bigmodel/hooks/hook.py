@@ -1,0 +1,154 @@
+"""Hooks: what runs before and after the forward pass of a module, and how it gets there."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class ModelHook:
+    """Runs around the forward pass of a module. Subclasses change what they need.
+
+    Attributes:
+        no_grad (`bool`): Whether the forward pass runs without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: Module) -> Module:
+        """Called when the hook is put on a module; returns the module."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before the forward pass with its arguments; returns those to use."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after the forward pass with its result; returns the one to use."""
+        return output
+
+    def detach_hook(self, module: Module) -> Module:
+        """Called when the hook is taken off; returns the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other.
+
+    Args:
+        hooks: The hooks.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: Module) -> Module:
+        """Let all begin."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand the arguments from one to the next."""
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Hand the result from one to the next."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: Module) -> Module:
+        """Let all end."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) -> Module:
+    """Put a hook on a module.
+
+    Args:
+        module: The module; other libraries find the hook as its `_hf_hook`, and the old forward as `_old_forward`.
+        hook: The hook.
+        append (`bool`): Let it run after those that are there, instead of taking their place.
+
+    Returns:
+        The module.
+    """
+    before = getattr(module, "_hf_hook", None)
+    if before is not None and append:
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook)
+    elif before is not None:
+        _restore_forward(module)
+    old_forward = module.forward
+    module = hook.init_hook(module)
+    module._hf_hook, module._old_forward = hook, old_forward  # type: ignore[assignment]
+    hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
+    if _is_traced(module):  # its class is its own, and its calls go there
+        type(module).forward = hooked
+    else:
+        module.forward = hooked
+    return module
+
+
+def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    hook: Any = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if hook.no_grad:
+        with torch.no_grad():
+            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    else:
+        output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return hook.post_forward(module, output)
+
+
+def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:
+    """Take the hook off a module.
+
+    Args:
+        module: The module; one without a hook stays as it is.
+        recurse (`bool`): All modules inside too.
+
+    Returns:
+        The module.
+    """
+    hook: Any = getattr(module, "_hf_hook", None)
+    if hook is not None:
+        hook.detach_hook(module)
+        del module._hf_hook
+    _restore_forward(module)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _restore_forward(module: nn.Module) -> None:
+    old: Any = module.__dict__.pop("_old_forward", None)
+    if old is None:
+        return
+    if _is_traced(module):
+        type(module).forward = old
+    elif getattr(old, "__func__", None) is getattr(type(module), "forward", None):
+        del module.forward  # the class has it
+    else:
+        module.forward = old
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and all modules inside."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def _is_traced(module: nn.Module) -> bool:
+    return "GraphModuleImpl" in str(type(module))

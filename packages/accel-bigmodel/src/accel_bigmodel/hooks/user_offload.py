@@ -1,0 +1,89 @@
+"""Models that take turns on one device."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_module
+from accel_ops.memory import clear_device_cache
+from accel_ops.placement import send_to_device
+from accel_state.processes import PartialState
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+class CpuOffload(ModelHook):
+    """Brings a whole model to a device when it runs; it stays until somebody sends it back.
+
+    Args:
+        execution_device: The device; that of this process when None.
+        prev_module_hook: The hook of the model that runs before, which is sent back first.
+    """
+
+    def __init__(
+        self,
+        execution_device: str | int | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.execution_device = execution_device if execution_device is not None else PartialState().default_device
+        self.prev_module_hook = prev_module_hook
+
+    def init_hook(self, module: Module) -> Module:
+        """Send the model back to main memory."""
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring model and inputs."""
+        if self.prev_module_hook is not None and next(module.parameters()).device != torch.device(
+            self.execution_device
+        ):
+            self.prev_module_hook.offload()
+            clear_device_cache()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+class UserCpuOffloadHook:
+    """A model with `CpuOffload`, and what its owner may do with it.
+
+    Args:
+        model: The model.
+        hook: Its hook.
+    """
+
+    def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Send the model back to main memory."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hook off."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a model in main memory until it runs; then it stays on the device until `offload` is called.
+
+    Models that run one after the other are chained: each is given the hook of the one before, and sends it back.
+
+    Args:
+        model: The model.
+        execution_device: The device; that of this process when None.
+        prev_module_hook: The hook of the model that runs before.
+
+    Returns:
+        The model and its hook.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)

@@ -1,0 +1,1 @@
+"""Weights that wait in main memory or on disk."""

@@ -1,0 +1,84 @@
+"""All weights of a model whose parts wait elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.hook import SequentialHook
+from accel_bigmodel.sizes import get_non_persistent_buffers
+from accel_bigmodel.tensors import align_module_device
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a model, with the weights that wait elsewhere in place of empty ones.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The tensors by name. Weights on disk are mapped, not read.
+
+    Raises:
+        ValueError: When a weight is empty and no hook knows it.
+    """
+    found: dict[str, torch.Tensor] = dict(model.state_dict())
+    left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        for hook in _offloading(getattr(module, "_hf_hook", None)):
+            for name in hook.original_devices:
+                if prefix + name in found and found[prefix + name].is_meta and prefix + name not in left_out:
+                    found[prefix + name] = hook.weights_map[name]
+    for group in _same_tensors(model):
+        values = [found[name] for name in group if not found[name].is_meta]
+        for name in group if values else ():
+            found[name] = values[0]
+    empty = [name for name, tensor in found.items() if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"These weights of {type(model).__name__} hold nothing, and no hook knows them: {empty[:5]}. Load a "
+            "checkpoint before they are asked for."
+        )
+    return found
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Put the weights of one module, which wait elsewhere, into a state dict.
+
+    Args:
+        module: The module.
+        module_name: The name of one of its weights, with the path to it.
+        state_dict: Where they are put, if it has their names; changed.
+        device_to_put_offload: The device on which they are to be.
+
+    Returns:
+        `state_dict`.
+    """
+    prefix = f"{path}." if (path := module_name.rpartition(".")[0]) else ""
+    with align_module_device(module, torch.device(device_to_put_offload)):
+        for name, tensor in module.state_dict().items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = tensor
+    return state_dict
+
+
+def _offloading(hook: Any) -> Iterator[AlignDevicesHook]:
+    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
+    return (one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload)
+
+
+def _same_tensors(model: nn.Module) -> list[list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]

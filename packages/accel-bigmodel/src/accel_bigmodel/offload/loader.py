@@ -1,0 +1,115 @@
+"""Weights by name, wherever they wait."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accel_bigmodel.offload.folder import Index, load_offloaded_weight, read_index
+from accel_ops.staging import path_inside
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights in main memory, in checkpoint files and in a folder, as one mapping.
+
+    Files are mapped into memory on first use and stay mapped: a weight that is used again is not read again, nor
+    copied.
+
+    Args:
+        state_dict: Weights in memory, by name.
+        save_folder: A folder of offloaded weights.
+        index: What is known of weights on disk, by name: `dtype` and `shape`; or `safetensors_file` and `weight_name`
+            (the name itself if left out), and `dtype` where it is to be another. That of the folder when None.
+        device: Where weights from checkpoint files are put; as they are, in main memory, when None.
+
+    Raises:
+        ValueError: When all are left out.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("OffloadedWeightsLoader got no weights: give state_dict, save_folder or index.")
+        self.state_dict: Any = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        self.index: Any = index if index is not None else read_index(save_folder) if save_folder is not None else {}
+        self.device = device
+        self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self._mapped: dict[str, tuple[Any, torch.Tensor]] = {}
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        info = self.index[key]
+        known = self._mapped.get(key)
+        if known is None or known[0] is not info:
+            known = self._mapped[key] = (info, self._open(key, info))
+        return known[1]
+
+    def _open(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+        if info.get("safetensors_file") is None:
+            if self.save_folder is None:
+                raise ValueError(f"The offloaded weight {key!r} is in a folder, but no save_folder was given.")
+            return load_offloaded_weight(path_inside(self.save_folder, f"{key}.dat"), info)
+        from accel_bigmodel.checkpoint.mapped import mapped_shard
+
+        tensor = mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
+        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
+        return tensor.to(device=self.device, dtype=dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+class PrefixedDataset(Mapping[str, torch.Tensor]):
+    """The part of a mapping that belongs to one module, by the names in that module.
+
+    Args:
+        dataset: The mapping.
+        prefix: What to put before names.
+    """
+
+    def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self.dataset if key.startswith(self.prefix)])
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
+) -> dict[str, torch.Tensor]:
+    """The weights of some modules.
+
+    Args:
+        state_dict: Weights by name.
+        submodule_names: Names of modules or weights; `""` stands for all.
+    """
+    names = list(submodule_names)
+    if "" in names:
+        return dict(state_dict)
+    found = {}
+    for name in names:
+        found.update({key: value for key, value in state_dict.items() if key == name or key.startswith(f"{name}.")})
+    return found
+
+
+__all__ = ["Index", "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict"]

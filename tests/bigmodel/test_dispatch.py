@@ -1,0 +1,144 @@
+"""Models spread over main memory and the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+from accel_bigmodel.hooks.hook import remove_hook_from_submodules
+from accel_bigmodel.offload.collect import get_state_dict_from_offload, get_state_dict_offloaded_model
+from accel_bigmodel.offload.folder import offload_state_dict
+from tests.bigmodel.test_hooks import new_model
+
+INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_everything_waits_in_memory_or_on_disk(offload_buffers: bool, tmp_path: Path) -> None:
+    for offload in (
+        lambda model: cpu_offload(model, offload_buffers=offload_buffers),
+        lambda model: disk_offload(model, tmp_path, "cpu", offload_buffers=offload_buffers),
+        lambda model: disk_offload(model, tmp_path, offload_buffers=offload_buffers),  # it is there already
+    ):
+        model = new_model()
+        expected = model(INPUTS)
+        assert offload(model) is model
+        assert all(parameter.is_meta for parameter in model.parameters())
+        for _ in range(2):
+            assert torch.equal(model(INPUTS), expected)
+
+
+@pytest.mark.parametrize(
+    "device_map",
+    [{"0": "cpu", "1": "cpu", "2": "disk"}, {"0": "disk", "1": "disk", "2.0": "cpu"}, {"0": "disk", "": "cpu"}],
+)
+def test_parts_are_on_disk(device_map: dict[str, Any], tmp_path: Path) -> None:
+    model = new_model()
+    expected = model(INPUTS)
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    dispatch_model(model, device_map, offload_dir=tmp_path)
+    assert model.hf_device_map == device_map
+    for name, parameter in model.named_parameters():
+        assert parameter.is_meta == any(name.startswith(f"{part}.") for part in on_disk)
+    assert torch.equal(model(INPUTS), expected)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(INPUTS), expected)
+
+
+@given(st.lists(st.sampled_from(["cpu", "disk"]), min_size=3, max_size=3), st.booleans())
+def test_results_are_the_same_wherever_parts_are(places: list[str], offload_buffers: bool) -> None:
+    model = new_model()
+    expected = model(INPUTS)
+    with TemporaryDirectory() as folder:
+        device_map = dict(zip(["0", "1", "2"], places, strict=True))
+        if places == ["disk"] * 3:
+            with pytest.raises(ValueError, match="disk_offload"):
+                dispatch_model(model, device_map, offload_dir=folder)
+            return
+        dispatch_model(model, device_map, offload_dir=folder, offload_buffers=offload_buffers)
+        assert torch.equal(model(INPUTS), expected)
+
+
+def test_a_model_on_one_device_needs_no_hooks() -> None:
+    model = dispatch_model(new_model(), {"": "cpu"})
+    assert not any(hasattr(part, "_hf_hook") for part in model.modules())
+    model = dispatch_model(new_model(), {"": "cpu"}, force_hooks=True)
+    assert all(hasattr(part, "_hf_hook") for part in (model, model[0]))  # type: ignore[index]
+
+
+def test_shared_weights_stay_shared(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.emb, self.body, self.head = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False)
+            self.head.weight = self.emb.weight
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.head(self.body(self.emb(words)))
+
+    model, words = Tied(), torch.tensor([1, 2])
+    expected = model(words)
+    dispatch_model(model, {"emb": "cpu", "body": "disk", "head": "cpu"}, offload_dir=tmp_path)
+    assert model.head.weight is model.emb.weight
+    assert torch.equal(model(words), expected)
+    model = Tied()
+    expected = model(words)
+    dispatch_model(model, {"emb": "disk", "body": "cpu", "head": "disk"}, offload_dir=tmp_path / "other")
+    assert torch.equal(model(words), expected)
+
+
+def test_weights_already_offloaded_are_used(tmp_path: Path) -> None:
+    model = new_model()
+    expected = model(INPUTS)
+    offload_state_dict(tmp_path, model.state_dict())
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    dispatch_model(model, {"0": "disk", "1": "cpu", "2": "cpu"}, offload_dir=tmp_path)
+    assert torch.equal(model(INPUTS), expected)
+    assert before == {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+
+
+def test_moving_a_model_that_is_spread_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = dispatch_model(new_model(), {"0": "disk", "1": "cpu", "2": "cpu"}, offload_dir=tmp_path)
+    with pytest.raises(RuntimeError, match="cannot be moved as a whole"):
+        model.to("cpu")
+    model = dispatch_model(new_model(), {"": "cpu"}, force_hooks=True)
+    assert model.to("cpu") is not None
+    assert "moved as a whole" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("device_map", "words"),
+    [
+        ({"0": "disk", "1": "cpu", "2": "cpu"}, "give offload_dir"),
+        ({"0": "cpu", "1": "cpu"}, "no device to '2.0.weight'"),
+        ({"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"}, "'3'"),
+    ],
+)
+def test_maps_that_cannot_be_followed(device_map: dict[str, Any], words: str) -> None:
+    model = new_model()
+    with pytest.raises(ValueError, match=words):
+        dispatch_model(model, device_map)
+    assert not any(hasattr(part, "_hf_hook") for part in model.modules())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_weights_are_collected_from_everywhere(tmp_path: Path) -> None:
+    model = new_model()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dispatch_model(model, {"0": "disk", "1": "cpu", "2": "cpu"}, offload_dir=tmp_path)
+    found = get_state_dict_offloaded_model(model)
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    part = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None, "1.weight": 1})  # type: ignore[index]
+    assert torch.equal(part["0.weight"], expected["0.weight"])
+    assert part["1.weight"] == 1
+    with pytest.raises(ValueError, match=r"hold nothing.*weight"):
+        get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))

@@ -1,0 +1,104 @@
+"""Weights that wait in memory, in checkpoint files or in a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_bigmodel.offload.folder import (
+    load_offloaded_weight,
+    offload_state_dict,
+    offload_weight,
+    read_index,
+    save_offload_index,
+)
+from accel_bigmodel.offload.loader import OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict
+
+WEIGHTS = {
+    "a.weight": torch.arange(6.0).view(2, 3),
+    "a.scalar": torch.tensor(3.5),
+    "b.half": torch.ones(2, dtype=torch.bfloat16),
+    "b.eighth": torch.ones(2).to(torch.float8_e4m3fn),
+    "b.flags": torch.tensor([True, False]),
+    "c.empty": torch.zeros(0, 3),
+}
+
+
+def test_a_folder_of_weights(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path / "new", WEIGHTS)
+    index = json.loads((tmp_path / "new" / "index.json").read_text())
+    assert index["b.half"] == {"dtype": "bfloat16", "shape": [2]}
+    assert (tmp_path / "new" / "a.weight.dat").stat().st_size == 24
+    loader = OffloadedWeightsLoader(save_folder=tmp_path / "new")
+    assert list(loader) == list(WEIGHTS)
+    for name, weight in WEIGHTS.items():
+        assert loader[name].dtype == weight.dtype
+        assert torch.equal(loader[name].float(), weight.float())
+    assert loader["a.scalar"].item() == 3.5
+    assert loader["a.weight"] is loader["a.weight"], "it is mapped once"
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=20))
+def test_weights_come_back_bit_for_bit(values: list[float]) -> None:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        index = offload_weight(torch.tensor(values), "w", folder, {})
+        assert index is not None
+        assert load_offloaded_weight(f"{folder}/w.dat", index["w"]).tolist() == values
+
+
+def test_writing_to_a_weight_leaves_the_file_alone(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.ones(3)})
+    OffloadedWeightsLoader(save_folder=tmp_path)["w"].zero_()
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [1, 1, 1]
+
+
+def test_an_index_grows(tmp_path: Path) -> None:
+    save_offload_index({}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    for name in ("a", "b"):
+        index = offload_weight(torch.ones(1), name, tmp_path, {})
+        assert index is not None
+        save_offload_index(index, tmp_path)
+    assert list(read_index(tmp_path)) == ["a", "b"]
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"index.json is missing"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    offload_state_dict(tmp_path, {"w": torch.ones(3)})
+    (tmp_path / "w.dat").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"w.dat' has 4 bytes, but \(3,\) of torch.float32 take 12"):
+        OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+    with pytest.raises(ValueError, match="float31"):
+        load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float31", "shape": [1]})
+    for content, words in (("{", "no index"), ("[]", "it holds a list")):
+        (tmp_path / "index.json").write_text(content)
+        with pytest.raises(ValueError, match=words):
+            read_index(tmp_path)
+    with pytest.raises(ValueError, match="got no weights"):
+        OffloadedWeightsLoader()
+    with pytest.raises(ValueError, match="no save_folder"):
+        OffloadedWeightsLoader(index={"w": {"dtype": "float32", "shape": [1]}})["w"]
+    with pytest.raises(ValueError, match="not a plain path inside"):
+        offload_weight(torch.ones(1), "../w", tmp_path)
+
+
+def test_weights_from_several_places(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"b.x": torch.ones(1)})
+    loader = OffloadedWeightsLoader(state_dict={"a.x": torch.zeros(1)}, save_folder=tmp_path)
+    assert (len(loader), list(loader)) == (2, ["a.x", "b.x"])
+    part = PrefixedDataset(loader, "b.")
+    assert (part["x"].item(), list(part), len(part)) == (1, ["b.x"], 2)
+
+
+def test_weights_of_some_modules() -> None:
+    weights = {"a.b": 1, "a.c": 2, "ab.c": 3, "a": 4}
+    assert extract_submodules_state_dict(weights, ["a"]) == {"a.b": 1, "a.c": 2, "a": 4}  # type: ignore[arg-type]
+    assert extract_submodules_state_dict(weights, [""]) == weights  # type: ignore[arg-type]
