@@ -132,7 +132,7 @@ def test_element_sizes() -> None:
         (77, 77),
     ],
 )
-def test_sizes_in_words(text: str | int, num_bytes: int) -> None:
+def test_sizes_in_words(text: str | float, num_bytes: int) -> None:
     assert convert_file_size_to_int(text) == num_bytes
 
 

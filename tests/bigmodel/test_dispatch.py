@@ -142,3 +142,10 @@ def test_weights_are_collected_from_everywhere(tmp_path: Path) -> None:
     assert part["1.weight"] == 1
     with pytest.raises(ValueError, match=r"hold nothing.*weight"):
         get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
+
+
+def test_the_check_can_be_replaced_under_its_old_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    import accelerate.big_modeling
+
+    monkeypatch.setattr(accelerate.big_modeling, "check_device_map", lambda *_: None)
+    assert dispatch_model(new_model(), {"0": "cpu"}).hf_device_map == {"0": "cpu"}

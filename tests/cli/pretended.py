@@ -18,8 +18,11 @@ FREE_PORT = 40000
 class Pretended(Machine):
     """Answers without looking."""
 
-    def __init__(self, devices: int = 0, cores: int = 2, *, usual_port_is_taken: bool = False) -> None:
+    def __init__(
+        self, devices: int = 0, cores: int = 2, *, usual_port_is_taken: bool = False, mpi: str = "", root: bool = False
+    ) -> None:
         self.devices, self.cores, self.usual_port_is_taken = devices, cores, usual_port_is_taken
+        self.mpi, self.root = mpi, root
 
     def num_devices(self) -> int:
         return self.devices
@@ -29,6 +32,15 @@ class Pretended(Machine):
 
     def num_cores(self) -> int:
         return self.cores
+
+    def exists(self, path: str) -> bool:
+        return False
+
+    def is_root(self) -> bool:
+        return self.root
+
+    def mpi_version(self) -> str:
+        return self.mpi
 
     def port(self, wanted: int | None, usual: int = 29500) -> int:
         if wanted:
@@ -42,11 +54,18 @@ def settings_of(*words: str, machine: Machine | None = None, environ: Mapping[st
     return resolve(args, {"HF_HOME": "/nowhere"} | dict(environ or {}), machine or Pretended())
 
 
-def plan_of(*words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None) -> Plan:
+def settled(
+    *words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[Namespace, Plan]:
     """Parse, check, complete and plan, as the command does."""
     environ = {"HF_HOME": "/nowhere"} | dict(environ or {})
     args = launch_command_parser().parse_args(list(words))
     check_flags(args)
     settings = resolve(args, environ, machine or Pretended())
     check_settings(settings)
-    return make_plan(settings, environ)
+    return settings, make_plan(settings, environ)
+
+
+def plan_of(*words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None) -> Plan:
+    """Parse, check, complete and plan, as the command does."""
+    return settled(*words, machine=machine, environ=environ)[1]

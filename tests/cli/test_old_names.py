@@ -48,23 +48,6 @@ def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--nproc_per_node=1" in seen[0].argv
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "arguments"),
-    [
-        (old_launch, "deepspeed_launcher", [None]),
-        (old_launch, "tpu_launcher", [None]),
-        (old_launch, "tpu_pod_launcher", [None]),
-        (old_launch, "sagemaker_launcher", [None, None]),
-        (old_utils, "prepare_deepspeed_cmd_env", [None]),
-        (old_utils, "prepare_tpu", [None, {}]),
-        (old_utils, "prepare_sagemager_args_inputs", [None, None]),
-    ],
-)
-def test_what_is_not_there_says_so(module: object, name: str, arguments: list[object]) -> None:
-    with pytest.raises(ValueError, match="This release cannot"):
-        getattr(module, name)(*arguments)
-
-
 def test_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert old_launch.clean_option("--num-processes") == "num_processes"
     assert old_launch.clean_option("-q") is None

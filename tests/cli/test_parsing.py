@@ -45,15 +45,6 @@ def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'nonsense'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["estimate-memory", "merge-weights", "test", "to-fsdp2", "tpu-config"])
-def test_later_commands_say_so(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = {"estimate-memory": ["x"], "merge-weights": ["a", "b"], "to-fsdp2": ["--config_file", "a.yaml"]}.get(
-        command, []
-    )
-    assert main([command, *arguments]) == 2
-    assert "not part of this release" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("command", list(COMMANDS))
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):

@@ -34,9 +34,10 @@ FIRST = ["--main_process_ip", "a", "--main_process_port", "1"]
         (["--num_processes", "-2"], "at least 1, got -2"),
         (["--num_machines", "0"], "--num_machines must be at least 1"),
         (["--num_cpu_threads_per_process", "0"], "must be at least 1, got 0"),
-        (["--use_deepspeed"], "DeepSpeed yet"),
-        (["--tpu"], "TPU"),
-        (["--cpu", "--mpirun_hostfile", "h"], "mpirun yet"),
+        (["--cpu", "--mpirun_hostfile", "h"], "The hostfile 'h' does not exist"),
+        (["--tpu", "--use_fsdp"], "--tpu and --use_fsdp exclude one another"),
+        (["--multi_gpu", "--use_deepspeed"], "--multi_gpu and --use_deepspeed exclude one another"),
+        (["--use_fsdp", "--use_megatron_lm"], "--use_fsdp and --use_megatron_lm exclude one another"),
         (["--config_file", "missing.yaml"], "'missing.yaml' does not exist"),
         ([*TWO_MACHINES[:3], "3", *FIRST], "3 cannot be shared equally by 2 machines"),
         (TWO_MACHINES, "give --main_process_ip"),
@@ -62,8 +63,6 @@ def test_settings(words: list[str], message: str) -> None:
         ({"distributed_type": "MULTI_GPU"}, "leaves the number of processes open: give --num_processes"),
         ({"distributed_type": "MULTI_GPU", "num_processes": 0}, "num_processes must be at least 1, got 0"),
         ({"distributed_type": "NO", "num_machines": 0}, "num_machines must be at least 1, got 0"),
-        ({"distributed_type": "DEEPSPEED", "num_processes": 2}, "DeepSpeed yet"),
-        ({"distributed_type": "XLA", "num_processes": 2}, "TPU processes yet"),
     ],
 )
 def test_settings_from_a_file(values: dict[str, Any], message: str) -> None:

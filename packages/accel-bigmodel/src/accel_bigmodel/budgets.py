@@ -19,7 +19,7 @@ NOT_ACCELERATORS = ("cpu", "disk")
 ROOM_FOR_UNEVEN_CUTS = 1.25
 
 
-def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[Device, int]:
+def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> dict[Device, int]:
     """The bytes that may be used on each device, in the order in which they are filled.
 
     Args:
@@ -66,7 +66,7 @@ def _free_memory() -> dict[Device, int]:
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[Device, int | str] | None = None,
+    max_memory: Mapping[Device, float | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -130,7 +131,7 @@ def dispatch_model(
     Raises:
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
     """
-    check_device_map(model, device_map)
+    _check(model, device_map)
     if len(set(device_map.values())) > 1 or _is_quantised(model) or force_hooks:
         _dispatch_parts(
             model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
@@ -145,6 +146,12 @@ def dispatch_model(
         model.to(device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Check the map, unless somebody has replaced the check under its old path, as transformers does for some models."""
+    old_path = sys.modules.get("accelerate.big_modeling")
+    getattr(old_path, "check_device_map", check_device_map)(model, device_map)
 
 
 def _dispatch_parts(

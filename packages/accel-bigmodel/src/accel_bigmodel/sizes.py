@@ -32,14 +32,17 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return CUSTOM_BYTES[dtype] if isinstance(dtype, CustomDtype) else dtype.itemsize
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """The bytes that a size such as "5GB" or "500 MiB" means; units ending in a small b count bits.
+
+    Args:
+        size: The size; a number is one of bytes.
 
     Raises:
         ValueError: When it is no size.
     """
-    if isinstance(size, int):
-        return size
+    if not isinstance(size, str):
+        return int(size)
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
     if found and found[2].upper() in UNITS:
         bits = found[2].endswith("b") and not found[2].upper().endswith("IB")

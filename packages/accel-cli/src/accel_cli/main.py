@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from accel_cli.errors import UsageError
@@ -38,12 +40,16 @@ class Command:
         return result if isinstance(result, int) else 0
 
 
-LATER = "accel_cli.later"
-
 COMMANDS: dict[str, Command] = {
+    "completion": Command(
+        "accel_cli.completion.command",
+        "completion_command_parser",
+        "completion_command",
+        "Print a script that completes command lines in your shell.",
+    ),
     "config": Command("accel_cli.config", "get_config_parser", "run", "Write the launch settings of this machine."),
     "estimate-memory": Command(
-        LATER, "estimate_command_parser", "refuse", "Estimate the memory that a model needs (not in this release)."
+        "accel_cli.estimate.command", "estimate_command_parser", "run", "Estimate the memory that a model needs."
     ),
     "env": Command(
         "accel_cli.env", "env_command_parser", "env_command", "Print versions, devices and settings, for a bug report."
@@ -52,14 +58,20 @@ COMMANDS: dict[str, Command] = {
         "accel_cli.launch.command", "launch_command_parser", "run", "Run a script on one process or many."
     ),
     "merge-weights": Command(
-        LATER, "merge_command_parser", "refuse", "Merge the weights of a sharded checkpoint (not in this release)."
+        "accel_cli.merge", "merge_command_parser", "merge_command", "Merge the weights of a sharded checkpoint."
     ),
-    "tpu-config": Command(LATER, "tpu_command_parser", "refuse", "Run commands on a TPU pod (not in this release)."),
+    "slurm": Command(
+        "accel_cli.slurm.command", "slurm_command_parser", "slurm_command", "Write or submit a SLURM job for a launch."
+    ),
+    "tpu-config": Command("accel_cli.tpu", "tpu_command_parser", "run", "Run commands on every machine of a TPU pod."),
     "test": Command(
-        LATER, "test_command_parser", "refuse", "Check that launching works on this machine (not in this release)."
+        "accel_cli.selftest", "test_command_parser", "test_command", "Check that launching works on this machine."
     ),
     "to-fsdp2": Command(
-        LATER, "to_fsdp2_command_parser", "refuse", "Convert a settings file to FSDP 2 (not in this release)."
+        "accel_cli.to_fsdp2",
+        "to_fsdp2_command_parser",
+        "to_fsdp2_command",
+        "Convert a settings file from FSDP 1 to FSDP 2.",
     ),
 }
 
@@ -88,10 +100,30 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
     command = COMMANDS[name]
     args = command.make_parser().parse_args(words)
     try:
-        return command.execute(args)
+        with _siblings_named():
+            return command.execute(args)
     except UsageError as error:
+        if getattr(args, "debug", None):
+            import traceback
+
+            traceback.print_exc()
         print(f"accelerate {name}: error: {error}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _siblings_named() -> Iterator[None]:
+    """Say which of our packages a command needs, where this one was installed without it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if not package.startswith("accel") or find_spec(package) is not None:
+            raise
+        distribution = package.replace("_", "-")
+        raise UsageError(
+            f"This command needs {distribution}, which is not installed. Run: pip install {distribution}"
+        ) from error
 
 
 def full_parser(*, with_options: bool = True) -> Any:

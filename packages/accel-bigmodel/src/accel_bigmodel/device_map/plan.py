@@ -27,7 +27,7 @@ Part = nn.Module | torch.Tensor
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[Device, int | str] | None = None,
+    max_memory: Mapping[Device, float | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
@@ -293,7 +293,7 @@ class _Waiting:
 def fallback_allocate(
     modules: Sequence[tuple[str, Part]],
     module_sizes: Mapping[str, int],
-    size_limit: int | str,
+    size_limit: float | str,
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, Part | None, list[tuple[str, Part]]]:

@@ -9,12 +9,16 @@ from typing import Any
 
 from accel_cli.arguments import CommandParser, make_parser
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
+from accel_cli.launch.libraries import check_libraries
 from accel_cli.launch.plan import Plan, make_plan
 from accel_cli.launch.resolve import resolve
 from accel_cli.launch.validate import check_flags, check_settings
 
 HELP = "Run a script on one process or many."
-RUNNERS = {"simple": "accel_cli.launch.runners.simple", "torchrun": "accel_cli.launch.runners.torchrun"}
+
+# every other plan is a command of its own
+RUNNERS = {"torchrun": "accel_cli.launch.runners.torchrun"}
+COMMAND_RUNNER = "accel_cli.launch.runners.simple"
 
 
 def launch_command_parser(subparsers: Any = None) -> CommandParser:
@@ -37,8 +41,11 @@ def launch_command_parser(subparsers: Any = None) -> CommandParser:
     return parser
 
 
-def plan_launch(args: Namespace) -> Plan:
+def settle(args: Namespace) -> tuple[Namespace, Plan]:
     """Check and complete a parsed command line, and plan the launch.
+
+    Returns:
+        The settings, and the plan.
 
     Raises:
         ValueError: When something is wrong with the command line, the settings file or the environment.
@@ -46,20 +53,27 @@ def plan_launch(args: Namespace) -> Plan:
     check_flags(args)
     settings = resolve(args)
     check_settings(settings)
+    if not args.dry_run:
+        check_libraries(settings)
     if not settings.quiet:
         for note in settings.notes:
             print(f"accelerate launch: {note}", file=sys.stderr)
-    return make_plan(settings)
+    return settings, make_plan(settings)
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate launch`. A single script takes the place of this process.
+    """Carry out `accelerate launch`. A single command takes the place of this process.
 
     Returns:
         The exit status for the shell.
     """
-    plan = plan_launch(args)
-    if plan.runner == "simple":
+    settings, plan = settle(args)
+    if args.dry_run:
+        from accel_cli.launch.show import show
+
+        print(show(settings, plan))
+        return 0
+    if plan.runner not in RUNNERS and not plan.files:
         from accel_cli.launch.runners.simple import become
 
         become(plan)
@@ -70,7 +84,13 @@ def run_plan(plan: Plan) -> int:
     """Start what is planned, wait, and return the exit status."""
     from importlib import import_module
 
-    return int(import_module(RUNNERS[plan.runner]).run(plan))
+    run_it = import_module(RUNNERS.get(plan.runner, COMMAND_RUNNER)).run
+    if not plan.files:
+        return int(run_it(plan))
+    from accel_cli.launch.files import present
+
+    with present(plan.files):
+        return int(run_it(plan))
 
 
 def finish(plan: Plan) -> None:
@@ -99,4 +119,7 @@ def launch_command(args: Namespace) -> None:
         launch_command(launch_command_parser().parse_args(["--cpu", "train.py"]))
         ```
     """
-    finish(plan_launch(args))
+    if args.dry_run:
+        run(args)
+    else:
+        finish(settle(args)[1])

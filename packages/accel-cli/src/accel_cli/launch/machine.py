@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+
+from accel_cli.errors import MissingFileError, UsageError
 
 
 class Machine:
@@ -34,6 +37,43 @@ class Machine:
                 siblings.add(file.read())
         return max(1, min(usable, len(siblings) or usable))
 
+    def hosts(self, path: str) -> dict[str, int | None]:
+        """Read which machines a hostfile lists, and how many processes each takes where it says so.
+
+        Raises:
+            FileNotFoundError: When there is no such file.
+            ValueError: When it cannot be read, or lists nothing.
+        """
+        try:
+            with open(path, encoding="utf-8") as file:
+                lines = [line.partition("#")[0].split() for line in file]
+        except FileNotFoundError:
+            raise MissingFileError(f"The hostfile {path!r} does not exist.") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"The hostfile {path!r} cannot be read: {error}.") from None
+        hosts = dict(_host(words) for words in lines if words)
+        if not hosts:
+            raise UsageError(f"The hostfile {path!r} lists no machine: write one name per line.")
+        return hosts
+
+    def exists(self, path: str) -> bool:
+        """Tell whether a file is there."""
+        return os.path.exists(path)
+
+    def is_root(self) -> bool:
+        """Tell whether this user may do anything."""
+        return hasattr(os, "geteuid") and os.geteuid() == 0
+
+    def mpi_version(self) -> str:
+        """Ask mpirun what it is; an empty text when there is none."""
+        import shutil
+        import subprocess
+
+        if shutil.which("mpirun") is None:
+            return ""
+        done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
+        return f"{done.stdout}\n{done.stderr}".strip()
+
     def port(self, wanted: int | None, usual: int = 29500) -> int:
         """Choose the port at which the processes meet.
 
@@ -46,6 +86,14 @@ class Machine:
         if wanted is None and is_free(usual):
             return usual
         return free_port()
+
+
+def _host(words: list[str]) -> tuple[str, int | None]:
+    """Read a line of a hostfile: `name`, `name:2` or `name slots=2`."""
+    name, _, count = words[0].partition(":") if words[0].count(":") == 1 else (words[0], "", "")
+    found = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
+    slots = found[1] if found else count
+    return name, int(slots) if slots.isdigit() else None
 
 
 def network_variables() -> dict[str, str]:
@@ -77,3 +125,36 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def holder_of(port: int) -> str:
+    """Say who listens on a port of this machine: `"process 12 (python train.py)"`, or `"another program"`.
+
+    Only the processes that this user may look into are found.
+    """
+    wanted = {f"socket:[{inode}]" for inode in _listening(port)}
+    for path in glob.glob("/proc/[0-9]*/fd/*") if wanted else []:
+        try:
+            if os.readlink(path) not in wanted:
+                continue
+            process = path.split("/")[2]
+            with open(f"/proc/{process}/cmdline", "rb") as file:
+                words = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+        except OSError:  # it ended meanwhile, or belongs to somebody else
+            continue
+        return f"process {process} ({words[:80]})"
+    return "another program"
+
+
+def _listening(port: int) -> list[str]:
+    """Find the sockets of this machine that listen on a port, as the kernel numbers them."""
+    inodes = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        listens = "0A"
+        inodes += [row[9] for row in rows if row[3] == listens and int(row[1].rpartition(":")[2], 16) == port]
+    return inodes

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 from argparse import Namespace
-from typing import Any, NoReturn
+from typing import Any
 
-from accel_cli.errors import NotInThisReleaseError
 from accel_cli.launch.command import finish
 from accel_cli.launch.flags.fp8 import FP8
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, SEQUENCE
 from accel_cli.launch.flags.table import GROUPS
-from accel_cli.launch.plan import Plan, environment, make_plan, script_command, single_environment
+from accel_cli.launch.libraries import check_libraries
+from accel_cli.launch.plan import Plan, environment, make_plan
 from accel_cli.launch.resolve import resolve
+from accel_cli.launch.runners.sagemaker import credentials, job
+from accel_cli.launch.runners.sagemaker import plan as plan_job
+from accel_cli.launch.runners.tpu import xla_variables
 
 options_to_group = {group.shown_with.lstrip("-"): group.title for group in GROUPS if group.shown_with}
 
@@ -30,14 +33,15 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command for one process, and its whole environment.
+    """Return the command for one process, or for mpirun when there is a hostfile, and its whole environment.
 
     Args:
         args: The parsed command line of `accelerate launch`.
     """
     settings = resolve(args)
-    variables = environment(settings, os.environ) | single_environment(settings)
-    return script_command(settings), {**os.environ, **variables}
+    settings.runner = "mpi" if settings.runner == "mpi" else "simple"
+    plan = make_plan(settings)
+    return list(plan.argv), {**os.environ, **plan.environment}
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
@@ -81,40 +85,86 @@ def multi_gpu_launcher(args: Namespace) -> None:
     finish(make_plan(settings))
 
 
-def _refuse(what: str) -> NoReturn:
-    raise NotInThisReleaseError(f"This release cannot {what} yet.")
+def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:
+    """Return what starts DeepSpeed's processes.
+
+    Args:
+        args: The parsed command line of `accelerate launch`.
+
+    Returns:
+        The command of DeepSpeed's launcher, or None when torch's elastic agent starts them; and the whole
+        environment.
+    """
+    plan = make_plan(_with_deepspeed(args))
+    return list(plan.argv) if plan.runner == "deepspeed" else None, {**os.environ, **plan.environment}
 
 
-def deepspeed_launcher(args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("train with DeepSpeed")
+def deepspeed_launcher(args: Namespace) -> None:
+    """Train with DeepSpeed, and wait; raises as `simple_launcher`, and ValueError without the library."""
+    settings = _with_deepspeed(args)
+    check_libraries(settings)
+    finish(make_plan(settings))
 
 
-def tpu_launcher(args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("start TPU processes")
+def _with_deepspeed(args: Namespace) -> Namespace:
+    return resolve(Namespace(**{**vars(args), "use_deepspeed": True}))
 
 
-def tpu_pod_launcher(args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("start processes on a TPU pod")
+def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False) -> tuple[Namespace, dict[str, str]]:
+    """Add what torch_xla must find to `current_env`, and return it with the arguments.
+
+    Args:
+        args: The parsed command line of `accelerate launch`.
+        current_env: The variables.
+        pod: Whether the machines of a pod take part; `args.tpu` and `args.vm` then name it and them.
+    """
+    current_env |= xla_variables(args)
+    if args.debug:
+        current_env["ACCELERATE_DEBUG_MODE"] = "true"
+    if pod:
+        args.vm = getattr(args, "tpu_vm", None) or args.vm
+        args.tpu = getattr(args, "tpu_name", None)
+    return args, current_env
 
 
-def sagemaker_launcher(sagemaker_config: Any, args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("start jobs on Amazon SageMaker")
+def tpu_launcher(args: Namespace) -> None:
+    """Call a function of the script on every core of this machine's TPU, and wait; raises as `deepspeed_launcher`."""
+    _launch_on_tpu(args, pod=False)
 
 
-def prepare_deepspeed_cmd_env(args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("train with DeepSpeed")
+def tpu_pod_launcher(args: Namespace) -> None:
+    """Start the script on every machine of a TPU pod, and wait; raises as `deepspeed_launcher`."""
+    _launch_on_tpu(args, pod=True)
 
 
-def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("start TPU processes")
+def _launch_on_tpu(args: Namespace, *, pod: bool) -> None:
+    settings = resolve(Namespace(**{**vars(args), "tpu": True, "tpu_use_cluster": pod}))
+    check_libraries(settings)
+    finish(make_plan(settings))
 
 
-def prepare_sagemager_args_inputs(sagemaker_config: Any, args: Namespace) -> NoReturn:
-    """Refuse: not part of this release."""
-    _refuse("start jobs on Amazon SageMaker")
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the arguments of SageMaker's `HuggingFace` estimator, and the inputs of its `fit`.
+
+    The variables by which Amazon's SDK knows who pays are set in this process.
+
+    Args:
+        sagemaker_config: A `SageMakerConfig`.
+        args: The parsed command line of `accelerate launch`.
+
+    Raises:
+        ValueError: When the script or its arguments cannot be sent.
+    """
+    os.environ.update(credentials(sagemaker_config, args, os.environ))
+    return job(sagemaker_config, args)
+
+
+def sagemaker_launcher(sagemaker_config: Any, args: Namespace) -> None:
+    """Start a job on Amazon SageMaker and wait for its end; raises as `deepspeed_launcher`."""
+    settings = Namespace(**vars(args))
+    settings.sagemaker, settings.use_deepspeed, settings.tpu = sagemaker_config, False, False
+    settings.runner = "sagemaker"
+    check_libraries(settings)
+    finish(plan_job(settings, os.environ))

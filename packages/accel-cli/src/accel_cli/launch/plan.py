@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 from accel_cli.launch.flags.table import GROUPS, OPTIONS
 from accel_cli.launch.resolve import chosen_devices
 
 USUAL_PORT = 29500
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+# a value from one of these is written over a variable; a default or the variable's own value is not
+CHOSEN = ("flag", "file", "guess")
 
 # options that torch's launcher has under the same name
 PASSED_ON = ("tee", "log_dir", "role", "rdzv_conf", "max_restarts", "monitor_interval")
@@ -23,11 +27,12 @@ class Plan:
     """What a launch will do.
 
     Attributes:
-        runner: Who carries it out: `"simple"` or `"torchrun"`.
+        runner: Who starts the processes: a key of `PLANNERS`.
         argv: The command; typed into a shell with `environment`, it does the same.
         environment: Variables to set, on top of those that are there.
         port_may_change: Whether another port may be taken when somebody is faster.
         quiet: Whether to say nothing of our own when the script fails.
+        files: Path and content of what the command reads: written before it, and removed after it.
     """
 
     runner: str
@@ -35,6 +40,7 @@ class Plan:
     environment: dict[str, str]
     port_may_change: bool = False
     quiet: bool = False
+    files: tuple[tuple[str, str], ...] = ()
 
 
 def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> Plan:
@@ -45,15 +51,44 @@ def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> 
         environ: The variables that are set already; one that the user set is not overwritten by a mere default.
     """
     environ = os.environ if environ is None else environ
-    alone = settings.runner == "simple"
-    more = single_environment(settings) if alone else agent_environment(settings, environ)
+    return PLANNERS[settings.runner](settings, environ)
+
+
+def _plan_alone(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     return Plan(
-        runner=settings.runner,
-        argv=tuple(script_command(settings) if alone else torchrun_command(settings)),
-        environment=environment(settings, environ) | more,
-        port_may_change=not alone and settings.num_machines == 1 and not settings.port_was_named,
+        "simple",
+        tuple(script_command(settings)),
+        environment(settings, environ) | single_environment(settings),
         quiet=bool(settings.quiet),
     )
+
+
+def _plan_agent(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    return Plan(
+        "torchrun",
+        tuple(torchrun_command(settings)),
+        environment(settings, environ) | agent_environment(settings, environ),
+        port_may_change=settings.num_machines == 1 and not settings.port_was_named,
+        quiet=bool(settings.quiet),
+    )
+
+
+def _elsewhere(module: str, name: str = "plan") -> Callable[[Namespace, Mapping[str, str]], Plan]:
+    """Find the planner when it is wanted: few launches need it."""
+    return lambda settings, environ: getattr(import_module(f"accel_cli.launch.runners.{module}"), name)(
+        settings, environ
+    )
+
+
+PLANNERS: dict[str, Callable[[Namespace, Mapping[str, str]], Plan]] = {
+    "simple": _plan_alone,
+    "torchrun": _plan_agent,
+    "mpi": _elsewhere("mpi"),
+    "deepspeed": _elsewhere("deepspeed"),
+    "tpu": _elsewhere("tpu"),
+    "tpu_pod": _elsewhere("tpu", "plan_pod"),
+    "sagemaker": _elsewhere("sagemaker"),
+}
 
 
 def environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
@@ -61,12 +96,33 @@ def environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, st
     variables = {}
     for group in GROUPS:
         for option, variable, text in group.variables(settings):
-            if not option or option in settings.sources or variable not in environ:
+            if not option or settings.sources.get(option) in CHOSEN or variable not in environ:
                 variables[variable] = text
+        if group.announced_by not in variables and is_on(environ.get(group.announced_by)):
+            variables[group.announced_by] = "false"  # the command line or the settings file has chosen another way
+    if settings.use_deepspeed:
+        variables |= deepspeed_environment(settings, environ)
     if settings.use_cpu:
         variables["ACCELERATE_USE_CPU"] = "True"
-    elif devices := chosen_devices(settings):
-        variables[settings.visible_devices_variable] = ",".join(devices)
+    else:
+        if is_on(environ.get("ACCELERATE_USE_CPU")):
+            variables["ACCELERATE_USE_CPU"] = "False"
+        if devices := chosen_devices(settings):
+            variables[settings.visible_devices_variable] = ",".join(devices)
+    return variables
+
+
+def is_on(word: str | None) -> bool:
+    """Tell whether a variable switches something on."""
+    return (word or "").lower() in ("1", "true", "t", "yes", "y", "on")
+
+
+def deepspeed_environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what DeepSpeed's processes need besides: they find the modules of this folder wherever they run."""
+    folders = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    variables = {"PYTHONPATH": os.pathsep.join([*folders, os.path.abspath(".")])}
+    if settings.deepspeed_fields:
+        variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(settings.deepspeed_fields)
     return variables
 
 

@@ -7,17 +7,20 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 
-from accel_cli.errors import MissingFileError, NotInThisReleaseError, UsageError, did_you_mean
+from accel_cli.errors import MissingFileError, UsageError, did_you_mean
+from accel_cli.launch.flags.table import GROUPS
+from accel_cli.launch.resolve import chosen_devices
 
-ONE_OF = ("cpu", "multi_gpu", "tpu", "use_deepspeed", "use_fsdp")
+HARDWARE = ("cpu", "multi_gpu", "tpu")
+WAYS = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
+# hardware -> the ways of training that may be asked for beside it
+TOGETHER = {"cpu": WAYS, "multi_gpu": ("use_megatron_lm",)}
 
-# option -> what it asks for
-NOT_IN_THIS_RELEASE = {
-    "use_deepspeed": "train with DeepSpeed",
-    "tpu": "start TPU processes",
-    "tpu_use_cluster": "start processes on a TPU pod",
-    "mpirun_hostfile": "start processes with mpirun",
-}
+NUMBERED = ("fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_state_dict_type")
+NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that get the machines from elsewhere
+
+# runners that bring processes together themselves, and need no address
+MEETS_ALONE = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
 
 
 def check_flags(args: Namespace) -> None:
@@ -29,9 +32,7 @@ def check_flags(args: Namespace) -> None:
     Raises:
         ValueError: When it contradicts itself or asks for something that is not possible.
     """
-    given = [f"--{name}" for name in ONE_OF if getattr(args, name)]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude one another: give one of them.")
+    _check_exclusive(args)
     if args.module and args.no_python:
         raise UsageError("--module and --no_python exclude one another: give one of them.")
     if args.multi_gpu and args.num_processes == 1:
@@ -40,7 +41,7 @@ def check_flags(args: Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}.")
-    _check_release(args)
+    _check_together(args)
 
 
 def check_settings(settings: Namespace) -> None:
@@ -57,14 +58,35 @@ def check_settings(settings: Namespace) -> None:
         check(settings)
 
 
-def _check_release(settings: Namespace) -> None:
-    for name, what in NOT_IN_THIS_RELEASE.items():
-        if getattr(settings, name):
-            raise NotInThisReleaseError(f"This release cannot {what} yet (--{name}).")
+def _check_exclusive(args: Namespace) -> None:
+    hardware, ways = ([name for name in names if getattr(args, name)] for names in (HARDWARE, WAYS))
+    given = [*hardware, *ways]
+    alone = len(hardware) == len(ways) == 1 and ways[0] in TOGETHER.get(hardware[0], ())
+    if len(given) > 1 and not alone:
+        flags = " and ".join(f"--{name}" for name in given)
+        raise UsageError(f"{flags} exclude one another: give one of them.")
+
+
+def _check_together(args: Namespace) -> None:
+    """Refuse flags of which one makes the other meaningless."""
+    for flag, other, why in CONTRADICTIONS:
+        if getattr(args, flag) and getattr(args, other):
+            raise UsageError(f"--{flag} and --{other} contradict one another: {why}. Leave one of them out.")
+
+
+# flag, flag, what is wrong with having both
+CONTRADICTIONS = (
+    ("mpirun_hostfile", "multi_gpu", "mpirun starts CPU processes"),
+    ("mpirun_hostfile", "tpu", "mpirun starts CPU processes"),
+    ("mpirun_hostfile", "use_deepspeed", "DeepSpeed has --deepspeed_hostfile"),
+    ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "one says what to use, the other what to leave out"),
+)
 
 
 def _check_processes(settings: Namespace) -> None:
     count, machines = settings.num_processes, settings.num_machines
+    if settings.sagemaker or count is None:  # counted elsewhere
+        return
     if settings.sources.get("num_processes") == "file" and count == -1:
         raise UsageError("The settings file leaves the number of processes open: give --num_processes.")
     if count < 1:
@@ -81,7 +103,7 @@ def _check_machines(settings: Namespace) -> None:
     port = settings.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"main_process_port must be between 0 and 65535, got {port}.")
-    if settings.num_machines == 1:
+    if settings.num_machines == 1 or settings.runner in MEETS_ALONE:
         return
     if not 0 <= settings.machine_rank < settings.num_machines:
         raise UsageError(
@@ -91,6 +113,69 @@ def _check_machines(settings: Namespace) -> None:
     for name in ("main_process_ip", "main_process_port"):
         if not getattr(settings, name):
             raise UsageError(f"{settings.num_machines} machines must know where machine 0 is: give --{name}.")
+
+
+def _check_port(settings: Namespace) -> None:
+    """Refuse a port that was named and that another program holds on this machine."""
+    meets_here = settings.runner == "torchrun" and (settings.num_machines == 1 or _hosts_static(settings))
+    if not (meets_here and settings.port_was_named):
+        return
+    from accel_cli.launch.machine import holder_of, is_free
+
+    if not is_free(settings.main_process_port):
+        raise UsageError(
+            f"Port {settings.main_process_port} of this machine is taken by {holder_of(settings.main_process_port)}: "
+            "give another --main_process_port, or 0 for a free one."
+        )
+
+
+def _hosts_static(settings: Namespace) -> bool:
+    return bool(settings.machine_rank == 0 and settings.rdzv_backend == "static")
+
+
+def _check_devices(settings: Namespace) -> None:
+    chosen = chosen_devices(settings)
+    here = settings.num_processes // settings.num_machines if settings.num_processes else 0
+    if chosen and not settings.use_cpu and not settings.sagemaker and here > len(chosen):
+        raise UsageError(
+            f"--gpu_ids {settings.gpu_ids} names {len(chosen)} devices, too few for {here} processes of this machine: "
+            f"name more, or give --num_processes {len(chosen) * settings.num_machines}."
+        )
+
+
+def _check_hosts(settings: Namespace) -> None:
+    if settings.hosts and len(settings.hosts) < settings.num_machines:
+        name = "deepspeed_hostfile" if settings.use_deepspeed else "mpirun_hostfile"
+        raise UsageError(
+            f"--num_machines {settings.num_machines} is more than --{name} {getattr(settings, name)!r} lists: "
+            f"{', '.join(settings.hosts)}."
+        )
+
+
+def _check_deepspeed(settings: Namespace) -> None:
+    if not settings.use_deepspeed:
+        return
+    launcher = str(settings.deepspeed_multinode_launcher).lower()
+    own = settings.deepspeed_config_file
+    if own and not os.path.exists(own) and not _is_encoded(own):
+        raise MissingFileError(f"The DeepSpeed configuration {own!r} does not exist.")
+    knows = settings.hosts or settings.has_usual_hostfile or launcher in NEEDS_NO_HOSTFILE
+    if settings.runner == "deepspeed" and not knows:
+        raise UsageError(
+            f"--deepspeed_multinode_launcher {launcher} must know the machines: give --deepspeed_hostfile, or take "
+            "the launcher 'standard'."
+        )
+
+
+def _is_encoded(text: str) -> bool:
+    """Tell whether a configuration is given as base64 instead of a file, as DeepSpeed allows."""
+    import base64
+    import binascii
+
+    try:
+        return base64.urlsafe_b64decode(text).lstrip().startswith(b"{")
+    except (binascii.Error, ValueError):
+        return False
 
 
 def _check_agent(settings: Namespace) -> None:
@@ -172,7 +257,21 @@ def _names(folder: str) -> list[str]:
         return []
 
 
+def _check_words(settings: Namespace) -> None:
+    """Refuse words that only the script would refuse, in each of its processes."""
+    from accel_cli.configfile.allowed import check_word
+
+    for group in GROUPS:
+        for option in group.options if group.handed_when(settings) else ():
+            value = getattr(settings, option.name, None)
+            where = {"environment": f"environment variable {option.environment}", "flag": f"--{option.name}"}
+            source = settings.sources.get(option.name)
+            # accelerate 1.x lets FSDP's words be given by number
+            if source in where and not (option.name in NUMBERED and str(value).isdigit()):
+                check_word(option.name, value, where[source])
+
+
 CHECKS: tuple[Callable[[Namespace], None], ...] = (
-    _check_release, _check_processes, _check_machines, _check_agent, _check_precision, _check_parallelism,
-    _check_script,
+    _check_words, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
+    _check_deepspeed, _check_precision, _check_parallelism, _check_script,
 )  # fmt: skip

@@ -2,8 +2,9 @@
 
 import sys
 
-from accel_cli.later import test_command_parser as test_command_parser
 from accel_cli.main import test_main as main
+from accel_cli.selftest import test_command as test_command
+from accel_cli.selftest import test_command_parser as test_command_parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,7 +28,12 @@ EXPORTS = {
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
     "accel_cli.notebook": "PrepareForLaunch",
+    "accel_integrations.checkpoints.merge": "merge_fsdp_weights",
+    "accel_integrations.checkpoints.sharded_training": (
+        "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+    ),
     "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
+    "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
     "accel_integrations.precision.old_names": "get_grad_scaler get_mixed_precision_context_manager",
     "accel_integrations.unwrap": "extract_model_from_parallel",
     "accel_ops.batches": (
@@ -95,6 +100,7 @@ EXPORTS = {
     "accel_state.settings.data": "DataLoaderConfiguration",
     "accel_state.settings.ddp": "DistributedDataParallelKwargs",
     "accel_state.settings.deepspeed": "DeepSpeedPlugin",
+    "accel_state.settings.deepspeed_auto": "HfDeepSpeedConfig",
     "accel_state.settings.fp8": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
     "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler",
@@ -112,7 +118,9 @@ EXPORTS = {
 SUBMODULES = (
     "constants",
     "dataclasses",
+    "deepspeed",
     "environment",
+    "fsdp_utils",
     "imports",
     "launch",
     "memory",

@@ -30,9 +30,16 @@ from accel_cli.launch.old_names import prepare_sagemager_args_inputs as prepare_
 from accel_cli.launch.old_names import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
+from accel_integrations.checkpoints.merge import merge_fsdp_weights as merge_fsdp_weights
+from accel_integrations.checkpoints.sharded_training import load_fsdp_model as load_fsdp_model
+from accel_integrations.checkpoints.sharded_training import load_fsdp_optimizer as load_fsdp_optimizer
+from accel_integrations.checkpoints.sharded_training import save_fsdp_model as save_fsdp_model
+from accel_integrations.checkpoints.sharded_training import save_fsdp_optimizer as save_fsdp_optimizer
 from accel_integrations.compile import compile_regions as compile_regions
 from accel_integrations.compile import compile_regions_deepspeed as compile_regions_deepspeed
 from accel_integrations.compile import compile_regions_fsdp2 as compile_regions_fsdp2
+from accel_integrations.deepspeed_dummies import DummyOptim as DummyOptim
+from accel_integrations.deepspeed_dummies import DummyScheduler as DummyScheduler
 from accel_integrations.precision.old_names import get_grad_scaler as get_grad_scaler
 from accel_integrations.precision.old_names import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_integrations.unwrap import extract_model_from_parallel as extract_model_from_parallel
@@ -192,6 +199,7 @@ from accel_state.settings.compile import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_state.settings.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_state.settings.deepspeed_auto import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_state.settings.fp8 import AORecipeKwargs as AORecipeKwargs
 from accel_state.settings.fp8 import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_state.settings.fp8 import MSAMPRecipeKwargs as MSAMPRecipeKwargs
@@ -211,7 +219,9 @@ from accel_state.settings.profile import ProfileKwargs as ProfileKwargs
 from accel_state.settings.project import ProjectConfiguration as ProjectConfiguration
 from accelerate.utils import constants as constants
 from accelerate.utils import dataclasses as dataclasses
+from accelerate.utils import deepspeed as deepspeed
 from accelerate.utils import environment as environment
+from accelerate.utils import fsdp_utils as fsdp_utils
 from accelerate.utils import imports as imports
 from accelerate.utils import launch as launch
 from accelerate.utils import memory as memory

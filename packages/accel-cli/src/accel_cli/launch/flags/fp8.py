@@ -54,4 +54,5 @@ FP8 = OptionGroup(
     ),
     shown_with="--fp8_backend",
     handed_when=_in_fp8,
+    counts_with="--mixed_precision fp8",
 )  # fmt: skip

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from argparse import SUPPRESS
+
 from accel_cli.arguments import Option, only_if_on, switch
 from accel_cli.launch.flags.group import OptionGroup
 
 DYNAMO_BACKENDS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
-    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "tvm",
+    "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "torchxla_trace_once", "tvm",
 )  # fmt: skip
+MISSPELT_BACKENDS = {"torhchxla_trace_once": "torchxla_trace_once"}  # accelerate 1.x accepts only the wrong spelling
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
-NOTICE = "(not in this release)"
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+def dynamo_name(backend: str) -> str:
+    """Spell a backend as the member of `DynamoBackend` that it is."""
+    word = backend.lower()
+    return MISSPELT_BACKENDS.get(word, word).upper()
+
 
 COMMAND = OptionGroup(
     "",
@@ -20,6 +29,7 @@ COMMAND = OptionGroup(
         switch("-q --quiet", "Print nothing of our own when the script fails.", default=None),
         switch("-m --module", "The script is the name of a module, as in `python -m`.", default=None),
         switch("--no_python", "The script is a program of its own: do not put `python` before it.", default=None),
+        switch("--dry_run", "Start nothing: print every setting, where it comes from, and the command.", default=None),
         switch(
             "--debug",
             "Compare shapes on all processes before every collective operation.",
@@ -35,7 +45,7 @@ HARDWARE = OptionGroup(
     (
         switch("--cpu", "Train on the CPU, whatever else there is."),
         switch("--multi_gpu", "Train on several GPUs or other accelerators, one process each."),
-        switch("--tpu", f"Train on TPUs {NOTICE}."),
+        switch("--tpu", "Train on TPUs."),
     ),
 )
 
@@ -69,7 +79,7 @@ RESOURCES = OptionGroup(
             choices=DYNAMO_BACKENDS,
             metavar="BACKEND",
             environment="ACCELERATE_DYNAMO_BACKEND",
-            spelled=str.upper,
+            spelled=dynamo_name,
         ),
         Option(
             "--dynamo_mode",
@@ -99,7 +109,7 @@ RESOURCES = OptionGroup(
 PARADIGM = OptionGroup(
     "Training Paradigm Arguments",
     (
-        switch("--use_deepspeed", f"Train with DeepSpeed {NOTICE}."),
+        switch("--use_deepspeed", "Train with DeepSpeed."),
         switch("--use_fsdp", "Train with fully sharded data parallelism."),
         switch("--use_parallelism_config", "Combine several kinds of parallelism."),
         switch("--use_megatron_lm", "Train with Megatron-LM."),
@@ -137,9 +147,13 @@ TPU = OptionGroup(
         Option("--vm", "A machine of the pod; may be given several times.", action="append"),
         Option("--env", "A variable to set on the pod's machines; may be given several times.", action="append"),
         Option("--main_training_function", "Function of the script to call on each core.", metavar="NAME"),
-        switch("--downcast_bf16", "Use bfloat16 for both float and double."),
+        switch("--downcast_bf16", "Use bfloat16 for both float and double.",
+               environment="ACCELERATE_DOWNCAST_BF16", spelled=only_if_on("true")),
+        Option("", "Name of the pod.", dest="tpu_name"),
+        Option("", "Zone of the pod.", dest="tpu_zone"),
     ),
     shown_with="--tpu",
+    handed_when=lambda settings: settings.tpu,
 )  # fmt: skip
 
 AWS = OptionGroup(
@@ -153,9 +167,17 @@ AWS = OptionGroup(
 
 MPI = OptionGroup(
     "MPI Arguments",
-    (Option("--mpirun_hostfile", "List of machines for starting CPU processes with mpirun.", metavar="FILE"),),
+    (
+        Option("--mpirun_hostfile", "List of machines for starting CPU processes with mpirun.", metavar="FILE"),
+        Option("", "oneCCL worker threads of each process.", dest="mpirun_ccl", type=int,
+               environment="CCL_WORKER_COUNT"),
+    ),
     shown_with="--cpu",
-)
+    handed_when=lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile),
+)  # fmt: skip
+
+# what older versions had: accepted, and answered with a line on what to do instead
+RETIRED = OptionGroup("", (switch("--ipex", SUPPRESS), switch("--use_xpu", SUPPRESS)))
 
 SCRIPT = OptionGroup(
     "",

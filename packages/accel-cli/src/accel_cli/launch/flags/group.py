@@ -23,6 +23,7 @@ class OptionGroup:
         options: The rows.
         shown_with: The flag that makes `--help` show the group; empty for always.
         handed_when: Given the settings, whether the script gets these values through the environment.
+        counts_with: What must be given for that, as messages call it; `shown_with` when empty.
         announced_by: The variable set to `true` to say that the others are there.
     """
 
@@ -30,6 +31,7 @@ class OptionGroup:
     options: tuple[Option, ...]
     shown_with: str = ""
     handed_when: Callable[[Namespace], bool] = always
+    counts_with: str = ""
     announced_by: str = ""
 
     def variables(self, settings: Namespace) -> Iterator[tuple[str, str, str]]:

@@ -41,6 +41,7 @@ CONTEXT = OptionGroup(
     ),
     shown_with="--use_parallelism_config",
     handed_when=lambda settings: settings.use_parallelism_config and settings.parallelism_config_cp_size > 1,
+    counts_with="--use_parallelism_config and --parallelism_config_cp_size",
 )  # fmt: skip
 
 SEQUENCE = OptionGroup(
@@ -53,4 +54,5 @@ SEQUENCE = OptionGroup(
     ),
     shown_with="--use_parallelism_config",
     handed_when=lambda settings: settings.use_parallelism_config and settings.parallelism_config_sp_size > 1,
+    counts_with="--use_parallelism_config and --parallelism_config_sp_size",
 )  # fmt: skip

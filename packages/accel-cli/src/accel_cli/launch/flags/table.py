@@ -8,17 +8,29 @@ from accel_cli.arguments import CommandParser, Option, add_options
 from accel_cli.launch.flags.deepspeed import DEEPSPEED
 from accel_cli.launch.flags.fp8 import FP8
 from accel_cli.launch.flags.fsdp import FSDP
-from accel_cli.launch.flags.general import AWS, COMMAND, HARDWARE, MPI, PARADIGM, PROCESSES, RESOURCES, SCRIPT, TPU
+from accel_cli.launch.flags.general import (
+    AWS,
+    COMMAND,
+    HARDWARE,
+    MPI,
+    PARADIGM,
+    PROCESSES,
+    RESOURCES,
+    RETIRED,
+    SCRIPT,
+    TPU,
+)
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.megatron import MEGATRON_LM
 from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, SEQUENCE
 
 GROUPS: tuple[OptionGroup, ...] = (
     COMMAND, HARDWARE, RESOURCES, PARADIGM, PROCESSES, TPU, DEEPSPEED, FSDP, MEGATRON_LM, FP8, PARALLELISM, CONTEXT,
-    SEQUENCE, AWS, MPI, SCRIPT,
+    SEQUENCE, AWS, MPI, RETIRED, SCRIPT,
 )  # fmt: skip
 
-OPTIONS: dict[str, Option] = {option.name: option for group in GROUPS for option in group.options}
+# where two flags set one value, the first one knows its default
+OPTIONS: dict[str, Option] = {option.name: option for group in reversed(GROUPS) for option in reversed(group.options)}
 
 SHOWN_WITH = {group.title: group.shown_with for group in GROUPS if group.shown_with}
 

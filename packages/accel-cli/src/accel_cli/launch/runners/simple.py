@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 from accel_cli.errors import UsageError
@@ -12,13 +16,14 @@ from accel_cli.launch.plan import Plan
 
 
 def run(plan: Plan) -> int:
-    """Run the script in a process of its own and wait.
+    """Run the script in a process of its own and wait. A request to end (SIGTERM) is passed on to it.
 
     Returns:
         Its exit status; 128 plus the number of the signal that ended it.
     """
     try:
-        with subprocess.Popen(plan.argv, env={**os.environ, **plan.environment}) as process:
+        with _end_requests() as ended, subprocess.Popen(plan.argv, env={**os.environ, **plan.environment}) as process:
+            ended.append(process.terminate)
             while True:
                 try:
                     return exit_status(process.wait())
@@ -26,6 +31,36 @@ def run(plan: Plan) -> int:
                     continue
     except OSError as error:
         raise cannot_start(plan, error) from error
+
+
+class _EndRequests(list[Callable[[], None]]):
+    """What to do when this process is asked to end; what is added after that is done at once."""
+
+    came = False
+
+    def __call__(self, number: int, frame: object) -> None:
+        self.came = True
+        for action in self:
+            action()
+
+    def append(self, action: Callable[[], None]) -> None:
+        super().append(action)
+        if self.came:
+            action()
+
+
+@contextmanager
+def _end_requests() -> Iterator[_EndRequests]:
+    """Catch requests to end, which would otherwise leave a running process behind."""
+    requests = _EndRequests()
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield requests
+        return
+    before = signal.signal(signal.SIGTERM, requests)
+    try:
+        yield requests
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def become(plan: Plan) -> NoReturn:

@@ -1,0 +1,101 @@
+"""Which words a command line may have at which place, read off the parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from accel_cli.configfile.allowed import WORDS
+
+# what a shell can find itself
+FILE, FOLDER, ANYTHING = ":file", ":folder", ":anything"
+
+KINDS = {
+    "FILE": FILE,
+    "FOLDER": FOLDER,
+    "training_script": FILE,
+    "checkpoint_directory": FOLDER,
+    "output_path": FOLDER,
+    "model_name": FOLDER,
+}
+TRUTH = ("true", "false")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of a command.
+
+    Attributes:
+        spelling: With underscores; a short one as it is.
+        help: What it does.
+        values: The words that may follow; `FILE`, `FOLDER` or `ANYTHING`; nothing for a flag without a value.
+    """
+
+    spelling: str
+    help: str
+    values: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Words:
+    """What a command understands.
+
+    Attributes:
+        path: Its name, with that of the command it belongs to; empty for the program.
+        commands: Its own commands, and what they do.
+        flags: Its flags.
+        argument: What stands without a flag, as in `Flag.values`.
+        runs_another: Whether everything after its first argument is for another program.
+    """
+
+    path: str
+    commands: dict[str, str] = field(default_factory=dict)
+    flags: list[Flag] = field(default_factory=list)
+    argument: tuple[str, ...] = ()
+    runs_another: bool = False
+
+
+def read_words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Words]:
+    """Yield what a program and each of its commands understand.
+
+    Args:
+        parser: The parser of the program.
+        path: Where we are in its commands.
+    """
+    words = Words(path)
+    below: list[tuple[str, Any]] = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            below = list(action.choices.items())
+            words.commands = {choice.dest: choice.help or "" for choice in action._choices_actions}
+        elif action.nargs == argparse.REMAINDER:
+            words.runs_another = True
+        elif not action.option_strings:
+            words.argument = words.argument or _values(action)
+        elif action.help != argparse.SUPPRESS:
+            words.flags += [Flag(name, action.help or "", _values(action)) for name in _spellings(action)]
+    yield words
+    for name, command in below:
+        yield from read_words(command, f"{path} {name}".strip())
+
+
+def _spellings(action: argparse.Action) -> list[str]:
+    """List the spellings of a flag without those that have hyphens for underscores."""
+    given = action.option_strings
+    twins = {name for name in given if f"--{name[2:].replace('-', '_')}" in given and "-" in name[2:]}
+    return [name for name in given if name not in twins]
+
+
+def _values(action: argparse.Action) -> tuple[str, ...]:
+    """Find out what may follow a flag, or stand for an argument."""
+    if action.nargs == 0:
+        return ()
+    if action.choices is not None:
+        return tuple(str(choice) for choice in action.choices)
+    if action.dest in WORDS:
+        return WORDS[action.dest]
+    if action.metavar == "BOOL":
+        return TRUTH
+    return (KINDS.get(str(action.metavar or action.dest), ANYTHING),)

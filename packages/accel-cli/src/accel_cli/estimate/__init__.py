@@ -1,0 +1,1 @@
+"""The command `accelerate estimate-memory`: what a model needs, without loading it."""

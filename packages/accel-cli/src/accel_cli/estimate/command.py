@@ -1,0 +1,192 @@
+"""The command `accelerate estimate-memory`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.errors import UsageError, without_traceback
+from accel_cli.estimate.optimizers import OPTIMIZERS
+from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
+
+if TYPE_CHECKING:
+    from accel_cli.estimate.report import Report
+    from accel_cli.estimate.source import ModelSource
+    from accel_cli.estimate.training_report import ModelStates, TrainingStep
+
+HELP = "Estimate the memory that a model needs."
+PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
+
+OPTIONS = (
+    Option("model_name", "A folder with a model, or the name of one on the Hugging Face Hub."),
+    Option("--library_name", "Library of the model; found out if left out.", choices=("timm", "transformers")),
+    Option("--dtypes", "Number formats to estimate for.", nargs="+", metavar="DTYPE",
+           default=("float32", "float16", "int8", "int4"), choices=tuple(BITS)),
+    switch("--trust_remote_code", "Run code that comes with the model."),
+    switch("--json", "Print JSON, with sizes in bytes."),
+)  # fmt: skip
+
+TRAINING_OPTIONS = (
+    switch("--training", "Take one training step without values, and show what it needs."),
+    Option("--optimizer", "Optimizer of the training.", default="adamw", choices=tuple(OPTIMIZERS), metavar="NAME"),
+    Option("--batch_size", "Examples per device.", default=1, type=int, metavar="N"),
+    Option("--sequence_length", "Tokens per example; 512, or what the model takes, if left out.", type=int,
+           metavar="N"),
+    Option("--mixed_precision", "Number format to compute in.", default="no", choices=("no", "fp16", "bf16")),
+    switch("--gradient_checkpointing", "Compute activations again in the backward pass."),
+    Option("--parallel", "Way of spreading the training, to show what each device needs.", choices=PARALLEL_NAMES),
+    Option("--num_devices", "Devices that share the work.", type=int, metavar="N"),
+)  # fmt: skip
+
+
+def estimate_command_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate estimate-memory`."""
+    parser = make_parser(subparsers, "estimate-memory", HELP, OPTIONS)
+    group = parser.add_argument_group("training")
+    for option in TRAINING_OPTIONS:
+        option.add_to(group)
+    if subparsers is not None:
+        parser.set_defaults(func=estimate_command)
+    return parser
+
+
+def estimate_command(args: Namespace) -> list[list[Any]]:
+    """Print what a model needs.
+
+    Args:
+        args: What the parser of `estimate_command_parser` gave.
+
+    Returns:
+        One row for each number format, as printed.
+
+    Raises:
+        ValueError: The model cannot be found or built, or something about the training is impossible.
+    """
+    # what programs for accelerate 1.x pass lacks the newer options
+    args = Namespace(**vars(estimate_command_parser().parse_args([args.model_name])) | vars(args))
+    report = make_report(args)
+    if args.json:
+        print(report.as_json())
+    else:
+        print(report.as_text())
+    return report.format_table()
+
+
+def run(args: Namespace) -> int:
+    """Carry out `accelerate estimate-memory`."""
+    estimate_command(args)
+    return 0
+
+
+def gather_data(args: Namespace) -> list[list[Any]]:
+    """Estimate without printing.
+
+    Args:
+        args: With `model_name`, `library_name`, `dtypes` and `trust_remote_code`.
+
+    Returns:
+        For each number format its name, bytes of the largest layer and of the model, and the parts of training with
+        Adam as `estimate_training_usage` gives them.
+
+    Raises:
+        ValueError: The model cannot be found or built.
+    """
+    _, rows = _sizes(_find(args), args)
+    return [[row.dtype, row.largest_layer, row.total, row.training] for row in rows]
+
+
+def make_report(args: Namespace) -> Report:
+    """Do what the command line asks for; print nothing."""
+    _check(args)
+    from accel_cli.estimate.report import Report
+
+    source = _find(args)
+    size, rows = _sizes(source, args)
+    if not (args.training or args.parallel):
+        return Report(args, source.library, size, rows)
+    states, step = _train(source, size, args)
+    shares = None
+    if args.parallel:
+        from accel_cli.estimate.sharding import per_device
+
+        shares = per_device(args.parallel, args.num_devices, states, step)
+    return Report(args, source.library, size, rows, states, step, shares)
+
+
+def _check(args: Namespace) -> None:
+    for name in ("batch_size", "sequence_length", "num_devices"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UsageError(f"--{name} is {value}: give a number from 1")
+    if args.num_devices is not None and args.parallel is None:
+        raise UsageError(f"--num_devices {args.num_devices} needs --parallel: choose from {', '.join(PARALLEL_NAMES)}")
+    if args.parallel is not None and args.num_devices is None:
+        raise UsageError(f"--parallel {args.parallel} needs --num_devices: how many share the work?")
+    if not args.training:
+        given: set[str] = getattr(args, "nondefault", set())
+        for name in ("batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing"):
+            if name in given:
+                raise UsageError(f"--{name} changes a training step: add --training")
+        if "optimizer" in given and not args.parallel:
+            raise UsageError("--optimizer changes a training step: add --training or --parallel")
+
+
+def _find(args: Namespace) -> ModelSource:
+    from accel_cli.estimate.source import find_model
+
+    with without_traceback():
+        return find_model(args.model_name, args.library_name)
+
+
+def _sizes(source: ModelSource, args: Namespace) -> tuple[ModelSize, list[FormatRow]]:
+    from accel_cli.estimate.sizes import format_rows, measure_folder, measure_model
+
+    if source.library is None and source.folder is not None:
+        size = measure_folder(source.folder)
+    else:
+        from accel_cli.estimate.building import build_on_meta
+
+        size = measure_model(_built(lambda: build_on_meta(source, args.trust_remote_code)))
+    return size, format_rows(size, list(args.dtypes))
+
+
+def _train(source: ModelSource, size: ModelSize, args: Namespace) -> tuple[ModelStates, TrainingStep | None]:
+    from accel_cli.estimate.batches import BATCHES, BatchSize
+    from accel_cli.estimate.building import build
+    from accel_cli.estimate.training import StepSettings, measure_fake
+
+    settings = StepSettings(args.optimizer, args.mixed_precision, args.gradient_checkpointing)
+    batch = BatchSize(args.batch_size, args.sequence_length)
+    make_batch = BATCHES.get(source.library or "")
+    return measure_fake(
+        lambda: _built(lambda: build(source, args.trust_remote_code)),
+        (lambda model: make_batch(model, batch)) if args.training and make_batch else None,
+        settings,
+        size.largest_layer,
+    )
+
+
+def _built(build: Callable[[], Any]) -> Any:
+    """Build a model, quietly, and say in one line why it cannot be built."""
+    import logging
+
+    from accel_state.errors import MissingLibraryError
+
+    logger = logging.getLogger("transformers")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return build()
+    except MissingLibraryError as error:
+        raise UsageError(str(error)) from error
+    except UsageError:
+        raise
+    except Exception as error:  # whatever a library makes of a configuration
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"The model cannot be built ({type(error).__name__}: {reason}): check its config.json"
+        ) from error
+    finally:
+        logger.setLevel(before)

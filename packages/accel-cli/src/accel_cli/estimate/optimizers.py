@@ -1,0 +1,62 @@
+"""Optimizers by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel_cli.estimate.live_memory import LiveMemory
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """One optimizer of torch.
+
+    Attributes:
+        class_name: In `torch.optim`.
+        settings: Its arguments. With `foreach`, as torch chooses on GPUs, all parameters are updated at once, which
+            needs memory for intermediate results of their size.
+    """
+
+    class_name: str
+    settings: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "foreach": True})
+
+
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "adamw": OptimizerRow("AdamW"),
+    "adam": OptimizerRow("Adam"),
+    "sgd": OptimizerRow("SGD"),
+    "sgd-momentum": OptimizerRow("SGD", {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
+    "adagrad": OptimizerRow("Adagrad"),
+    "rmsprop": OptimizerRow("RMSprop"),
+    "adafactor": OptimizerRow("Adafactor"),
+}
+
+
+def make_optimizer(name: str, parameters: list[nn.Parameter], memory: LiveMemory) -> torch.optim.Optimizer:
+    """Make an optimizer that has taken its first step, so that its state is there and counted.
+
+    Args:
+        name: A name in `OPTIMIZERS`.
+        parameters: What it updates.
+        memory: Where its state is called by its name.
+    """
+    import torch
+
+    from accel_cli.estimate.training_report import OPTIMIZER
+
+    row = OPTIMIZERS[name]
+    optimizer: torch.optim.Optimizer = getattr(torch.optim, row.class_name)(parameters, **row.settings)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                memory.call(value, OPTIMIZER)
+    return optimizer

@@ -1,0 +1,147 @@
+"""The estimate as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from accel_cli.estimate.sharding import PARALLEL, PerDevice
+from accel_cli.estimate.sizes import FormatRow, ModelSize
+from accel_cli.estimate.table import create_ascii_table
+from accel_cli.estimate.training_report import ModelStates, TrainingStep
+
+FORMAT_HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that was estimated.
+
+    Attributes:
+        args: The command line.
+        library: Of the model.
+        size: Of the model in float32.
+        formats: Its size in each number format.
+        states: What training keeps; None when it was not asked for.
+        step: A training step; None when it was not asked for.
+        shares: What each device needs; None when it was not asked for.
+    """
+
+    args: Namespace
+    library: str | None
+    size: ModelSize
+    formats: list[FormatRow]
+    states: ModelStates | None = None
+    step: TrainingStep | None = None
+    shares: PerDevice | None = None
+
+    def format_table(self) -> list[list[Any]]:
+        """One row of text for each number format."""
+        return [
+            [row.dtype, readable(row.largest_layer), readable(row.total), readable(row.adam)] for row in self.formats
+        ]
+
+    def as_text(self) -> str:
+        """Tables."""
+        tables = [
+            create_ascii_table(
+                FORMAT_HEADERS, self.format_table(), f"Memory Usage for loading `{self.args.model_name}`"
+            )
+        ]
+        if self.states is not None and (self.step is not None or self.shares is None):
+            tables.append(create_ascii_table(["one device", "memory"], self._training_rows(), self._title()))
+        if self.shares is not None:
+            title = f"{PARALLEL[self.shares.parallel].title}, each of {self.shares.num_devices} devices"
+            tables.append(create_ascii_table(["per device", "memory"], self._share_rows(), title))
+        return "\n".join(tables)
+
+    def as_json(self) -> str:
+        """The same in bytes."""
+        content: dict[str, Any] = {
+            "model": self.args.model_name,
+            "library": self.library,
+            "largest_layers": list(self.size.layer_names),
+            "dtypes": [
+                {
+                    "dtype": row.dtype,
+                    "largest_layer_bytes": round(row.largest_layer),
+                    "total_bytes": round(row.total),
+                    "training_with_adam_bytes": None if row.adam < 0 else round(row.adam),
+                    "training_parts_bytes": None
+                    if row.adam < 0
+                    else {part: round(size) for part, size in row.training.items()},
+                }
+                for row in self.formats
+            ],
+        }
+        if self.states is not None:
+            content["states_bytes"] = {
+                name: getattr(self.states, name) for name in ("parameters", "buffers", "gradients", "optimizer")
+            }
+        if self.step is not None:
+            content["training"] = {
+                **self._settings(),
+                "activations_bytes": self.step.activations,
+                "weight_copies_bytes": self.step.weight_copies,
+                "peak_bytes": self.step.peak.peak_bytes,
+                "peak_in": self.step.peak.name,
+                "phases": [
+                    {"phase": phase.name, "peak_bytes": phase.peak_bytes, "at_peak_bytes": phase.at_peak}
+                    for phase in self.step.phases
+                ],
+            }
+        if self.shares is not None:
+            content["per_device"] = asdict(self.shares)
+        return json.dumps(content, indent=2)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("optimizer", "batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing")
+        return {name: getattr(self.args, name) for name in names}
+
+    def _title(self) -> str:
+        args = self.args
+        words = [f"Training step with {args.optimizer}", f"batch size {args.batch_size}"]
+        if args.sequence_length:
+            words.append(f"{args.sequence_length} tokens")
+        if args.mixed_precision != "no":
+            words.append(args.mixed_precision)
+        if args.gradient_checkpointing:
+            words.append("gradient checkpointing")
+        return ", ".join(words)
+
+    def _training_rows(self) -> list[list[str]]:
+        assert self.states is not None
+        rows = _state_rows(self.states.parameters + self.states.buffers, self.states.gradients, self.states.optimizer)
+        if self.step is None:
+            return rows
+        rows.append(["activations", readable(self.step.activations)])
+        if self.step.weight_copies:
+            rows.append([f"weights in {self.args.mixed_precision}", readable(self.step.weight_copies)])
+        rows += [[f"peak, {phase.name}", readable(phase.peak_bytes)] for phase in self.step.phases]
+        return [*rows, ["peak", readable(self.step.peak.peak_bytes)]]
+
+    def _share_rows(self) -> list[list[str]]:
+        shares = self.shares
+        assert shares is not None
+        rows = _state_rows(shares.parameters, shares.gradients, shares.optimizer)
+        rows.append(["communication", readable(shares.communication)])
+        if shares.activations is None:
+            return [*rows, ["sum, without activations", readable(shares.peak)]]
+        return [*rows, ["activations", readable(shares.activations)], ["peak", readable(shares.peak)]]
+
+
+def _state_rows(parameters: int, gradients: int, optimizer: int) -> list[list[str]]:
+    return [
+        ["parameters", readable(parameters)],
+        ["gradients", readable(gradients)],
+        ["optimizer state", readable(optimizer)],
+    ]
+
+
+def readable(num_bytes: float) -> str:
+    """A number of bytes for people; a negative one stands for what is not usual."""
+    from accel_ops.memory import convert_bytes
+
+    return "N/A" if num_bytes < 0 else convert_bytes(num_bytes)

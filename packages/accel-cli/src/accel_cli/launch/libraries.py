@@ -1,0 +1,83 @@
+"""Which launches need a library that may not be installed."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accel_cli.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Needed:
+    """A library without which a launch makes no sense.
+
+    Attributes:
+        wanted_by: Given the settings, the flag or setting that asks for it; empty when nothing does.
+        library: Its name, for `import` and for pip.
+        install: What to give to pip.
+    """
+
+    wanted_by: Callable[[Namespace], str]
+    library: str
+    install: str
+
+
+NEEDED = (
+    Needed(lambda settings: "--use_deepspeed" if settings.use_deepspeed else "", "deepspeed", "'accelerate[deepspeed]'"),
+    Needed(lambda settings: "--tpu" if settings.tpu else "", "torch_xla", "'torch_xla[tpu]'"),
+    Needed(lambda settings: "the settings file (Amazon SageMaker)" if settings.sagemaker else "", "sagemaker",
+           "sagemaker"),
+)  # fmt: skip
+
+
+def check_libraries(settings: Namespace) -> None:
+    """Refuse a launch whose library is not installed.
+
+    Raises:
+        ValueError: Naming the library, and how to install it.
+    """
+    for row in NEEDED:
+        who = row.wanted_by(settings)
+        if who and not _is_installed(row.library):
+            raise UsageError(
+                f"{who} needs the library {row.library!r}, which is not installed. Run: pip install {row.install}"
+            )
+    if settings.runner == "deepspeed":
+        _check_launcher(settings)
+    if settings.runner == "tpu_pod":
+        _check_pod()
+
+
+def _is_installed(library: str) -> bool:
+    from accel_state.libraries import is_installed  # slow to import, and most launches need no library
+
+    return is_installed(library)
+
+
+def _check_launcher(settings: Namespace) -> None:
+    import shutil
+
+    from accel_cli.launch.runners.deepspeed import LAUNCHERS
+
+    launcher = LAUNCHERS[settings.deepspeed_multinode_launcher.lower()]
+    if launcher.program and shutil.which(launcher.program) is None:
+        raise UsageError(
+            f"--deepspeed_multinode_launcher {launcher.name} needs the program {launcher.program!r}, which is not "
+            "installed: install it, or take the launcher 'standard'."
+        )
+
+
+def _check_pod() -> None:
+    """Look for torch_xla's program for pods, without importing torch_xla: that takes many seconds."""
+    import os
+    from importlib.util import find_spec
+
+    spec = find_spec("torch_xla")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if folders and not any(os.path.exists(os.path.join(folder, "distributed", "xla_dist.py")) for folder in folders):
+        raise UsageError(
+            "This version of torch_xla has no program for pods (torch_xla.distributed.xla_dist). Start the script on "
+            "every machine: accelerate tpu-config --command 'accelerate launch --tpu ...'"
+        )

@@ -1,0 +1,159 @@
+"""Several machines that DeepSpeed's own launcher reaches, from the list in its hostfile."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_cli.errors import UsageError
+from accel_cli.launch.plan import USUAL_PORT, Plan, environment
+from accel_state.environment import convert_dict_to_env_variables
+
+OWN_FILES = ("~/.deepspeed_env", ".deepspeed_env")  # where users say what DeepSpeed is to set on every machine
+WRITTEN_FILE = ".accelerate_deepspeed_env"  # what this launch sets there
+FILE_VARIABLE = "DS_ENV_FILE"  # tells DeepSpeed which file to read
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """One of DeepSpeed's ways to reach other machines.
+
+    Attributes:
+        name: What `--deepspeed_multinode_launcher` calls it.
+        program: What DeepSpeed looks for before it uses it; empty for nothing.
+        selects: Whether it can start fewer processes than the hostfile has room for.
+        by_mpi: Whether an MPI program starts the processes, which then know nothing of where rank 0 is.
+    """
+
+    name: str
+    program: str
+    selects: bool = True
+    by_mpi: bool = False
+
+
+LAUNCHERS = {
+    row.name: row
+    for row in (
+        Launcher("pdsh", "pdsh"),
+        Launcher("openmpi", "ompi_info", selects=False, by_mpi=True),
+        Launcher("mpich", "mpirun", selects=False, by_mpi=True),
+        Launcher("mvapich", "mpiname", selects=False, by_mpi=True),
+        Launcher("slurm", "sinfo"),
+        Launcher("nossh", ""),
+    )
+}
+
+# variables that belong to this machine or this session, and would be wrong on another machine
+STAYS_HERE = (
+    "_", "DBUS_", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL",
+    "SSH_", "TERM", "TMPDIR", "TMUX", "USER", "XAUTHORITY", "XDG_",
+)  # fmt: skip
+# DeepSpeed writes what it sends into commands that everybody can see
+SECRET_WORDS = ("KEY", "PASSWORD", "SECRET", "TOKEN", "CREDENTIAL")
+
+
+def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """Plan a launch with DeepSpeed's launcher.
+
+    Args:
+        settings: What `resolve` gave.
+        environ: The variables that are set already; the other machines get them, but for secrets and what belongs to
+            this session.
+
+    Raises:
+        ValueError: When the launcher cannot start as many processes as are wanted.
+    """
+    launcher = LAUNCHERS[settings.deepspeed_multinode_launcher.lower()]
+    check_selection(settings, launcher)
+    variables = environment(settings, environ)
+    if launcher.by_mpi:
+        address = settings.main_process_ip or next(iter(settings.hosts), "127.0.0.1")
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or USUAL_PORT)}
+    text = environment_lines(sent(environ) | own_lines() | variables)
+    return Plan(
+        "deepspeed",
+        tuple(command(settings, launcher)),
+        variables | {FILE_VARIABLE: os.path.abspath(WRITTEN_FILE)},
+        quiet=bool(settings.quiet),
+        files=((WRITTEN_FILE, text),),
+    )
+
+
+def check_selection(settings: Namespace, launcher: Launcher) -> None:
+    """Refuse to use a part of the hostfile where the launcher only knows the whole."""
+    if launcher.selects:
+        return
+    for name in ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
+        if getattr(settings, name):
+            raise UsageError(
+                f"--{name} and --deepspeed_multinode_launcher {launcher.name} exclude one another: it uses the whole "
+                "hostfile. Write another hostfile, or take the launcher pdsh."
+            )
+    room = sum(slots or 0 for slots in settings.hosts.values())
+    if settings.hosts and room != settings.num_processes:
+        raise UsageError(
+            f"--deepspeed_multinode_launcher {launcher.name} starts a process in each of the {room} slots of "
+            f"--deepspeed_hostfile {settings.deepspeed_hostfile!r}, and --num_processes is {settings.num_processes}: "
+            "make the two agree."
+        )
+
+
+def command(settings: Namespace, launcher: Launcher) -> list[str]:
+    """Return the command for all machines; `nossh` starts those of this machine, and runs on each of them."""
+    words = ["deepspeed"]
+    if settings.deepspeed_hostfile:
+        words += ["--hostfile", settings.deepspeed_hostfile]
+    words += ["--no_local_rank"]  # otherwise the script gets an argument that it does not know
+    if launcher.name == "nossh":
+        words += ["--node_rank", str(settings.machine_rank), "--no_ssh"]
+    else:
+        words += ["--launcher", launcher.name]
+    if settings.deepspeed_exclusion_filter:
+        words += ["--exclude", settings.deepspeed_exclusion_filter]
+    elif settings.deepspeed_inclusion_filter:
+        words += ["--include", settings.deepspeed_inclusion_filter]
+    elif launcher.selects:
+        words += ["--num_gpus", str(settings.num_processes // settings.num_machines)]
+    if settings.main_process_ip:
+        words += ["--master_addr", settings.main_process_ip]
+    words += ["--master_port", str(settings.main_process_port or USUAL_PORT)]
+    kind = ["--module"] if settings.module else ["--no_python"] if settings.no_python else []
+    return [*words, *kind, settings.training_script, *settings.training_script_args]
+
+
+def sent(environ: Mapping[str, str]) -> dict[str, str]:
+    """Choose what the other machines get of this one's environment."""
+    return {
+        name: value
+        for name, value in sorted(environ.items())
+        if value and not name.startswith(STAYS_HERE) and not any(word in name.upper() for word in SECRET_WORDS)
+    }
+
+
+def environment_lines(variables: Mapping[str, str]) -> str:
+    """Write the text of an environment file, without what a shell could misread."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # most of it are settings of the user's shell, which no script reads
+        return "".join(convert_dict_to_env_variables(variables))
+
+
+def own_lines() -> dict[str, str]:
+    """Read the files in which users say what DeepSpeed is to set on every machine.
+
+    Raises:
+        ValueError: When one cannot be read.
+    """
+    found: dict[str, str] = {}
+    for path in map(os.path.expanduser, OWN_FILES):
+        if not os.path.exists(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                pairs = [line.strip().partition("=") for line in file if "=" in line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{path!r} cannot be read: {error}.") from error
+        found |= {name.strip(): value for name, _, value in pairs}
+    return found

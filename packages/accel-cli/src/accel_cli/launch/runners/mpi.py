@@ -1,0 +1,98 @@
+"""CPU processes that mpirun starts, on the machines of a hostfile."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from accel_cli.errors import UsageError
+from accel_cli.launch.plan import USUAL_PORT, Plan, environment, script_command, single_environment
+
+# beginnings of variables that a script may need on the other machines
+FORWARDED = ("ACCELERATE_", "CCL_", "FI_", "FSDP_", "GLOO_", "HF_", "I_MPI_", "KMP_", "MKL_", "OMP_", "PARALLELISM_CONFIG_",
+             "PYTHON", "TORCH_", "TRANSFORMERS_", "LD_LIBRARY_PATH", "PATH", "VIRTUAL_ENV")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Mpi:
+    """How one implementation of MPI spells what a launch needs.
+
+    Attributes:
+        name: What its makers call it.
+        signs: Words in its answer to `mpirun --version` that tell it from the others.
+        hostfile: The flag of the list of machines.
+        per_machine: The flag of the number of processes on each machine.
+        always: Words that every launch needs.
+        send: The flag that sends one variable to the other machines; empty where all of them are sent anyway.
+        as_root: Words without which it refuses to be run by root.
+    """
+
+    name: str
+    signs: tuple[str, ...]
+    hostfile: str
+    per_machine: str
+    always: tuple[str, ...] = ()
+    send: str = ""
+    as_root: tuple[str, ...] = ()
+
+
+# MVAPICH and Intel MPI start processes with MPICH's program, so MPICH comes last
+KINDS = (
+    # bound to one core, as Open MPI would do, a process has no use for threads
+    Mpi("Open MPI", ("open mpi", "openrte", "prrte"), "--hostfile", "-N", ("--bind-to", "socket"), "-x",
+        ("--allow-run-as-root",)),
+    Mpi("Intel MPI", ("intel",), "-f", "-ppn", ("-genvall",)),
+    Mpi("MVAPICH", ("mvapich",), "-f", "-ppn", ("-genvall",)),
+    Mpi("MPICH", ("hydra", "mpich"), "-f", "-ppn", ("-genvall",)),
+)  # fmt: skip
+
+
+def kind_of(version: str) -> Mpi:
+    """Recognise an implementation of MPI.
+
+    Args:
+        version: What `mpirun --version` said; empty when there is no such program.
+
+    Raises:
+        ValueError: When there is none, or an unknown one.
+    """
+    if not version:
+        raise UsageError(
+            "There is no program 'mpirun': install Open MPI, Intel MPI, MPICH or MVAPICH, or leave --mpirun_hostfile out."
+        )
+    for kind in KINDS:
+        if any(sign in version.lower() for sign in kind.signs):
+            return kind
+    known = ", ".join(kind.name for kind in KINDS)
+    raise UsageError(f"mpirun says it is {version.splitlines()[0]!r}, which is none of {known}.")
+
+
+def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """Plan a launch with mpirun.
+
+    Args:
+        settings: What `resolve` gave.
+        environ: The variables that are set already; those that a script may need are sent to the other machines.
+    """
+    kind = kind_of(settings.mpi_version)
+    variables = environment(settings, environ) | single_environment(settings) | _meeting_point(settings)
+    per_machine = str(settings.num_processes // settings.num_machines)
+    argv = ["mpirun", kind.hostfile, settings.mpirun_hostfile, kind.per_machine, per_machine]
+    argv += ["-n", str(settings.num_processes), *kind.always]
+    argv += kind.as_root if settings.is_root else ()
+    if kind.send and settings.num_machines > 1:
+        argv += [word for name in _sent(variables, environ) for word in (kind.send, name)]
+    return Plan("mpi", (*argv, *script_command(settings)), variables, quiet=bool(settings.quiet))
+
+
+def _meeting_point(settings: Namespace) -> dict[str, str]:
+    """Say where the process of rank 0 is: on the first machine of the list."""
+    alone = settings.num_machines == 1
+    address = settings.main_process_ip or ("127.0.0.1" if alone else next(iter(settings.hosts)))
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or USUAL_PORT)}
+
+
+def _sent(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
+    """Name the variables that the other machines get; by name, so that nobody reads a secret in the command."""
+    return sorted({*variables, *(name for name in environ if name.startswith(FORWARDED))})

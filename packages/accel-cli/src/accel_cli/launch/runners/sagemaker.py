@@ -1,0 +1,191 @@
+"""Jobs on Amazon SageMaker, started through its SDK; run as a program by the launches that this plans."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from accel_cli.errors import MissingFileError, UsageError
+from accel_cli.launch.flags.general import RESOURCES
+from accel_cli.launch.plan import Plan
+
+DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
+NOT_SENT = ("OMP_NUM_THREADS", "ACCELERATE_CPU_AFFINITY")  # about this machine
+
+
+def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """Plan a job.
+
+    Args:
+        settings: What `resolve` gave; `settings.sagemaker` holds the settings file.
+        environ: The variables that are set already.
+
+    Raises:
+        ValueError: When the script or its arguments cannot be sent, or nothing says who pays.
+    """
+    config = settings.sagemaker
+    estimator, inputs = job(config, settings)
+    text = json.dumps({"estimator": estimator, "inputs": inputs})
+    variables = credentials(config, settings, environ)
+    return Plan(
+        "sagemaker", (sys.executable or "python3", "-m", __name__, text), variables, quiet=bool(settings.quiet)
+    )
+
+
+def job(config: Any, args: Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the arguments of SageMaker's `HuggingFace` estimator, and the inputs of its `fit`.
+
+    Args:
+        config: A `SageMakerConfig`.
+        args: The parsed command line, or the resolved settings.
+
+    Raises:
+        ValueError: When the script or its arguments cannot be sent.
+        FileNotFoundError: When a table that the settings file names does not exist.
+    """
+    script = args.training_script
+    if args.module or args.no_python or not script.endswith(".py"):
+        raise UsageError(f"Amazon SageMaker runs Python files: {script!r} must be one, without -m or --no_python.")
+    kind = config.distributed_type.value
+    metrics = _table(config.sagemaker_metrics_file, "metric_name", "metric_regex")
+    arguments = {
+        "image_uri": config.image_uri,
+        "entry_point": os.path.basename(script),
+        "source_dir": os.path.dirname(script) or ".",
+        "role": config.iam_role_name,
+        "transformers_version": config.transformers_version,
+        "pytorch_version": config.pytorch_version,
+        "py_version": config.py_version,
+        "base_job_name": config.base_job_name,
+        "instance_count": config.num_machines,
+        "instance_type": config.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": DATA_PARALLEL if kind == "DATA_PARALLEL" else None,
+        "hyperparameters": hyperparameters(args.training_script_args),
+        "environment": _environment(config, args, kind),
+        "metric_definitions": None if metrics is None else [{"Name": a, "Regex": b} for a, b in metrics.items()],
+    }
+    inputs = _table(config.sagemaker_inputs_file, "channel_name", "data_location")
+    return arguments | (config.additional_args or {}), inputs
+
+
+def _environment(config: Any, args: Namespace, kind: str) -> dict[str, str]:
+    """Return the variables of the job."""
+    chosen = Namespace(**vars(args))
+    chosen.mixed_precision = args.mixed_precision or config.mixed_precision or "no"
+    chosen.dynamo_backend = args.dynamo_backend or "no"
+    variables = {name: text for _, name, text in RESOURCES.variables(chosen) if name not in NOT_SENT}
+    return {"ACCELERATE_USE_SAGEMAKER": "true", **variables, "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind}
+
+
+def hyperparameters(words: Sequence[str]) -> dict[str, int | float | bool | str]:
+    """Turn the arguments of a script into what SageMaker turns into arguments again: `--name value` pairs.
+
+    Raises:
+        ValueError: For anything else.
+
+    Example:
+        ```python
+        hyperparameters(["--lr", "1e-3", "--epochs=3"])  # {"lr": 0.001, "epochs": 3}
+        ```
+    """
+    found: dict[str, int | float | bool | str] = {}
+    waiting = list(words)
+    while waiting:
+        word, has_value, value = waiting.pop(0).partition("=")
+        if not _is_flag(word):
+            raise UsageError(f"Amazon SageMaker passes on `--name value` pairs only, and {word!r} belongs to no name.")
+        if not has_value:
+            if not waiting or _is_flag(waiting[0]):
+                raise UsageError(
+                    f"Amazon SageMaker passes on `--name value` pairs only: give {word} a value, for example "
+                    f"`{word} True`, and let the script read it."
+                )
+            value = waiting.pop(0)
+        name = word.lstrip("-").replace("-", "_")
+        if name in found:
+            raise UsageError(f"{word} is given twice, and Amazon SageMaker passes on one value: leave one out.")
+        found[name] = _number_or_text(value)
+    return found
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("-") and isinstance(_number_or_text(word), str)
+
+
+def _number_or_text(text: str) -> int | float | bool | str:
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def credentials(config: Any, args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which Amazon's SDK knows who pays.
+
+    Raises:
+        ValueError: When neither the settings file, nor the flags, nor the environment say so.
+    """
+    variables = {"AWS_DEFAULT_REGION": config.region} if config.region else {}
+    if config.profile:
+        return variables | {"AWS_PROFILE": config.profile}
+    given = {name: getattr(args, name.lower()) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    if all(given.values()):
+        return variables | given
+    if environ.get("AWS_PROFILE") or all(environ.get(name) for name in given):
+        return variables
+    raise UsageError(
+        "Amazon must know who pays: set profile in the settings file, or give --aws_access_key_id and "
+        "--aws_secret_access_key."
+    )
+
+
+def _table(path: str | None, key: str, value: str) -> dict[str, str] | None:
+    """Read two columns of a file with tabs between them; None without a file."""
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file, delimiter="\t"))
+    except FileNotFoundError:
+        raise MissingFileError(f"{path!r}, which the settings file names, does not exist.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path!r}, which the settings file names, cannot be read: {error}.") from None
+    if not all(row.get(key) and row.get(value) for row in rows):
+        raise UsageError(f"{path!r} must have the columns {key} and {value}, with a tab between them.")
+    return {row[key]: row[value] for row in rows}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Start a job: one argument, JSON with `estimator` and `inputs`.
+
+    Returns:
+        The exit status: 0, or 2 when it cannot be started.
+    """
+    (text,) = sys.argv[1:] if words is None else words
+    try:
+        sdk = import_module("sagemaker.huggingface")
+    except ImportError as error:
+        print(
+            f"accelerate launch: error: Amazon SageMaker needs the library 'sagemaker': {error}. Run: pip install "
+            "sagemaker",
+            file=sys.stderr,
+        )
+        return 2
+    given = json.loads(text)
+    sdk.HuggingFace(**given["estimator"]).fit(inputs=given["inputs"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""TPU cores, on which torch_xla calls a function of the script; run as a program by the launches that this plans."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from accel_cli.errors import UsageError, did_you_mean
+from accel_cli.launch.plan import Plan, environment
+
+USUAL_FUNCTION = "main"
+IN_POD = "ACCELERATE_IN_TPU_POD"
+PASSED_TO_POD = ("num_machines", "mixed_precision", "dynamo_backend", "num_processes", "main_training_function")
+
+
+def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """Plan a launch on the TPU of this machine.
+
+    Args:
+        settings: What `resolve` gave.
+        environ: The variables that are set already.
+
+    Raises:
+        ValueError: With `--no_python`: a program has no function to call.
+    """
+    if settings.no_python:
+        raise UsageError("--no_python and --tpu exclude one another: torch_xla calls a function of a Python script.")
+    words = [sys.executable or "python3", "-m", __name__, "--function", settings.main_training_function]
+    if settings.num_processes is not None:
+        words += ["--num_processes", str(settings.num_processes)]
+    words += ["--module"] if settings.module else []
+    return Plan(
+        "tpu",
+        (*words, settings.training_script, *settings.training_script_args),
+        environment(settings, environ) | xla_variables(settings),
+        quiet=bool(settings.quiet),
+    )
+
+
+def plan_pod(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """Plan a launch on every machine of a TPU pod, through torch_xla's program for it; arguments as in `plan`."""
+    if not settings.tpu_name:
+        raise UsageError("A TPU pod has a name: set tpu_name in the settings file, or give --no_tpu_cluster.")
+    variables = xla_variables(settings) | {IN_POD: "1"}
+    if settings.debug:
+        variables["ACCELERATE_DEBUG_MODE"] = "true"
+    words = [sys.executable or "python3", "-m", "torch_xla.distributed.xla_dist", "--tpu", settings.tpu_name]
+    words += [word for machine in settings.vm or () for word in ("--vm", machine)]
+    sent = [*(settings.env or ()), *(f"{name}={value}" for name, value in variables.items())]
+    words += [word for variable in sent for word in ("--env", variable)]
+    words += ["--restart-tpuvm-pod-server", "--", *(["sudo"] if settings.tpu_use_sudo else [])]
+    words += ["accelerate-launch", "--tpu", "--no_tpu_cluster"]
+    for name in PASSED_TO_POD:
+        value = 1 if name == "num_machines" else getattr(settings, name)
+        words += [f"--{name}", str(value)] if value is not None else []
+    words += ["-m"] if settings.module else []
+    return Plan("tpu_pod", (*words, settings.training_script, *settings.training_script_args), {},
+                quiet=bool(settings.quiet))  # fmt: skip
+
+
+def xla_variables(settings: Namespace) -> dict[str, str]:
+    """Return what torch_xla must find before it starts."""
+    if str(settings.mixed_precision).lower() != "bf16":
+        return {}
+    return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
+
+
+def load_function(script: str, name: str, *, is_module: bool) -> Callable[..., Any]:
+    """Import a script and find its function.
+
+    Args:
+        script: Path of the script, or name of a module.
+        name: The function.
+        is_module: Which of the two.
+
+    Raises:
+        ValueError: When the script has no such function.
+    """
+    if is_module:
+        module = import_module(script)
+    else:
+        folder, file = os.path.split(os.path.abspath(script))
+        sys.path.insert(0, folder)  # the processes that are started import it by name
+        module = import_module(os.path.splitext(file)[0])
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+        raise UsageError(
+            f"{script!r} has no function {name!r} for the TPU cores to call: write one, or name it with "
+            f"--main_training_function.{did_you_mean(name, known)}"
+        )
+    return function
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Call the function of a script on every core.
+
+    Args:
+        words: The command line; that of this process when None.
+
+    Returns:
+        The exit status: 0, or 2 when it cannot be started.
+    """
+    parser = argparse.ArgumentParser(prog="accelerate launch --tpu")
+    parser.add_argument("--function", default=USUAL_FUNCTION)
+    parser.add_argument("--num_processes", type=int)
+    parser.add_argument("--module", action="store_true")
+    parser.add_argument("script")
+    parser.add_argument("script_args", nargs=argparse.REMAINDER)
+    args = parser.parse_args(words)
+    from accel_cli.notebook import PrepareForLaunch
+
+    sys.argv = [args.script, *args.script_args]
+    try:
+        spawn = _spawner()
+        function = load_function(args.script, args.function, is_module=args.module)
+    except UsageError as error:
+        print(f"accelerate launch: error: {error}", file=sys.stderr)
+        return 2
+    # torch_xla takes one process, or as many as there are cores
+    spawn(PrepareForLaunch(function, distributed_type="XLA"), args=(), nprocs=1 if args.num_processes == 1 else None)
+    return 0
+
+
+def _spawner() -> Callable[..., Any]:
+    try:
+        return import_module("torch_xla.distributed.xla_multiprocessing").spawn
+    except ImportError as error:
+        raise UsageError(f"TPUs need the library 'torch_xla': {error}. Run: pip install 'torch_xla[tpu]'") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

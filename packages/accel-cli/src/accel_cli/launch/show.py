@@ -1,0 +1,117 @@
+"""What a launch would do: `accelerate launch --dry_run`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import Namespace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from accel_cli.arguments import Option
+from accel_cli.launch.flags.group import OptionGroup, always
+from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.machine import network_variables
+from accel_cli.launch.plan import Plan
+
+SECRETS = ("aws_access_key_id", "aws_secret_access_key")
+HIDDEN = "***"
+# not settings: how the program was called
+NOT_SHOWN = ("config_file", "dry_run", "training_script", "training_script_args", "quiet", "module", "no_python")
+
+
+def show(settings: Namespace, plan: Plan) -> str:
+    """Describe a launch.
+
+    Args:
+        settings: What `resolve` gave.
+        plan: What `make_plan` made of it.
+
+    Returns:
+        A table of the settings with where each comes from, and a command for a shell that does the same.
+    """
+    rows = [("setting", "value", "from"), *_rows(settings)]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{name:{widths[0]}}  {value:{widths[1]}}  {source}" for name, value, source in rows]
+    lines.insert(1, "-" * max(map(len, lines)))
+    return "\n".join(
+        [*lines, "", "The same by hand:", "", shell_command(_complete(plan, settings), secret_variables(settings))]
+    )
+
+
+def _rows(settings: Namespace) -> Iterator[tuple[str, str, str]]:
+    shown: set[str] = set()
+    for group in GROUPS:
+        for option in group.options:
+            value = settings.use_cpu if option.name == "cpu" else getattr(settings, option.name, None)
+            source = settings.sources.get(option.name)
+            if option.name in (*NOT_SHOWN, *shown) or value is None:
+                continue
+            if source or (_matters(group, settings) and value is not False and value not in ("", [])):
+                shown.add(option.name)
+                yield option.name, _text(option.name, value), _origin(option, source, settings)
+
+
+def _matters(group: OptionGroup, settings: Namespace) -> bool:
+    """Tell whether the defaults of a group have a say in this launch."""
+    if group.handed_when is not always:
+        return group.handed_when(settings)
+    flag = group.shown_with.lstrip("-")
+    return not flag or bool(getattr(settings, flag))
+
+
+def _origin(option: Option, source: str | None, settings: Namespace) -> str:
+    """Say where a value comes from."""
+    words = {
+        "flag": "flag",
+        "file": f"settings file {settings.settings_file}",
+        "environment": f"variable {_variable(option)}",
+        "guess": "guess",
+    }
+    return words.get(source or "", "default")
+
+
+def _variable(option: Option) -> str:
+    announced = {group.shown_with.lstrip("-"): group.announced_by for group in GROUPS if group.announced_by}
+    return option.environment or announced.get(option.name) or "ACCELERATE_USE_CPU"
+
+
+def _text(name: str, value: Any) -> str:
+    return HIDDEN if name in SECRETS else str(value)
+
+
+def secret_variables(settings: Namespace) -> set[str]:
+    """Name the variables whose values nobody should see."""
+    return {name.upper() for name in SECRETS if getattr(settings, name, None)}
+
+
+def shell_command(plan: Plan, secrets: Iterable[str] = ()) -> str:
+    """Spell a plan for a POSIX shell.
+
+    Args:
+        plan: The plan.
+        secrets: Variables to leave to the shell's own environment.
+    """
+    words = ["env", *(f"{name}={_value(name, text, secrets)}" for name, text in sorted(plan.environment.items()))]
+    command = " \\\n    ".join([*words, shlex.join(plan.argv)]) if plan.environment else shlex.join(plan.argv)
+    return "\n".join([*(_file_command(path, text) for path, text in plan.files), command])
+
+
+def _value(name: str, text: str, secrets: Iterable[str]) -> str:
+    return f'"${name}"' if name in secrets else shlex.quote(text)
+
+
+def _file_command(path: str, text: str) -> str:
+    return f"(umask 077; printf %s {shlex.quote(text)} > {shlex.quote(path)})"
+
+
+def _complete(plan: Plan, settings: Namespace) -> Plan:
+    """Add the variables that are set already, and those that torch's agent would set after a look at the cards."""
+    variables: dict[str, str] = {}
+    for option in OPTIONS.values():
+        if settings.sources.get(option.name) == "environment":
+            variables |= {name: os.environ[name] for name in option.environment.split() if name in os.environ}
+    if plan.runner == "torchrun" and "ACCELERATE_USE_CPU" not in plan.environment:
+        variables |= network_variables()
+    return replace(plan, environment={**variables, **plan.environment})

@@ -1,0 +1,66 @@
+"""The command `accelerate test`: launches a script that checks whether the processes work together."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from typing import Any
+
+from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.errors import UsageError
+
+HELP = "Check that launching works on this machine."
+SCRIPT = ("test_utils", "scripts", "test_script.py")  # in the package `accelerate`
+
+SETTINGS_FILE = Option("--config_file", "Settings file to use instead of the default one.", metavar="FILE")
+
+
+def test_command_parser(subparsers: Any = None) -> CommandParser:  # noqa: PT028 - not a test
+    """Build the parser of `accelerate test`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    parser = make_parser(subparsers, "test", HELP, [SETTINGS_FILE])
+    if subparsers is not None:
+        parser.set_defaults(func=test_command)
+    return parser
+
+
+def test_command(args: Namespace) -> int:
+    """Launch the checks as `accelerate launch` launches any script, and say how they went.
+
+    Args:
+        args: With `config_file`, the settings file, or None for the default one.
+
+    Returns:
+        The exit status for the shell: 0 when nothing failed.
+
+    Raises:
+        ValueError: When the settings cannot be carried out.
+        FileNotFoundError: When the settings file that was named does not exist.
+    """
+    from accel_cli.launch.command import launch_command_parser, run_plan, settle
+
+    named = ["--config_file", args.config_file] if args.config_file is not None else []
+    status = run_plan(settle(launch_command_parser().parse_args([*named, "--quiet", script_path()]))[1])
+    if status:
+        print(f"accelerate test: something failed (exit status {status}).", file=sys.stderr)
+    else:
+        print("Launching works on this machine.")
+    return status
+
+
+def script_path() -> str:
+    """Find the script, without importing what surrounds it.
+
+    Raises:
+        ValueError: Where `accelerate`, which has it, is not installed.
+    """
+    from importlib.util import find_spec
+
+    found = find_spec("accelerate")
+    if found is None or not found.submodule_search_locations:
+        raise UsageError("`accelerate test` needs the package accelerate: install it.")
+    return os.path.join(found.submodule_search_locations[0], *SCRIPT)

@@ -1,0 +1,80 @@
+"""The command `accelerate slurm`: the launch as a job for SLURM."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+from accel_cli.arguments import CommandParser, add_options, make_parser
+from accel_cli.errors import UsageError
+from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
+from accel_cli.slurm.flags import SLURM
+from accel_cli.slurm.job import make_job
+from accel_cli.slurm.script import batch_script
+
+HELP = "Write or submit a SLURM job for a launch."
+
+
+def slurm_command_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate slurm`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    parser = make_parser(
+        subparsers,
+        "slurm",
+        HELP,
+        allow_abbrev=False,
+        shown_with=SHOWN_WITH,
+        usage="accelerate slurm [options] [options of accelerate launch] script [arguments of the script]",
+    )
+    add_options(parser.add_argument_group("SLURM"), SLURM)
+    add_launch_options(parser)
+    if subparsers is not None:
+        parser.set_defaults(func=slurm_command)
+    return parser
+
+
+def slurm_command(args: Namespace) -> int:
+    """Print a batch script, write it, or hand it to SLURM.
+
+    Args:
+        args: What the parser of `slurm_command_parser` gave.
+
+    Returns:
+        The exit status for the shell: that of sbatch where it was called.
+
+    Raises:
+        ValueError: When something is wrong with the command line, the settings file or the environment.
+    """
+    job = make_job(args)
+    for note in () if args.quiet else job.notes:
+        print(f"accelerate slurm: {note}", file=sys.stderr)
+    text = batch_script(job)
+    if args.output:
+        _write(args.output, text)
+    if args.submit:
+        return _submit(text, test_only=bool(args.dry_run))
+    if not args.output:
+        print(text, end="")
+    return 0
+
+
+def _write(path: str, text: str) -> None:
+    from accel_cli.launch.files import write_private
+
+    write_private(path, text)
+    print(f"Batch script written to {path}", file=sys.stderr)
+
+
+def _submit(text: str, *, test_only: bool) -> int:
+    import subprocess
+
+    try:
+        return subprocess.run(["sbatch", *(["--test-only"] if test_only else [])], input=text, text=True).returncode
+    except FileNotFoundError:
+        raise UsageError(
+            "There is no program 'sbatch' here: run this on a machine of the cluster, or leave out --submit."
+        ) from None

@@ -1,0 +1,210 @@
+"""What a SLURM job asks for, from a parsed command line and the settings."""
+
+from __future__ import annotations
+
+import os
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from accel_cli.errors import UsageError
+from accel_cli.launch.flags.table import OPTIONS
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.resolve import resolve
+from accel_cli.launch.validate import check_flags, check_settings
+from accel_cli.slurm.flags import check_slurm_flags, num_gpus, resume_words
+
+CPUS_PER_GPU = 4  # when nobody says: the process itself, and workers that load data
+STARTED_BY = ("simple", "torchrun")  # the ways of starting that run this program on each machine
+FOUND_BY_THE_JOB = "found-by-the-job"
+ANY_PORT = 1  # stands for one that the job chooses
+NAMED = ("flag", "file")
+
+# settled by the batch script itself, or no business of it
+NOT_PASSED_ON = (
+    "config_file", "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "dry_run",
+    "training_script", "training_script_args", "aws_access_key_id", "aws_secret_access_key",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Everything that the batch script says.
+
+    Attributes:
+        name: Name of the job.
+        nodes: Number of machines.
+        num_processes: On all machines together.
+        gpus_per_node: As sbatch takes it; empty without GPUs.
+        cpus_per_task: CPU cores on each machine.
+        options: Further options of sbatch, such as `("--time=1:00:00",)`.
+        folder: Where the job runs.
+        requeue: Whether it starts again; None leaves it to the cluster.
+        grace_seconds: How long before its time limit it is ended, if it is to start again.
+        setup: Shell commands to run first.
+        port: Where the machines meet; None for one that depends on the job.
+        launch_words: Flags of `accelerate launch`.
+        script_words: The script and its arguments.
+        resume_words: Further arguments when the job starts again.
+        notes: What the user should be told.
+    """
+
+    name: str
+    nodes: int
+    num_processes: int
+    gpus_per_node: str
+    cpus_per_task: int
+    options: tuple[str, ...]
+    folder: str
+    requeue: bool | None
+    grace_seconds: int
+    setup: tuple[str, ...]
+    port: int | None
+    launch_words: tuple[str, ...]
+    script_words: tuple[str, ...]
+    resume_words: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+class ComputeNode(Machine):
+    """A machine of the job: it has what the job asks for, and nobody can look now.
+
+    Args:
+        gpus: How many it has.
+    """
+
+    def __init__(self, gpus: int) -> None:
+        self.gpus = gpus
+
+    def num_devices(self) -> int:
+        """Count the GPUs that the job asks for."""
+        return self.gpus
+
+    def visible_devices_variable(self) -> str:
+        """Name the variable; which one it is matters on the machine only."""
+        return "CUDA_VISIBLE_DEVICES"
+
+    def num_cores(self) -> int:
+        """Count one core: the number of threads is chosen on the machine."""
+        return 1
+
+    def port(self, wanted: int | None, usual: int = 29500) -> int:
+        """Leave the choice to the machine."""
+        return wanted or usual
+
+
+def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
+    """Check a command line, complete it from the settings file and the environment, and say what the job asks for.
+
+    Args:
+        args: What the parser of `accelerate slurm` gave.
+        environ: The environment variables; those of this process when None.
+
+    Raises:
+        ValueError: When something is wrong with the command line, the settings file or the environment.
+        FileNotFoundError: When the script or the settings file does not exist.
+    """
+    check_slurm_flags(args)
+    check_flags(args)
+    gpus = num_gpus(args.gpus_per_node)
+    settings = _settle(args, environ, gpus)
+    nodes = settings.num_machines
+    per_node = gpus or _processes_per_node(settings)
+    if settings.use_cpu and gpus:
+        raise UsageError("--gpus_per_node contradicts the settings, which say CPU: leave it out, or change them.")
+    if args.num_processes:
+        _check_count(args.num_processes, nodes, gpus)
+    return Job(
+        name=args.job_name or _name_of(args.training_script),
+        nodes=nodes,
+        num_processes=per_node * nodes,
+        gpus_per_node=args.gpus_per_node or ("" if settings.use_cpu else str(per_node)),
+        cpus_per_task=args.cpus_per_task or _cores(settings, per_node),
+        options=tuple(_options(args)),
+        folder=os.getcwd(),
+        requeue=True if args.requeue else False if args.no_requeue else None,
+        grace_seconds=args.grace_seconds,
+        setup=tuple(args.setup or ()),
+        port=settings.main_process_port if settings.sources.get("main_process_port") in NAMED else None,
+        launch_words=tuple(_launch_words(args, settings)),
+        script_words=(args.training_script, *args.training_script_args),
+        resume_words=tuple(resume_words(args)),
+        notes=tuple(settings.notes),
+    )
+
+
+def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> Namespace:
+    """Complete the settings as the launch on a machine of the job will, without its address."""
+    wanted = Namespace(**vars(args))
+    wanted.nondefault = {*getattr(args, "nondefault", ()), "machine_rank", "main_process_ip"}
+    wanted.machine_rank, wanted.main_process_ip = 0, FOUND_BY_THE_JOB
+    if args.nodes:
+        wanted.num_machines = args.nodes
+        wanted.nondefault.add("num_machines")
+    if gpus and not args.num_processes:
+        wanted.num_processes = gpus * (args.nodes or args.num_machines or 1)
+        wanted.nondefault.add("num_processes")
+    settings = resolve(wanted, environ, ComputeNode(gpus))
+    if settings.runner not in STARTED_BY:
+        raise UsageError(
+            f"A SLURM job runs `accelerate launch` on each machine itself, which the launcher {settings.runner!r} of "
+            "these settings would do again: leave it out."
+        )
+    if gpus and not args.num_processes:  # the settings file may have had the number of machines
+        settings.num_processes = gpus * settings.num_machines
+        settings.sources["num_processes"] = "guess"
+    settings.port_was_named = False  # whether it is free is a question for another machine
+    if not settings.main_process_port:
+        settings.main_process_port, settings.sources["main_process_port"] = ANY_PORT, "guess"
+    check_settings(settings)
+    return settings
+
+
+def _processes_per_node(settings: Namespace) -> int:
+    known = settings.sources.get("num_processes") in NAMED
+    if not known and not settings.use_cpu:
+        raise UsageError("How many GPUs has a machine? Give --gpus_per_node, or --cpu for none.")
+    return int(settings.num_processes // settings.num_machines)
+
+
+def _check_count(given: int, nodes: int, gpus: int) -> None:
+    if gpus and given != gpus * nodes:
+        raise UsageError(
+            f"--num_processes {given} and --gpus_per_node {gpus} contradict one another: {nodes} machines have "
+            f"{gpus * nodes} GPUs, one for each process."
+        )
+
+
+def _cores(settings: Namespace, per_node: int) -> int:
+    known = settings.sources.get("num_cpu_threads_per_process") in NAMED
+    per_process = settings.num_cpu_threads_per_process if known else 1 if settings.use_cpu else CPUS_PER_GPU
+    return int(per_process * per_node)
+
+
+def _name_of(script: str) -> str:
+    """Make a job name of a script's, of the letters that one may have."""
+    stem = os.path.splitext(os.path.basename(script))[0]
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "accelerate"
+
+
+def _options(args: Namespace) -> Iterator[str]:
+    for name in ("time", "partition", "account", "qos"):
+        if value := getattr(args, name):
+            yield f"--{name}={value}"
+    yield from args.sbatch_option or ()
+
+
+def _launch_words(args: Namespace, settings: Namespace) -> Iterator[str]:
+    """Spell the flags of the launch that were given here again."""
+    if settings.settings_file:
+        yield from ("--config_file", os.path.abspath(os.path.expanduser(settings.settings_file)))
+    for name in sorted(getattr(args, "nondefault", ())):
+        option = OPTIONS.get(name)
+        if option is None or name in NOT_PASSED_ON:
+            continue
+        flag, value = option.flags.split()[-1], getattr(args, name)
+        if option.is_switch:
+            yield flag
+        else:
+            yield from (f"{flag}={item}" for item in (value if isinstance(value, list) else [value]))

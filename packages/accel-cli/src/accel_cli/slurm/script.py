@@ -1,0 +1,138 @@
+"""The text of a batch script."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+from accel_cli.slurm.job import Job
+
+# ports below 32768 are not given to outgoing connections; jobs that share a machine meet at different ones
+FIRST_PORT = 20000
+NUM_PORTS = 10000
+
+RESTARTS = "SLURM_RESTART_COUNT"
+
+# srun does not take over the cores that sbatch was asked for
+SRUN = 'srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1'
+
+# the number of the machine is known in the task only
+TASK = """'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" """.strip()
+
+REQUEUE = """
+# a while before the time limit, SLURM signals this shell; the job then gives way and waits for its next turn
+trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
+# when others need the machines, SLURM signals the processes, and what they do about it ends the step
+was_preempted() {
+    scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
+}
+""".strip()
+
+# a signal ends a wait, but not what is waited for
+WAIT = f"""
+step=$!
+wait "$step"
+status=$?
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    status=$?
+done
+if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted; }}; then
+    echo "job $SLURM_JOB_ID gives way after ${{{RESTARTS}:-0}} restarts" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"
+""".strip()
+
+
+def batch_script(job: Job) -> str:
+    """Write the batch script of a job.
+
+    Args:
+        job: What it asks for.
+
+    Returns:
+        A script for bash, with the options of sbatch at its head.
+    """
+    parts = [
+        "#!/bin/bash\n" + "\n".join(f"#SBATCH {line}" for line in _head(job)),
+        *(["\n".join(job.setup)] if job.setup else []),
+        *_meeting(job),
+        "\n".join(_words(job)),
+        *([_resume(job)] if job.resume_words else []),
+        *([REQUEUE] if job.requeue else []),
+        _start(job),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def sbatch_quoted(text: str) -> str:
+    """Quote a value for a line that sbatch reads, whose rules are not quite a shell's."""
+    if re.fullmatch(r"[A-Za-z0-9_.,:=@%+/~-]*", text):
+        return text
+    return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
+
+
+def _head(job: Job) -> Iterator[str]:
+    yield f"--job-name={sbatch_quoted(job.name)}"
+    yield f"--nodes={job.nodes}"
+    yield "--ntasks-per-node=1"
+    yield f"--cpus-per-task={job.cpus_per_task}"
+    if job.gpus_per_node:
+        yield f"--gpus-per-node={job.gpus_per_node}"
+    yield from job.options
+    yield f"--chdir={sbatch_quoted(job.folder)}"
+    yield "--output=%x-%j.out"
+    if job.requeue is False:
+        yield "--no-requeue"
+    if job.requeue:
+        yield "--requeue"
+        yield "--open-mode=append"
+        yield f"--signal=B:USR1@{job.grace_seconds}"
+
+
+def _meeting(job: Job) -> Iterator[str]:
+    """Find out where the machines meet."""
+    if job.nodes == 1:
+        return
+    port = str(job.port or f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))")
+    yield (
+        "# the processes meet on the first machine\n"
+        'meeting_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        f"meeting_port={port}"
+    )
+
+
+def _words(job: Job) -> Iterator[str]:
+    """Spell the words of `accelerate launch`, one or a pair on each line."""
+    yield "words=("
+    yield '    --num_machines "$SLURM_NNODES"'
+    yield f"    --num_processes {job.num_processes}"
+    if job.nodes > 1:
+        yield '    --main_process_ip "$meeting_host" --main_process_port "$meeting_port"'
+    else:
+        yield f"    --main_process_port {job.port or 0}"
+    flags = list(job.launch_words)
+    if flags[:1] == ["--config_file"]:
+        yield f"    {shlex.join(flags[:2])}"
+        flags = flags[2:]
+    yield from (f"    {shlex.quote(flag)}" for flag in flags)
+    yield f"    {shlex.join(job.script_words)}"
+    yield ")"
+
+
+def _resume(job: Job) -> str:
+    return (
+        "# SLURM counts how often it has started the job again\n"
+        f'if [ "${{{RESTARTS}:-0}}" -gt 0 ]; then\n'
+        f"    words+=({shlex.join(job.resume_words)})\n"
+        "fi"
+    )
+
+
+def _start(job: Job) -> str:
+    command = f"{SRUN} \\\n    bash -c {TASK}"
+    # bash hears signals only while it waits for what runs in the background
+    return f"{command} &\n{WAIT}" if job.requeue else command

@@ -1,0 +1,272 @@
+"""The command `accelerate to-fsdp2`: a settings file for FSDP 1 becomes one for FSDP 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.errors import UsageError, without_traceback
+from accel_cli.launch.flags.table import OPTIONS as KNOWN
+
+HELP = "Convert a settings file from FSDP 1 to FSDP 2."
+
+OPTIONS = (
+    Option("--config_file", "Settings file to convert.", metavar="FILE", required=True),
+    switch("--overwrite", "Replace the output file if there is one; without --output_file, the settings file."),
+    Option("--output_file", "File to write.", metavar="FILE"),
+)
+
+
+class ConversionStatus(Enum):
+    """Why a setting of version 1 has no counterpart."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+# setting of version 1 -> that of version 2, or why there is none
+ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
+    "fsdp_version": "fsdp_version",
+    "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
+    "fsdp_auto_wrap_policy": "fsdp_auto_wrap_policy",
+    "fsdp_backward_prefetch": ConversionStatus.REMOVED,
+    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
+    "fsdp_cpu_ram_efficient_loading": "fsdp_cpu_ram_efficient_loading",
+    "fsdp_offload_params": "fsdp_offload_params",
+    "fsdp_sharding_strategy": "fsdp_reshard_after_forward",
+    "fsdp_state_dict_type": "fsdp_state_dict_type",
+    "fsdp_sync_module_states": ConversionStatus.REMOVED,
+    "fsdp_transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_min_num_params": "fsdp_min_num_params",
+    "fsdp_use_orig_params": ConversionStatus.REMOVED,
+    "fsdp_activation_checkpointing": "fsdp_activation_checkpointing",
+}
+
+# whether gathered parameters are freed after the forward pass
+FREES_PARAMETERS = {
+    "FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False, "NO_SHARD": False,
+}  # fmt: skip
+
+ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
+    "fsdp_sharding_strategy": FREES_PARAMETERS,
+    "fsdp_reshard_after_forward": FREES_PARAMETERS,
+}
+
+REPLICAS = "FSDP 2 shards over all processes; for replicas set parallelism_config_dp_replicate_size"
+REMARKS = {
+    ConversionStatus.REMOVED: "FSDP 2 needs no such setting",
+    ConversionStatus.NOT_YET_IMPLEMENTED: "FSDP 2 cannot do it yet",
+    "HYBRID_SHARD": REPLICAS,
+    "HYBRID_SHARD_ZERO2": REPLICAS,
+    "NO_SHARD": "FSDP 2 always shards; plain data parallelism (MULTI_GPU) does not",
+    "LOCAL_STATE_DICT": "FSDP 2 has no local state dicts",
+}
+NO_LOCAL_STATE_DICT = {"fsdp_state_dict_type": {"LOCAL_STATE_DICT": "SHARDED_STATE_DICT"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one setting.
+
+    Attributes:
+        old: Its name in version 1; empty for one that was added.
+        before: Its value there.
+        new: Its name in version 2; empty where it was dropped.
+        after: Its value there.
+        remark: What the user should know, or nothing.
+    """
+
+    old: str
+    before: Any
+    new: str
+    after: Any
+    remark: str = ""
+
+    @property
+    def what(self) -> str:
+        """What happened, in one word."""
+        if not self.new:
+            return "dropped"
+        if not self.old:
+            return "added"
+        if self.old != self.new:
+            return "renamed"
+        return "kept" if self.before == self.after else "changed"
+
+
+def to_fsdp2_command_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate to-fsdp2`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    parser = make_parser(subparsers, "to-fsdp2", HELP, OPTIONS)
+    if subparsers is not None:
+        parser.set_defaults(func=to_fsdp2_command)
+    return parser
+
+
+def to_fsdp2_command(args: Namespace) -> None:
+    """Convert a settings file, and print what became of each FSDP setting.
+
+    Args:
+        args: What the parser of `to_fsdp2_command_parser` gave.
+
+    Raises:
+        ValueError: When the file is for FSDP 2 already or not for FSDP, or the output exists and may not be replaced.
+        FileNotFoundError: When there is no such file.
+    """
+    from accel_cli.configfile.write import check_target, write_json, write_yaml
+
+    target = _target(args)
+    check_target(target)
+    config = _read(args.config_file)
+    converted, outcomes, others = convert(config)
+    with without_traceback():
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        (write_json if target.endswith(".json") else write_yaml)(target, converted)
+    print(report(outcomes))
+    for line in others:
+        print(line)
+    for outcome in outcomes:
+        if outcome.remark:
+            print(f"accelerate to-fsdp2: {outcome.what} {outcome.old}: {outcome.remark}.", file=sys.stderr)
+    print(f"\nSettings for FSDP 2 written to {target}")
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Read a settings file as it is.
+
+    Args:
+        config_file: YAML, or JSON where the name ends in `.json`.
+
+    Raises:
+        FileNotFoundError: When there is no such file.
+        ValueError: When it cannot be read.
+    """
+    from accel_cli.configfile.read import read_values
+
+    with without_traceback():
+        return read_values(config_file)[0]
+
+
+def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
+    """Convert what a settings file says.
+
+    Args:
+        config: The content of a settings file; it is not changed. One that is not for FSDP 1 is given back as it is.
+
+    Returns:
+        The content for FSDP 2.
+
+    Example:
+        ```python
+        config = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}
+        convert_config_to_fsdp2(config)["fsdp_config"]  # {"fsdp_reshard_after_forward": False, "fsdp_version": 2}
+        ```
+    """
+    if not config.get("fsdp_config") or _version(config) == "2":
+        return config
+    return convert(config)[0]
+
+
+def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome], list[str]]:
+    """Convert what a settings file for FSDP 1 says, in today's or older words.
+
+    Args:
+        config: The content of the file; it is not changed.
+
+    Returns:
+        The content for FSDP 2, what became of each FSDP setting, and what else was brought up to date, one line each.
+    """
+    from accel_cli.configfile.migrate import migrate
+
+    values, done = migrate(config, set(KNOWN))
+    before = values.get("fsdp_config") or {}
+    outcomes = list(_outcomes(before))
+    values["fsdp_config"] = {outcome.new: outcome.after for outcome in outcomes if outcome.new}
+    return values, outcomes, [str(item) for item in done]
+
+
+def report(outcomes: list[Outcome]) -> str:
+    """Make a table of what became of each setting."""
+    rows = [("setting", "was", "", "setting", "is")]
+    rows += [(row.old, _spelled(row.before), row.what, row.new, _spelled(row.after)) for row in outcomes]
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines.insert(1, "-" * (sum(widths) + 8))
+    return "\n".join(lines)
+
+
+def _outcomes(section: dict[str, Any]) -> Iterator[Outcome]:
+    """Say what becomes of each setting of version 1, and that the version is new."""
+    for key, value in section.items():
+        if key == "fsdp_version":
+            continue
+        new = ARGUMENT_KEY_MAPPING.get(key, key)
+        if isinstance(new, ConversionStatus):
+            yield Outcome(key, value, "", None, REMARKS[new])
+        elif key == "fsdp_reshard_after_forward" and "fsdp_sharding_strategy" in section:
+            yield Outcome(key, value, "", None, "FSDP 1 reads fsdp_sharding_strategy")
+        else:
+            yield Outcome(key, value, new, _value(key, value), _remark(key, value))
+    version = section.get("fsdp_version")
+    yield Outcome("" if version is None else "fsdp_version", version, "fsdp_version", 2)
+
+
+def _value(key: str, value: Any) -> Any:
+    """Say a value in the words of version 2."""
+    words: dict[str, Any] = ARGUMENT_VALUE_MAPPING.get(key) or NO_LOCAL_STATE_DICT.get(key) or {}
+    return words.get(str(value).upper(), value)
+
+
+def _remark(key: str, value: Any) -> str:
+    if key not in KNOWN:
+        return "no setting of FSDP, has no effect"
+    return REMARKS.get(str(value).upper(), "") if _value(key, value) != value else ""
+
+
+def _spelled(value: Any) -> str:
+    """Spell a value as the file does."""
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _version(config: dict[str, Any]) -> str:
+    section = config.get("fsdp_config") or {}
+    return str(section.get("fsdp_version", section.get("version", 1)))
+
+
+def _target(args: Namespace) -> str:
+    """Find out what to write, and whether we may."""
+    if not args.output_file and not args.overwrite:
+        raise UsageError("There is no file to write: give --output_file, or --overwrite to replace the settings file.")
+    target = os.path.expanduser(args.output_file or args.config_file)
+    if os.path.lexists(target) and not args.overwrite:
+        raise UsageError(f"The output file {target!r} exists already: name another, or give --overwrite.")
+    return target
+
+
+def _read(path: str) -> dict[str, Any]:
+    """Read a file that must be right, and for FSDP 1."""
+    from accel_cli.configfile.read import config_class, read_values
+
+    with without_traceback():
+        values, source = read_values(path)
+        config_class(values).from_values(values, source)
+    kind = str(values.get("distributed_type")).upper()
+    if kind != "FSDP" and not values.get("fsdp_config"):
+        raise UsageError(f"{source} is not for FSDP: its distributed_type is {kind!r}.")
+    if _version(values) == "2":
+        raise UsageError(
+            f"{source.at('fsdp_config.fsdp_version', 'fsdp_config.version')}: fsdp_version is 2 already, there is "
+            "nothing to convert."
+        )
+    return values

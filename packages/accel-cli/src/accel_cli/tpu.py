@@ -1,0 +1,140 @@
+"""The command `accelerate tpu-config`: run commands on every machine of a TPU pod, through gcloud."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import Namespace
+from typing import Any
+
+from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.configfile.location import default_config_path
+from accel_cli.errors import MissingFileError, UsageError, without_traceback
+
+HELP = "Run commands on every machine of a TPU pod."
+FOLDER = "/usr/share"  # where the commands are run
+REPOSITORY = "git+https://github.com/huggingface/accelerate.git"
+
+OPTIONS = (
+    Option("--config_file", "Settings file to use instead of the default one.", metavar="FILE"),
+    Option("--tpu_name", "Name of the TPU; that of the settings file if left out.", metavar="NAME"),
+    Option("--tpu_zone", "Zone of the TPU; that of the settings file if left out.", metavar="ZONE"),
+    switch("--use_alpha", "Use the alpha version of gcloud."),
+    Option("--command_file", "File with the commands to run, one per line.", metavar="FILE"),
+    Option("--command", "A command to run; may be given several times.", action="append", nargs="+"),
+    switch("--install_accelerate", "Install accelerate first."),
+    Option("--accelerate_version", "Version to install: latest, dev or a number.", default="latest",
+           metavar="VERSION"),
+    switch("--debug", "Print the command instead of running it."),
+)  # fmt: skip
+
+
+def tpu_command_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate tpu-config`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    parser = make_parser(subparsers, "tpu-config", HELP, OPTIONS)
+    if subparsers is not None:
+        parser.set_defaults(func=tpu_command_launcher)
+    return parser
+
+
+def tpu_command_launcher(args: Namespace) -> None:
+    """Run commands on a TPU pod, or print how.
+
+    Args:
+        args: What the parser of `tpu_command_parser` gave.
+
+    Raises:
+        ValueError: When the name, the zone or the commands are missing, or gcloud is.
+        subprocess.CalledProcessError: When gcloud fails.
+    """
+    command = gcloud_command(args)
+    if args.debug:
+        print(shlex.join(command))
+        return
+    import shutil
+    import subprocess
+
+    if shutil.which(command[0]) is None:
+        raise UsageError(
+            "There is no program 'gcloud': install the Google Cloud CLI, or print the command with --debug."
+        )
+    subprocess.run(command, check=True)
+    print("The commands have run on every machine of the pod.")
+
+
+def run(args: Namespace) -> int:
+    """Carry out `accelerate tpu-config`.
+
+    Returns:
+        The exit status for the shell: that of gcloud.
+    """
+    import subprocess
+
+    try:
+        tpu_command_launcher(args)
+    except subprocess.CalledProcessError as error:
+        return int(error.returncode)
+    return 0
+
+
+def gcloud_command(args: Namespace) -> list[str]:
+    """Return the command of Google's program.
+
+    Args:
+        args: What the parser gave. What it lacks is taken from the settings file.
+
+    Raises:
+        ValueError: When the name, the zone or the commands are missing.
+    """
+    settings = _settings(args.config_file)
+    name = args.tpu_name or settings.get("tpu_name")
+    zone = args.tpu_zone or settings.get("tpu_zone")
+    commands = _commands(args, settings)
+    for flag, value in {"--tpu_name": name, "--tpu_zone": zone}.items():
+        if not value:
+            raise UsageError(f"{flag} is missing: give it, or set it in the settings file.")
+    if not commands:
+        raise UsageError("There is nothing to run: give --command or --command_file.")
+    if args.install_accelerate:
+        commands.insert(0, f"pip install {_distribution(args.accelerate_version)}")
+    alpha = ["alpha"] if args.use_alpha else []
+    script = "; ".join([f"cd {FOLDER}", *commands])
+    where = [str(name), "--zone", str(zone), "--command", script, "--worker", "all"]
+    return ["gcloud", *alpha, "compute", "tpus", "tpu-vm", "ssh", *where]
+
+
+def _settings(path: str | None) -> dict[str, Any]:
+    """Read the settings file that was named, or the default one if there is one."""
+    if path is None and not os.path.isfile(default_config_path(os.environ)):
+        return {}
+    from accel_cli.configfile.read import load_config_from_file
+
+    with without_traceback():
+        return dict(vars(load_config_from_file(path)))
+
+
+def _commands(args: Namespace, settings: dict[str, Any]) -> list[str]:
+    """List the commands: those of the command line, or else those of the settings file."""
+    if args.command:
+        return [word for words in args.command for word in ([words] if isinstance(words, str) else words)]
+    path = args.command_file or (None if settings.get("commands") else settings.get("command_file"))
+    if not path:
+        return list(settings.get("commands") or ())
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [line.strip() for line in file if line.strip()]
+    except FileNotFoundError:
+        raise MissingFileError(f"The command file {path!r} does not exist.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"The command file {path!r} cannot be read: {error}.") from None
+
+
+def _distribution(version: str) -> str:
+    """Spell what pip is to install."""
+    if version == "latest":
+        return "accelerate -U"
+    return REPOSITORY if version == "dev" else shlex.quote(f"accelerate=={version}")

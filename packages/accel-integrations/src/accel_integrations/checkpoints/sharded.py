@@ -1,0 +1,149 @@
+"""Tensors of a sharded checkpoint, put together one at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_integrations.checkpoints.sharded_metadata import (
+    METADATA_NAME,
+    StoredBytes,
+    StoredObject,
+    StoredTensor,
+    read_contents,
+)
+from accel_ops.filenames import FSDP_MODEL_NAME
+from accel_ops.files import load
+
+SHARD_SUFFIX = ".distcp"
+ARCHIVE_MARK = b"PK\x03\x04"  # begins what torch.save writes
+
+
+def find_sharded_folder(path: str | os.PathLike[str]) -> Path:
+    """Find the sharded model that a path means.
+
+    Args:
+        path: The folder with the file `.metadata`, or a checkpoint that holds exactly one such folder of a model.
+
+    Raises:
+        FileNotFoundError: There is no such folder, or no sharded model in it.
+        NotADirectoryError: It is a file.
+        ValueError: It holds several models.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"The checkpoint {os.fspath(path)!r} does not exist: check the path")
+    if not folder.is_dir():
+        raise NotADirectoryError(f"{os.fspath(path)!r} is a file: name the folder of a sharded checkpoint")
+    if (folder / METADATA_NAME).is_file():
+        return folder
+    inner = sorted(entry for entry in folder.glob(f"{FSDP_MODEL_NAME}_*") if (entry / METADATA_NAME).is_file())
+    if len(inner) > 1:
+        names = ", ".join(entry.name for entry in inner)
+        raise ValueError(f"{os.fspath(path)!r} holds {len(inner)} sharded models ({names}): name the folder of one")
+    if not inner and any(folder.glob(f"*{SHARD_SUFFIX}")):
+        raise FileNotFoundError(
+            f"{os.fspath(path)!r} has {SHARD_SUFFIX} files but no {METADATA_NAME}, which is written last: the save was "
+            "interrupted, or the file was not copied"
+        )
+    if not inner:
+        raise FileNotFoundError(
+            f"{os.fspath(path)!r} is not a sharded checkpoint (no {METADATA_NAME} in it): name the folder, usually called "
+            f"{FSDP_MODEL_NAME}_0, that was saved with SHARDED_STATE_DICT"
+        )
+    return inner[0]
+
+
+class ShardedModel:
+    """The model in a sharded checkpoint.
+
+    Args:
+        folder: With the file `.metadata`. Everything it names is checked to be there.
+
+    Attributes:
+        tensors: Name in the model's state dict -> the tensor, unread.
+        objects: Name -> what else the state dict has, unread.
+
+    Raises:
+        ValueError: The checkpoint is damaged or holds no model.
+        OSError: A file is missing or cannot be read.
+
+    Example:
+        ```python
+        model = ShardedModel(find_sharded_folder("checkpoint/pytorch_model_fsdp_0"))
+        weight = model.read_tensor("lm_head.weight")
+        ```
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        tensors, objects = read_contents(folder)
+        prefix = self._prefix({tensor.path for tensor in tensors} | {other.path for other in objects})
+        self.tensors: dict[str, StoredTensor] = {
+            ".".join(entry.path[len(prefix) :]): entry for entry in tensors if entry.path[: len(prefix)] == prefix
+        }
+        self.objects: dict[str, StoredObject] = {
+            ".".join(entry.path[len(prefix) :]): entry for entry in objects if entry.path[: len(prefix)] == prefix
+        }
+        if not self.tensors:
+            raise ValueError(f"{folder} holds no tensors of a model: name the folder of the model")
+
+    def _prefix(self, paths: set[tuple[str, ...]]) -> tuple[str, ...]:
+        """The keys above the model's state dict: none, `("model",)` as accelerate saves, or `("app", "model")`."""
+        prefix: tuple[str, ...] = ()
+        while True:
+            nested = {path for path in paths if len(path) > len(prefix) + 1}
+            keys = {path[len(prefix)] for path in nested}
+            if keys == {"optimizer"}:
+                raise ValueError(f"{self.folder} holds the state of an optimizer: name the folder of the model")
+            if "model" not in keys and (len(keys) != 1 or nested != paths):
+                return prefix
+            prefix = (*prefix, "model" if "model" in keys else keys.pop())
+            paths = {path for path in nested if path[: len(prefix)] == prefix}
+
+    def read_tensor(self, name: str) -> torch.Tensor:
+        """Put one tensor together, in main memory, contiguous.
+
+        Raises:
+            ValueError: A part is damaged.
+            OSError: A part cannot be read.
+        """
+        stored = self.tensors[name]
+        whole: torch.Tensor | None = None
+        for chunk in stored.chunks:
+            part = _read(chunk.place)
+            if not isinstance(part, torch.Tensor) or part.dtype != stored.dtype or tuple(part.shape) != chunk.sizes:
+                raise ValueError(
+                    f"{chunk.place.file} is damaged: the part of {name!r} at byte {chunk.place.begin} is not of dtype "
+                    f"{stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint"
+                )
+            if chunk.sizes == stored.shape:
+                return part.detach().contiguous()
+            if whole is None:
+                whole = torch.empty(stored.shape, dtype=stored.dtype)
+            where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            whole[where] = part.detach()
+        return torch.empty(stored.shape, dtype=stored.dtype) if whole is None else whole
+
+    def read_object(self, name: str) -> Any:
+        """Load what is no tensor, as data only.
+
+        Raises:
+            ValueError: It is damaged, or more than plain data.
+            OSError: It cannot be read.
+        """
+        return _read(self.objects[name].place)
+
+
+def _read(place: StoredBytes) -> Any:
+    with place.file.open("rb") as file:
+        file.seek(place.begin)
+        buffer = io.BytesIO(file.read(place.num_bytes))
+    if buffer.getbuffer()[: len(ARCHIVE_MARK)] != ARCHIVE_MARK:
+        raise ValueError(f"{place.file} is damaged at byte {place.begin}: use another checkpoint")
+    buffer.name = str(place.file)  # for its error messages
+    return load(buffer, map_location="cpu")

@@ -1,0 +1,49 @@
+"""What stands in a training loop for an optimizer and a scheduler that DeepSpeed's configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class DummyOptim:
+    """Stands for the optimizer of DeepSpeed's configuration.
+
+    Args:
+        params: The parameters, or groups of them.
+        lr (`float`): Fills `auto` in the configuration.
+        weight_decay (`float`): Fills `auto` in the configuration.
+        kwargs: Further arguments of the optimizer.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler of DeepSpeed's configuration.
+
+    Args:
+        optimizer: The optimizer, or what stands for it.
+        total_num_steps (`int`, *optional*): Fills `auto` in the configuration.
+        warmup_num_steps (`int`): Fills `auto` in the configuration.
+        lr_scheduler_callable (*optional*): Makes a scheduler from an optimizer, instead.
+        kwargs: Further arguments of the scheduler.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

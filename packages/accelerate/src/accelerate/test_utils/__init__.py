@@ -1,0 +1,1 @@
+"""What checks an installation: the script that `accelerate test` runs, and its parts."""

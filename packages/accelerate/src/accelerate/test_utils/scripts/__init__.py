@@ -1,0 +1,1 @@
+"""Programs for several processes, started with `accelerate launch`."""

@@ -1,0 +1,1 @@
+"""The checks of `accelerate test`, by what they are about."""

@@ -1,0 +1,111 @@
+"""Saving, loading, and going on where a run has stopped."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.test_utils.scripts.checks.check import (
+    Place,
+    SkippedError,
+    checks,
+    make_accelerator,
+    need_data_parallelism,
+    same,
+)
+from accelerate.test_utils.scripts.checks.training import assert_same, make_data, make_model, make_optimizer, train
+
+BATCHES = 6  # of a process in an epoch
+HALF = 3
+
+
+class Counter:
+    """Something of the user's own that belongs into a checkpoint."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what to save."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Take over what was saved."""
+        self.count = state["count"]
+
+
+def make_run(place: Place) -> tuple[Accelerator, Any, Counter]:
+    """Prepare a run from the beginning: the accelerator, (model, optimizer, loader), and a counter."""
+    need_data_parallelism(place)
+    accelerator = make_accelerator(mixed_precision="no")
+    model = make_model()
+    loader = DataLoader(make_data(2 * place.world * BATCHES), batch_size=2)
+    prepared = accelerator.prepare(model, make_optimizer(model), loader)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    return accelerator, prepared, counter
+
+
+def folder_of(place: Place, name: str) -> str:
+    """Name a folder that all processes see."""
+    if place.folder is None:
+        raise SkippedError("the machines share no temporary folder")
+    return os.path.join(place.folder, name)
+
+
+def loading(place: Place) -> None:
+    """What was saved comes back: parameters, random numbers, and the user's own objects."""
+    folder = folder_of(place, "state")
+    accelerator, prepared, counter = make_run(place)
+    counter.count = 5
+    before = clone(accelerator.get_state_dict(prepared[0]))
+    accelerator.save_state(folder)
+    wanted = torch.rand(3).tolist()
+    train(accelerator, *prepared)
+    counter.count = 0
+    accelerator.load_state(folder)
+    same(torch.rand(3).tolist(), wanted, "random numbers")
+    same(counter.count, 5, "the user's object")
+    found = accelerator.get_state_dict(prepared[0])
+    if accelerator.is_main_process:
+        assert_same(found, before, tolerance=0)
+
+
+def resuming(place: Place) -> None:
+    """A run that was stopped in the middle of an epoch and resumed ends as one that was not."""
+    folder = folder_of(place, "half")
+    accelerator, prepared, _ = make_run(place)
+    train(accelerator, *prepared, steps=HALF)
+    accelerator.save_state(folder)
+    train(accelerator, *prepared[:2], accelerator.skip_first_batches(prepared[2], HALF))
+    wanted = clone(accelerator.get_state_dict(prepared[0]))
+    accelerator, prepared, _ = make_run(place)
+    accelerator.load_state(folder)
+    train(accelerator, *prepared[:2], accelerator.skip_first_batches(prepared[2], HALF))
+    found = accelerator.get_state_dict(prepared[0])
+    if accelerator.is_main_process:
+        assert_same(found, wanted, tolerance=1e-6)
+
+
+def saving_models(place: Place) -> None:
+    """A saved model is a plain file of weights."""
+    folder = folder_of(place, "model")
+    accelerator, prepared, _ = make_run(place)
+    accelerator.save_model(prepared[0], folder)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        from safetensors.torch import load_file
+
+        assert_same(load_file(os.path.join(folder, "model.safetensors")), make_model().state_dict(), tolerance=0)
+
+
+def clone(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy tensors, which would change with the model otherwise."""
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+CHECKPOINTS = checks("checkpoints", save_and_load=loading, resume=resuming, save_model=saving_models)

@@ -1,0 +1,83 @@
+"""Processes exchange what they have."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerate.state import PartialState
+from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, same
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
+
+
+def everyone_is_there(place: Place) -> None:
+    """Ranks are 0, 1, 2, ..., and processes of one machine have a device each, where there are any."""
+    state = PartialState()
+    seen = gather_object([(state.process_index, state.is_main_process, state.local_process_index, str(state.device))])
+    same([rank for rank, *_ in seen], list(range(place.world)), "the ranks")
+    same([rank for rank, is_main, *_ in seen if is_main], [0], "main processes")
+    state.wait_for_everyone()
+
+
+def gathering(place: Place) -> None:
+    """Tensors of all processes come in the order of the ranks, also from within other values."""
+    accelerator = make_accelerator()
+    own = torch.full((2, 3), float(place.rank), device=accelerator.device)
+    found = accelerator.gather({"a": own, "b": [own.long()]})
+    wanted = torch.arange(place.world).repeat_interleave(2)
+    same(found["a"].shape, torch.Size([2 * place.world, 3]), "shape")
+    same(found["a"][:, 0].tolist(), wanted.tolist(), "ranks of the rows")
+    same(found["b"][0][:, 2].tolist(), wanted.tolist(), "ranks of the rows")
+
+
+def gathering_objects(place: Place) -> None:
+    """Values that are no tensors are gathered, too; each process may have another number of them."""
+    found = gather_object([{"rank": place.rank, "text": "é" * count} for count in range(place.rank + 1)])
+    wanted = [{"rank": rank, "text": "é" * count} for rank in range(place.world) for count in range(rank + 1)]
+    same(found, wanted, "objects")
+
+
+def reducing(place: Place) -> None:
+    """Sums and means are those of all processes."""
+    accelerator = make_accelerator()
+    own = torch.arange(4.0, device=accelerator.device) + place.rank
+    total = torch.arange(4.0) * place.world + sum(range(place.world))
+    same(accelerator.reduce(own.clone(), "sum").tolist(), total.tolist(), "sum")
+    mean = accelerator.reduce(own.clone(), "mean").cpu()
+    torch.testing.assert_close(mean, total / place.world, msg=lambda text: f"mean: {text}")
+
+
+def broadcasting(place: Place) -> None:
+    """The first process's tensors, and the last one's, reach everybody."""
+    device = PartialState().device
+    for source in {0, place.world - 1}:
+        own = torch.full((3,), float(place.rank), device=device)
+        same(broadcast(own, from_process=source).tolist(), [float(source)] * 3, f"tensor of rank {source}")
+
+
+def broadcasting_objects(place: Place) -> None:
+    """Other values of the first process reach everybody."""
+    found = broadcast_object_list([place.rank, {"rank": place.rank}], from_process=0)
+    same(list(found), [0, {"rank": 0}], "objects of rank 0")
+
+
+def padding(place: Place) -> None:
+    """Tensors of different lengths are brought to the longest, at either end."""
+    accelerator = make_accelerator()
+    own = torch.ones(place.rank + 1, 2, device=accelerator.device)
+    for first in (False, True):
+        padded = accelerator.pad_across_processes(own, dim=0, pad_index=-1, pad_first=first)
+        missing = [-1.0] * (place.world - place.rank - 1)
+        ones = [1.0] * (place.rank + 1)
+        same(padded[:, 0].tolist(), missing + ones if first else ones + missing, f"padded, pad_first={first}")
+
+
+COLLECTIVES = checks(
+    "collectives",
+    everyone_is_there=everyone_is_there,
+    gather=gathering,
+    gather_objects=gathering_objects,
+    reduce=reducing,
+    broadcast=broadcasting,
+    broadcast_objects=broadcasting_objects,
+    pad=padding,
+)

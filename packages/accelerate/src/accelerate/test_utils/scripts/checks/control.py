@@ -1,0 +1,82 @@
+"""Who does what: parts of a list, work for one process, and signals to all."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from accelerate.state import PartialState
+from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, same
+from accelerate.utils import gather_object
+
+
+def settings_arrive(place: Place) -> None:
+    """An accelerator is made as the launch says."""
+    accelerator = make_accelerator()
+    same(accelerator.distributed_type, place.kind, "distributed type")
+    same(accelerator.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "mixed precision")
+    same(accelerator.num_processes, place.world, "number of processes")
+
+
+def splitting_lists(place: Place) -> None:
+    """Every item goes to one process, in order, and their numbers differ by one at most."""
+    state = PartialState()
+    items = list(range(2 * place.world + 1))
+    with state.split_between_processes(items) as part:
+        parts = gather_object([part])
+    same([item for part in parts for item in part], items, "items")
+    same(max(map(len, parts)) - min(map(len, parts)) <= 1, True, f"lengths {[len(part) for part in parts]} are even")
+
+
+def splitting_with_padding(place: Place) -> None:
+    """With padding, all parts are equally long."""
+    state = PartialState()
+    items = list(range(2 * place.world + 1))
+    with state.split_between_processes(items, apply_padding=True) as part:
+        lengths = gather_object([len(part)])
+    same(set(lengths), {3 if place.world > 1 else len(items)}, "lengths")
+
+
+def splitting_structures(place: Place) -> None:
+    """Dictionaries and tensors are split, too."""
+    state = PartialState()
+    rows = {"x": torch.arange(2 * place.world, device=state.device), "name": [str(i) for i in range(2 * place.world)]}
+    with state.split_between_processes(rows) as part:
+        same(part["x"].tolist(), [2 * place.rank, 2 * place.rank + 1], "tensor")
+        same(part["name"], [str(2 * place.rank), str(2 * place.rank + 1)], "list")
+
+
+def one_process_only(place: Place) -> None:
+    """Decorated functions run on the process they are for."""
+    accelerator = make_accelerator()
+    ran: list[str] = []
+    accelerator.on_main_process(ran.append)("main")
+    accelerator.on_last_process(ran.append)("last")
+    found = gather_object([ran])
+    wanted: list[list[str]] = [[] for _ in range(place.world)]
+    wanted[0].append("main")
+    wanted[-1].append("last")
+    same(found, wanted, "who ran")
+
+
+def triggering(place: Place) -> None:
+    """A trigger that one process sets is seen by all, once."""
+    accelerator = make_accelerator()
+    same(accelerator.check_trigger(), False, "before it is set")
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    same(accelerator.check_trigger(), True, "after it is set")
+    same(accelerator.check_trigger(), False, "after it was seen")
+
+
+CONTROL = (
+    *checks("launch", settings_arrive=settings_arrive),
+    *checks(
+        "split_between_processes",
+        lists=splitting_lists,
+        with_padding=splitting_with_padding,
+        dictionaries_and_tensors=splitting_structures,
+    ),
+    *checks("control", one_process_only=one_process_only, triggers=triggering),
+)

@@ -1,0 +1,127 @@
+"""Data loaders: every process has its part, and together they have everything once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, need_data_parallelism, same
+from accelerate.utils import gather_object
+
+BATCH = 4
+
+
+class Stream(IterableDataset[int]):
+    """Yields 0, 1, 2, ..."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def prepared(dataset: Any, batch_size: int = BATCH, shuffle: bool = False, **settings: Any) -> tuple[Accelerator, Any]:
+    """Make an accelerator with some settings for data, and a loader prepared by it."""
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    loader = DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+    return accelerator, accelerator.prepare_data_loader(loader)
+
+
+def everything(accelerator: Accelerator, loader: Any) -> list[int]:
+    """Gather what all processes get, without what was added to even it out."""
+    found = [accelerator.gather_for_metrics(batch) for batch in loader]
+    return torch.cat(found).tolist() if found else []
+
+
+def sharding(place: Place) -> None:
+    """Batches go to the processes in turn, on their devices."""
+    need_data_parallelism(place)
+    count = 3 * BATCH * place.world
+    accelerator, loader = prepared(torch.arange(count))
+    same(len(loader), 3, "number of batches of a process")
+    own = list(loader)
+    same({str(batch.device) for batch in own}, {str(accelerator.device)}, "devices")
+    first = BATCH * place.rank
+    same(own[0].tolist(), list(range(first, first + BATCH)), "the first batch")
+    same(everything(accelerator, loader), list(range(count)), "all data")
+
+
+def evening_out(place: Place) -> None:
+    """By default all processes have equally many batches, and metrics see each sample once."""
+    need_data_parallelism(place)
+    count = 2 * BATCH * place.world + 1
+    accelerator, loader = prepared(torch.arange(count))
+    same(len(set(gather_object([sum(1 for _ in loader)]))), 1, "different numbers of batches")
+    same(everything(accelerator, loader), list(range(count)), "all data")
+
+
+def uneven(place: Place) -> None:
+    """With even_batches=False nothing is added, and some processes have less."""
+    need_data_parallelism(place)
+    count = 2 * BATCH * place.world + 1
+    _, loader = prepared(torch.arange(count), even_batches=False)
+    own = [item for batch in loader for item in batch.tolist()]
+    same(sorted(gather_object(own)), list(range(count)), "all data")
+
+
+def splitting_batches(place: Place) -> None:
+    """With split_batches=True the processes share each batch."""
+    need_data_parallelism(place)
+    size = 2 * place.world
+    accelerator, loader = prepared(torch.arange(3 * size), batch_size=size, split_batches=True)
+    same([len(batch) for batch in loader], [2, 2, 2], "sizes of a process's batches")
+    same(everything(accelerator, loader), list(range(3 * size)), "all data")
+
+
+def dispatching(place: Place) -> None:
+    """With dispatch_batches=True the first process reads for all."""
+    need_data_parallelism(place)
+    count = 2 * BATCH * place.world + 3
+    accelerator, loader = prepared(Stream(count), dispatch_batches=True)
+    same(everything(accelerator, loader), list(range(count)), "all data")
+
+
+def streams(place: Place) -> None:
+    """Each process reads the stream and takes its part."""
+    need_data_parallelism(place)
+    count = 2 * BATCH * place.world + 3
+    accelerator, loader = prepared(Stream(count), dispatch_batches=False)
+    same(sorted(everything(accelerator, loader)), list(range(count)), "all data")
+
+
+def skipping(place: Place) -> None:
+    """An epoch can go on after some of its batches."""
+    need_data_parallelism(place)
+    accelerator, loader = prepared(torch.arange(4 * BATCH * place.world))
+    whole = [batch.tolist() for batch in loader]
+    rest = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+    same(rest, whole[2:], "batches after the second")
+
+
+def shuffling(place: Place) -> None:
+    """All processes shuffle alike, and differently in the next epoch."""
+    need_data_parallelism(place)
+    count = 4 * BATCH * place.world
+    accelerator, loader = prepared(torch.arange(count), shuffle=True, use_seedable_sampler=True)
+    orders = [everything(accelerator, loader) for _ in range(2)]
+    for order in orders:
+        same(sorted(order), list(range(count)), "all data")
+    same(orders[0] == orders[1], False, "two epochs in the same order")
+
+
+LOADERS = checks(
+    "data loaders",
+    sharded=sharding,
+    even=evening_out,
+    uneven=uneven,
+    split_batches=splitting_batches,
+    dispatched=dispatching,
+    streams=streams,
+    skipping=skipping,
+    shuffled=shuffling,
+)

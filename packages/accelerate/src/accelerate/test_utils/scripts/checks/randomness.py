@@ -1,0 +1,45 @@
+"""Random numbers: the same on all processes, or different ones, as wanted."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from accelerate.state import PartialState
+from accelerate.test_utils.scripts.checks.check import Place, checks, same
+from accelerate.utils import gather, gather_object, set_seed, synchronize_rng_states
+
+
+def same_seed(place: Place) -> None:
+    """One seed gives all processes the same numbers."""
+    set_seed(7)
+    numbers = gather_object([(random.random(), torch.rand(1).item())])
+    same(len(set(numbers)), 1, f"different numbers in {numbers}")
+
+
+def seed_of_each_process(place: Place) -> None:
+    """With device_specific, each process has numbers of its own."""
+    set_seed(7, device_specific=True)
+    numbers = gather_object([torch.rand(1).item()])
+    same(len(set(numbers)), place.world, f"different numbers in {numbers}")
+
+
+def synchronising(place: Place) -> None:
+    """Processes take over the first one's generators: torch's, the device's and one of their own."""
+    torch.manual_seed(place.rank)
+    generator = torch.Generator().manual_seed(place.rank)
+    device = PartialState().device
+    kinds = ["torch", "generator"]
+    if device.type == "cuda":
+        torch.cuda.manual_seed(place.rank)
+        kinds.append("cuda")
+    synchronize_rng_states(kinds, generator=generator)
+    own = torch.cat([torch.rand(2), torch.rand(2, generator=generator), torch.rand(2, device=device).cpu()])
+    rows = gather(own[: 6 if "cuda" in kinds else 4].to(device).unsqueeze(0)).tolist()
+    same([row == rows[0] for row in rows], [True] * place.world, f"equal to rank 0's in {rows}")
+
+
+RANDOMNESS = checks(
+    "random numbers", one_seed=same_seed, device_specific=seed_of_each_process, synchronize=synchronising
+)

@@ -1,0 +1,33 @@
+#!/bin/bash
+#SBATCH --job-name=train
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gpus-per-node=a100:8
+#SBATCH --time=1-12:00:00
+#SBATCH --partition=a,b
+#SBATCH --account=lab
+#SBATCH --qos=high
+#SBATCH --mem=0
+#SBATCH --chdir="/home/me/my run"
+#SBATCH --output=%x-%j.out
+
+module load cuda
+source 'my env/bin/activate'
+
+# the processes meet on the first machine
+meeting_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+meeting_port=$((20000 + SLURM_JOB_ID % 10000))
+
+words=(
+    --num_machines "$SLURM_NNODES"
+    --num_processes 16
+    --main_process_ip "$meeting_host" --main_process_port "$meeting_port"
+    --fsdp_version=2
+    --mixed_precision=bf16
+    --use_fsdp
+    train.py --name 'it'"'"'s' '$HOME'
+)
+
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}"

@@ -1,0 +1,48 @@
+#!/bin/bash
+#SBATCH --job-name=again
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --time=30
+#SBATCH --chdir="/home/me/my run"
+#SBATCH --output=%x-%j.out
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --signal=B:USR1@60
+
+words=(
+    --num_machines "$SLURM_NNODES"
+    --num_processes 4
+    --main_process_port 0
+    --cpu
+    --module
+    train --epochs 3
+)
+
+# SLURM counts how often it has started the job again
+if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
+    words+=(--resume 'the latest')
+fi
+
+# a while before the time limit, SLURM signals this shell; the job then gives way and waits for its next turn
+trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
+# when others need the machines, SLURM signals the processes, and what they do about it ends the step
+was_preempted() {
+    scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
+}
+
+srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" &
+step=$!
+wait "$step"
+status=$?
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    status=$?
+done
+if [ "$status" -ne 0 ] && { [ -n "${gives_way:-}" ] || was_preempted; }; then
+    echo "job $SLURM_JOB_ID gives way after ${SLURM_RESTART_COUNT:-0} restarts" >&2
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

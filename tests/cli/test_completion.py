@@ -1,0 +1,157 @@
+"""Completion, asked for by pressing the tabulator in real shells."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from accel_cli.completion.command import PROGRAMS, SHELLS, completion_script
+from accel_cli.completion.words import ANYTHING, FILE, FOLDER, Words, read_words
+from accel_cli.main import COMMANDS, full_parser, main
+from tests.cli.terminal import Terminal
+
+TAB, NEW_LINE, KILL_LINE = "\t", "\r", "\x15"
+
+CASES = [
+    ("accelerate la", "launch"),
+    ("accelerate config up", "update"),
+    ("accelerate launch --mixed_pre", "--mixed_precision"),
+    ("accelerate launch --mixed-pre", "--mixed-precision"),
+    ("accelerate launch --mixed_precision fp1", "fp16"),
+    ("accelerate launch --mixed-precision=b", "bf16"),
+    ("accelerate launch --cpu --config_file setti", "settings.yaml"),
+    ("accelerate launch tra", "train.py"),
+    ("accelerate launch train.py --data se", "settings.yaml"),  # not a flag of ours
+    ("accelerate launch -m mod ot", "other folder"),
+    ("accelerate-launch --use_f", "--use_fsdp"),
+    ("accelerate merge-weights ot", "other folder"),
+    ("accelerate launch --use_fsdp --fsdp_auto_wrap_policy TR", "TRANSFORMER_BASED_WRAP"),
+    ("accelerate to-fsdp2 --ov", "--overwrite"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where something can be completed, with the scripts in `.shell`."""
+    (tmp_path / ".shell").mkdir()
+    for shell in SHELLS:
+        (tmp_path / ".shell" / shell).write_text(completion_script(shell))
+    (tmp_path / "train.py").touch()
+    (tmp_path / "settings.yaml").touch()
+    (tmp_path / "other folder").mkdir()
+    return tmp_path
+
+
+def needs(shell: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(shell) is None, reason=f"{shell} is not installed")
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {"PATH": os.environ["PATH"], "HOME": str(folder), "TERM": "dumb", "LC_ALL": "C.UTF-8"}
+
+
+def ask_bash(folder: Path, line: str) -> str:
+    """What bash makes of a line and a tabulator, as it would be run."""
+    start = f"import os; os.chdir({str(folder)!r}); os.execvp('bash', ['bash', '--norc', '--noprofile', '-i'])"
+    return typed(start, folder, line, ". .shell/bash; bind 'set bell-style none'", "printf '<%s>\\n' ")
+
+
+def ask_zsh(folder: Path, line: str) -> str:
+    """What zsh makes of a line and a tabulator, as it would be run."""
+    start = f"import os; os.chdir({str(folder)!r}); os.execvp('zsh', ['zsh', '-f', '-i'])"
+    setup = "autoload -Uz compinit && compinit -u -D; unsetopt zle_bracketed_paste beep; bindkey '^U' kill-whole-line"
+    return typed(start, folder, line, f"{setup}; . .shell/zsh", "printf '<%s>\\n' ")
+
+
+def typed(start: str, folder: Path, line: str, setup: str, show: str) -> str:
+    """Type a line into a shell on a terminal, press the tabulator, and have the words printed instead of run."""
+    names = " ".join(PROGRAMS)
+    functions = f"for p in {names}; do eval \"$p() {{ {show} \\\"\\${{@: -1}}\\\"; }}\"; done"
+    with Terminal(environ=environment(folder), program=start) as terminal:
+        terminal.press(f"PS1='rea''dy> '; {setup}; {functions}; echo beg''in", NEW_LINE)
+        terminal.wait_for("begin")
+        terminal.wait_for("ready> ")
+        terminal.press(line, TAB, NEW_LINE)
+        terminal.wait_for("<")
+        terminal.wait_for(">")
+        shown = terminal.screen[: terminal.seen]
+    return shown[shown.rindex("<") + 1 : -1]
+
+
+def ask_fish(folder: Path, line: str) -> str:
+    """The only thing that fish offers for a line."""
+    words = ["fish", "--no-config", "-c", f"source .shell/fish; complete -C {line!r}"]
+    done = subprocess.run(words, cwd=folder, env=environment(folder), capture_output=True, text=True, check=True)
+    (offered,) = done.stdout.splitlines()
+    return offered.partition("\t")[0]
+
+
+ASK: dict[str, Callable[[Path, str], str]] = {"bash": ask_bash, "zsh": ask_zsh, "fish": ask_fish}
+
+
+@pytest.mark.parametrize("shell", [pytest.param(shell, marks=needs(shell)) for shell in SHELLS])
+@pytest.mark.parametrize(("line", "wanted"), CASES)
+def test_the_tabulator_completes_what_is_typed(shell: str, line: str, wanted: str, folder: Path) -> None:
+    found = ASK[shell](folder, line).rstrip("/ ")
+    assert found.removeprefix("--mixed-precision=") == wanted
+
+
+@needs("bash")
+def test_bash_offers_everything_that_fits(folder: Path) -> None:
+    def offers(*words: str) -> list[str]:
+        program = (
+            '. .shell/bash; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _accelerate; printf "%s\\n" "${COMPREPLY[@]}"'
+        )
+        command = ["bash", "--norc", "-c", program, "bash", *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert offers("accelerate", "") == list(COMMANDS)
+    assert offers("accelerate", "launch", "--mixed_precision", "") == ["no", "fp16", "bf16", "fp8"]
+    assert offers("accelerate", "launch", "--mixed_precision", "=", "f") == ["fp16", "fp8"]
+    assert offers("accelerate", "launch", "--mixed_precision", "=") == ["no", "fp16", "bf16", "fp8"]
+    assert offers("accelerate", "launch", "--num_processes", "") == []
+    assert offers("accelerate", "completion", "") == list(SHELLS)
+    flags = offers("accelerate", "launch", "--")
+    assert {"--cpu", "--num_processes", "--fsdp_version"} <= set(flags)
+    assert not [flag for flag in flags if "-" in flag[2:]]  # one spelling is enough
+    assert "--ipex" not in flags  # accepted, but nobody should type it
+
+
+@pytest.mark.parametrize("shell", [pytest.param(shell, marks=needs(shell)) for shell in SHELLS])
+def test_shells_can_read_the_script(shell: str, folder: Path) -> None:
+    done = subprocess.run([shell, "-n", f".shell/{shell}"], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_command_has_its_words() -> None:
+    found: dict[str, Words] = {words.path: words for words in read_words(full_parser())}
+    assert {*COMMANDS, "config default", "config update", ""} == set(found)
+    launch = {flag.spelling: flag.values for flag in found["launch"].flags}
+    assert launch["--cpu"] == ()
+    assert launch["--num_processes"] == (ANYTHING,)
+    assert launch["--config_file"] == (FILE,)
+    assert launch["--log_dir"] == (FOLDER,)
+    assert launch["--zero3_init_flag"] == ("true", "false")
+    assert {"-q", "--quiet", "-t", "--tee"} <= set(launch)
+    assert found["launch"].runs_another
+    assert found["launch"].argument == (FILE,)
+    assert not found["env"].runs_another
+
+
+def test_the_command_prints_a_script_and_loads_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "zsh"]) == 0
+    assert capsys.readouterr().out.startswith("#compdef accelerate accelerate-config")
+    program = (
+        "import sys; from accel_cli.main import main; main(['completion', 'bash']); "
+        "assert not {'torch', 'yaml', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    with pytest.raises(SystemExit, match="2"):
+        main(["completion", "powershell"])

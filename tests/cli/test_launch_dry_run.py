@@ -1,0 +1,152 @@
+"""`accelerate launch --dry_run`: every setting, where it comes from, and a command that does the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.files import write_private
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.show import shell_command, show
+from accel_cli.main import main
+from tests.cli.pretended import settled
+
+SEEN = """
+import json, os, sys
+names = ("ACCELERATE_", "FSDP_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "KMP_")
+seen = {name: text for name, text in os.environ.items() if name.startswith(names)}
+with open("seen" + os.environ.get("RANK", "") + ".json", "w") as file:
+    json.dump({"variables": seen, "argv": sys.argv[1:]}, file)
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("accel_cli.launch.machine.Machine.num_devices", lambda self: 0)
+    (tmp_path / "train.py").write_text(SEEN)
+
+
+def printed(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, list[str]], str]:
+    """Run with --dry_run; returns the table as name -> [value, source], and the command."""
+    assert main(["launch", "--dry_run", *words]) == 0
+    table, _, command = capsys.readouterr().out.partition("The same by hand:")
+    rows = [line.split(maxsplit=2) for line in table.splitlines()[2:] if line.strip()]
+    return {row[0]: [word.strip() for word in row[1:]] for row in rows}, command.strip()
+
+
+def test_every_value_says_where_it_comes_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    Path("a.json").write_text(
+        json.dumps({"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "mixed_precision": "bf16"})
+    )
+    rows, command = printed("--config_file", "a.json", "--debug", "train.py", capsys=capsys)
+    assert rows["debug"] == ["True", "flag"]
+    assert rows["mixed_precision"] == ["bf16", "settings file a.json"]
+    assert rows["use_fsdp"] == ["True", "settings file a.json"]
+    assert rows["cpu"] == ["True", "settings file a.json"]
+    assert rows["fsdp_version"] == ["2", "variable FSDP_VERSION"]
+    assert rows["num_cpu_threads_per_process"][1] == "guess"
+    assert rows["fsdp_use_orig_params"] == ["true", "default"]
+    assert "FSDP_VERSION=2" in command  # the command needs nothing of this shell
+    assert not list(Path().glob("seen*"))
+
+
+def test_defaults_are_shown_where_they_count() -> None:
+    def shown(*words: str) -> str:
+        return show(*settled(*words, "--num_processes", "1", "train.py"))
+
+    assert "fp8_margin" not in shown("--cpu")
+    assert "rdzv_backend" not in shown("--cpu")
+    lines = [line.split() for line in shown("--use_megatron_lm").splitlines()]
+    assert ["megatron_lm_pp_degree", "1", "default"] in lines
+
+
+def test_notes_go_elsewhere_than_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--dry_run", "--cpu", "--ipex", "train.py"]) == 0
+    said = capsys.readouterr()
+    assert "--ipex has no effect any more" in said.err
+    assert "no effect" not in said.out
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--cpu", "--mixed_precision", "bf16", "train.py", "--name", "it's a $PATH", "*"],
+        ["--cpu", "--num_processes", "2", "--use_fsdp", "--fsdp_version", "2", "train.py", "--x"],
+    ],
+)
+def test_the_printed_command_does_the_same(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    environ = {name: text for name, text in os.environ.items() if name != "OMP_NUM_THREADS"}
+
+    def seen(*command: str) -> list[object]:
+        subprocess.run(command, env=environ, check=True, timeout=200, capture_output=True)
+        found = [json.loads(path.read_text()) for path in sorted(Path().glob("seen*"))]
+        for path in Path().glob("seen*"):
+            path.unlink()
+        return found
+
+    _, command = printed(*words, capsys=capsys)
+    program = str(Path(sys.executable).parent / "accelerate")
+    by_program = seen(program, "launch", *words)
+    assert by_program
+    assert seen("sh", "-c", command) == by_program
+
+
+def test_secrets_stay_out(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.json").write_text(
+        json.dumps({
+            "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO", "ec2_instance_type": "ml.g5",
+            "iam_role_name": "role", "mixed_precision": "no",
+        })
+    )  # fmt: skip
+    words = ["--aws_access_key_id", "public", "--aws_secret_access_key", "secret"]
+    rows, command = printed("--config_file", "a.json", *words, "train.py", capsys=capsys)
+    assert rows["aws_secret_access_key"] == ["***", "flag"]
+    assert 'AWS_SECRET_ACCESS_KEY="$AWS_SECRET_ACCESS_KEY"' in command
+    assert "secret" not in command
+    assert "public" not in command
+
+
+def test_a_launch_without_variables_needs_no_env() -> None:
+    assert shell_command(Plan("tpu_pod", ("a", "b c"), {})) == "a 'b c'"
+
+
+def test_files_are_part_of_the_command(tmp_path: Path) -> None:
+    text = "A=it's\nB=2\n"
+    plan = Plan("deepspeed", ("cat", "variables"), {}, files=(("variables", text),))
+    done = subprocess.run(["sh", "-c", shell_command(plan)], capture_output=True, text=True, check=True)
+    assert done.stdout == text
+    assert stat.S_IMODE((tmp_path / "variables").stat().st_mode) == 0o600
+
+
+def test_files_are_private_and_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("theirs")
+    (tmp_path / "mine").symlink_to("other")
+    write_private("mine", "text")
+    assert (tmp_path / "other").read_text() == "theirs"
+    assert (tmp_path / "mine").read_text() == "text"
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o600
+    with pytest.raises(ValueError, match="'no/file' cannot be written: No such file"):
+        write_private("no/file", "")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="'folder' cannot be written"):
+        write_private("folder", "")
+    assert {path.name for path in tmp_path.iterdir()} == {"other", "mine", "folder", "train.py"}
+
+
+def test_the_cpu_by_guess_is_shown() -> None:
+    settings, plan = settled("--num_processes", "2", "train.py", environ={"ACCELERATE_USE_CPU": "true"})
+    row = next(line for line in show(settings, plan).splitlines() if line.startswith("cpu"))
+    assert row.split(maxsplit=2) == ["cpu", "True", "variable ACCELERATE_USE_CPU"]

@@ -1,0 +1,136 @@
+"""What cannot be done is said in one line that names the culprit; what is gone is said in one line, too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.machine import holder_of
+from accel_cli.main import main
+from tests.cli.pretended import Pretended, plan_of, settings_of
+
+TWO = ["--cpu", "--num_processes", "2"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "train.py").write_text("")
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port on which this process listens."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's /proc")
+def test_who_holds_a_port(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = holder_of(taken)
+    assert said.startswith(f"process {os.getpid()} (")
+    assert "python" in said
+    with pytest.raises(ValueError, match=f"Port {taken} of this machine is taken by process {os.getpid()} "):
+        plan_of(*TWO, "--main_process_port", str(taken), "train.py")
+    monkeypatch.setattr("accel_cli.launch.machine._listening", lambda port: [])
+    assert holder_of(taken) == "another program"
+
+
+def test_a_port_matters_only_where_somebody_listens(taken: int) -> None:
+    port = ["--main_process_port", str(taken)]
+    plan_of("--cpu", *port, "train.py")  # one process needs none
+    several = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.0.0.1", *port]
+    plan_of(*several, "--machine_rank", "1", "train.py")
+    with pytest.raises(ValueError, match="is taken by"):
+        plan_of(*several, "--machine_rank", "0", "train.py")
+
+
+def test_free_ports_are_fine(taken: int) -> None:
+    assert not plan_of(*TWO, "--main_process_port", "0", "train.py", machine=Pretended()).argv[-2].endswith(str(taken))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpu_ids", "0,1", "--num_processes", "4"], "--gpu_ids 0,1 names 2 devices, too few for 4 processes"),
+        (["--mpirun_hostfile", "h", "--multi_gpu"], "--mpirun_hostfile and --multi_gpu contradict one another"),
+        (
+            ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER"],
+            "--fsdp_auto_wrap_policy: 'TRANSFORMER' is not one",
+        ),
+        (["--use_fsdp", "--fsdp_offload_params", "maybe"], "--fsdp_offload_params: 'maybe' is not one of true, false"),
+    ],
+)
+def test_settings(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(*words, "train.py")
+
+
+def test_words_of_variables_are_checked_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match="variable FSDP_STATE_DICT_TYPE: 'FULL' is not one of"):
+        plan_of("--use_fsdp", "--num_processes", "2", "train.py", environ={"FSDP_STATE_DICT_TYPE": "FULL"})
+    plan_of("--use_fsdp", "--num_processes", "2", "--fsdp_sharding_strategy", "1", "train.py")  # as accelerate 1.x
+
+
+def test_a_traceback_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--cpu", "tain.py"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["launch", "--cpu", "--debug", "tain.py"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.splitlines()[-1].startswith("accelerate launch: error: The script 'tain.py' does not exist.")
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "note"),
+    [
+        (["--ipex"], {}, "--ipex has no effect any more"),
+        (["--use-xpu"], {}, "--use_xpu has no effect any more"),
+        ([], {"ACCELERATE_USE_IPEX": "true"}, "variable ACCELERATE_USE_IPEX has no effect any more"),
+        ([], {"ACCELERATE_USE_XPU": "1"}, "variable ACCELERATE_USE_XPU has no effect any more"),
+        (["--mixed_precision", "fp8", "--fp8_backend", "msamp"], {}, "MS-AMP is no longer maintained"),
+        (["--fsdp_version", "2"], {}, "--fsdp_version: no effect without --use_fsdp"),
+        (["--zero_stage", "2"], {}, "--zero_stage: no effect without --use_deepspeed"),
+        (["--vm", "a", "--downcast_bf16"], {}, "--vm, --downcast_bf16: no effect without --tpu"),
+        (["--fp8_format", "E4M3"], {}, "--fp8_format: no effect without --mixed_precision fp8"),
+        (["--mpirun_hostfile", "h"], {}, "--mpirun_hostfile: no effect without --cpu"),
+        (["--use_parallelism_config", "--parallelism_config_cp_comm_strategy", "alltoall"], {},
+         "no effect without --use_parallelism_config and --parallelism_config_cp_size"),
+        (["--cpu", "--gpu_ids", "1"], {}, "--gpu_ids has no effect with --cpu"),
+    ],
+)  # fmt: skip
+def test_what_has_no_effect_is_said_once(words: list[str], environ: dict[str, str], note: str) -> None:
+    (said,) = settings_of(*words, "train.py", environ=environ).notes
+    assert note in said
+
+
+def test_ordinary_launches_say_nothing() -> None:
+    assert settings_of(*TWO, "train.py").notes == []
+    assert settings_of("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "train.py").notes == []
+
+
+def test_old_flags_are_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", "--cpu", "--help"])
+    said = capsys.readouterr().out
+    assert "ipex" not in said
+    assert "--dry_run" in said
+
+
+@pytest.mark.launch
+def test_a_taken_port_is_named_by_the_program(taken: int) -> None:
+    words = [sys.executable, "-m", "accelerate.commands.launch", *TWO, "--main-process-port", str(taken), "train.py"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert f"Port {taken}" in done.stderr
+    assert f"process {os.getpid()}" in done.stderr

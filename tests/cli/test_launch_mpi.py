@@ -1,0 +1,217 @@
+"""CPU processes that mpirun starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.runners.mpi import kind_of
+from tests.cli.pretended import Pretended, plan_of, settings_of
+
+OPEN_MPI = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/"
+OTHERS = {
+    "Intel MPI": "Intel(R) MPI Library for Linux* OS, Version 2021.5 Build 20211102",
+    "MVAPICH": "HYDRA build details:\n    Version: 3.0\n    Configure options: 'MVAPICH=3.0'",
+    "MPICH": "HYDRA build details:\n    Version:                                 4.0.2",
+}
+PROGRAM = str(Path(sys.executable).parent / "accelerate")
+SCRIPT = str(Path(__file__).parent / "launched.py")
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun: apt install openmpi-bin")
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "hosts").write_text("one slots=2  # the first\n\n# a comment\ntwo:2\n")
+    (tmp_path / "here").write_text("localhost slots=2\n")
+
+
+def test_open_mpi() -> None:
+    words = ["--cpu", "--num_processes", "4", "--mpirun_hostfile", "hosts", "train.py", "--lr", "1"]
+    environ = {"HF_TOKEN": "secret", "EDITOR": "vi"}
+    plan = plan_of(*words, machine=Pretended(mpi=OPEN_MPI), environ=environ)
+    start, sent = list(plan.argv[:9]), list(plan.argv[9:-4])
+    assert start == ["mpirun", "--hostfile", "hosts", "-N", "2", "-n", "4", "--bind-to", "socket"]
+    assert sent[::2] == ["-x"] * (len(sent) // 2)
+    assert {"MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "HF_TOKEN"} <= set(sent[1::2])
+    assert "EDITOR" not in sent
+    assert "secret" not in " ".join(plan.argv)
+    assert list(plan.argv[-4:]) == [sys.executable, "train.py", "--lr", "1"]
+    assert (plan.environment["MASTER_ADDR"], plan.environment["MASTER_PORT"]) == ("one", "29500")
+
+
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_the_others_speak_alike(kind: str) -> None:
+    words = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--mpirun_hostfile", "hosts",
+             "--main_process_ip", "10.0.0.1", "--main_process_port", "99", "train.py"]  # fmt: skip
+    plan = plan_of(*words, machine=Pretended(mpi=OTHERS[kind], root=True))
+    assert kind_of(OTHERS[kind]).name == kind
+    assert plan.argv == (
+        *("mpirun", "-f", "hosts", "-ppn", "2", "-n", "4", "-genvall"),
+        *(sys.executable, "train.py"),
+    )
+    assert (plan.environment["MASTER_ADDR"], plan.environment["MASTER_PORT"]) == ("10.0.0.1", "99")
+
+
+def test_root_must_say_so_to_open_mpi() -> None:
+    words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "here", "train.py"]
+    assert "--allow-run-as-root" in plan_of(*words, machine=Pretended(mpi=OPEN_MPI, root=True)).argv
+    alone = plan_of(*words, machine=Pretended(mpi=OPEN_MPI)).argv
+    assert "--allow-run-as-root" not in alone
+    assert "-x" not in alone  # this machine's processes have the environment already
+
+
+def test_a_settings_file() -> None:
+    section = {"mpirun_hostfile": "here", "mpirun_ccl": "3"}
+    Path("a.json").write_text(
+        json.dumps({"distributed_type": "MULTI_CPU", "num_processes": 2, "mpirun_config": section})
+    )
+    plan = plan_of("--config_file", "a.json", "train.py", machine=Pretended(mpi=OPEN_MPI, cores=4))
+    assert plan.runner == "mpi"
+    assert plan.environment["CCL_WORKER_COUNT"] == "3"
+    assert plan.environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_under_mpirun_the_hostfile_has_been_used_already() -> None:
+    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "nowhere", "train.py"]
+    assert plan_of(*words, environ=environ).runner == "simple"
+
+
+@pytest.mark.parametrize(
+    ("words", "mpi", "message"),
+    [
+        (["--mpirun_hostfile", "here"], "", "no program 'mpirun'"),
+        (["--mpirun_hostfile", "here"], "strange 1.0\nmore", "says it is 'strange 1.0', which is none of Open MPI"),
+        (["--mpirun_hostfile", "nothing"], OPEN_MPI, "'nothing' lists no machine"),
+        (["--mpirun_hostfile", "missing"], OPEN_MPI, "'missing' does not exist"),
+        (["--mpirun_hostfile", "."], OPEN_MPI, "'.' cannot be read"),
+        (["--mpirun_hostfile", "here", "--num_machines", "2"], OPEN_MPI,
+         "--num_machines 2 is more than --mpirun_hostfile 'here' lists: localhost"),
+    ],
+)  # fmt: skip
+def test_mistakes(words: list[str], mpi: str, message: str) -> None:
+    Path("nothing").write_text("# nobody\n")
+    with pytest.raises(ValueError, match=message):
+        plan_of("--cpu", "--num_processes", "2", *words, "train.py", machine=Pretended(mpi=mpi))
+
+
+def test_machines_are_counted_in_the_hostfile() -> None:
+    settings = settings_of("--cpu", "--mpirun_hostfile", "hosts", "x.py", machine=Pretended(mpi=OPEN_MPI))
+    assert (settings.hosts, settings.num_machines, settings.num_processes) == ({"one": 2, "two": 2}, 2, 2)
+    assert settings.sources["num_machines"] == "guess"
+
+
+def test_hostfiles(tmp_path: Path) -> None:
+    (tmp_path / "several").write_text("a\nb:3\nfe80::1\nc max_slots=9 slots = 4 # 5\na slots=2\n")
+    assert Machine().hosts("several") == {"a": 2, "b": 3, "fe80::1": None, "c": 4}
+
+
+def test_what_this_mpirun_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho strange $1\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert Machine().mpi_version() == "strange --version"
+    (tmp_path / "mpirun").unlink()
+    assert Machine().mpi_version() == ""
+
+
+def places(*words: str) -> list[object]:
+    environ = {**os.environ, "HF_HOME": "/nowhere", "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+               "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return [said["places"], said["precision"]]
+
+
+@needs_mpirun
+@pytest.mark.launch
+def test_open_mpi_for_real() -> None:
+    words = ["--cpu", "--num_processes", "2", "--mixed_precision", "bf16", "--main_process_port", "0"]
+    start = places(PROGRAM, "launch", *words, "--mpirun_hostfile", "here", SCRIPT)
+    assert start == [[[0, "cpu", "0"], [1, "cpu", "1"]], "bf16"]
+    inside = places("mpirun", "-n", "2", "--hostfile", "here", PROGRAM, "launch", *words[:-1], "29613", SCRIPT)
+    assert inside == start
+
+
+@needs_mpirun
+@pytest.mark.launch
+def test_the_status_of_mpirun_is_passed_on() -> None:
+    words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "here", "--no_python", "sh", "-c", "exit 5"]
+    done = subprocess.run(
+        [PROGRAM, "launch", *words],
+        env={**os.environ, "HF_HOME": "/nowhere"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 5, done.stderr
+
+
+TWO_MACHINES = """
+ip netns add {first} && ip netns add {second} || exit 1
+ip link add eth9 netns {first} type veth peer name eth9 netns {second} || exit 1
+ip -n {first} addr add 10.79.0.1/24 dev eth9 && ip -n {second} addr add 10.79.0.2/24 dev eth9 || exit 1
+for name in {first} {second}; do ip -n $name link set eth9 up; ip -n $name link set lo up; done
+"""
+WHERE = """
+import json, socket
+from accelerate import PartialState
+from accelerate.utils import gather_object
+state = PartialState(cpu=True)
+found = gather_object([[state.process_index, state.local_process_index, socket.gethostname()]])
+if state.is_main_process:
+    print(json.dumps(found), flush=True)
+state.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def two_machines() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between them; what runs there sees another machine's name, too."""
+    names = (f"mpi{os.getpid()}a", f"mpi{os.getpid()}b")
+    made = subprocess.run(
+        ["sh", "-c", TWO_MACHINES.format(first=names[0], second=names[1])], capture_output=True, text=True, check=False
+    )
+    try:
+        if made.returncode:
+            pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip() or made.stdout.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+@needs_mpirun
+@pytest.mark.skipif(shutil.which("ip") is None or shutil.which("unshare") is None, reason="needs ip and unshare")
+@pytest.mark.launch
+def test_two_machines_for_real(two_machines: tuple[str, str], tmp_path: Path) -> None:
+    first, second = two_machines
+    (tmp_path / "hosts").write_text("10.79.0.1 slots=1\n10.79.0.2 slots=1\n")
+    (tmp_path / "where.py").write_text(WHERE)
+    (tmp_path / "reach").write_text(  # in the place of ssh
+        f'#!/bin/sh\nshift\nexec ip netns exec {second} unshare --uts sh -c "hostname second; $*"\n'
+    )
+    (tmp_path / "reach").chmod(0o755)
+    environ = {
+        **os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth9",
+        "OMPI_MCA_plm_rsh_agent": str(tmp_path / "reach"),
+    }  # fmt: skip
+    command = f"hostname first; {PROGRAM} launch --cpu --num_processes 2 --mpirun_hostfile hosts where.py"
+    done = subprocess.run(
+        ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", command],
+        env=environ, capture_output=True, text=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert found == [[0, 0, "first"], [1, 0, "second"]]

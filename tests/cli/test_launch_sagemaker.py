@@ -1,0 +1,164 @@
+"""Jobs on Amazon SageMaker, without Amazon: a stand-in for its SDK notes what it is given."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accel_cli.configfile.schema import SageMakerConfig
+from accel_cli.launch.command import launch_command_parser
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners import sagemaker
+from accel_cli.main import main
+from accelerate.commands import launch as old_launch
+from accelerate.utils import launch as old_utils
+from tests.cli.pretended import plan_of, settings_of
+
+SETTINGS = {
+    "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "mixed_precision": "no",
+    "ec2_instance_type": "ml.p3.16xlarge", "iam_role_name": "role", "profile": "me", "num_machines": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "sub").mkdir()
+    for name in ("train.py", "sub/train.py", "train.sh"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "inputs.tsv").write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")
+    (tmp_path / "metrics.tsv").write_text("metric_name\tmetric_regex\naccuracy\tacc=(.*)\n")
+
+
+def write(**values: Any) -> str:
+    Path("a.json").write_text(json.dumps(SETTINGS | values))
+    return "a.json"
+
+
+def job(
+    *words: str, environ: dict[str, str] | None = None, **values: Any
+) -> tuple[dict[str, Any], Any, dict[str, str]]:
+    plan = plan_of("--config_file", write(**values), *words, environ=environ)
+    assert plan.runner == "sagemaker"
+    given = json.loads(plan.argv[-1])
+    return given["estimator"], given["inputs"], plan.environment
+
+
+def test_a_job() -> None:
+    estimator, inputs, variables = job(
+        "--mixed_precision", "fp16", "sub/train.py", "--lr", "1e-3", "--epochs=3", "--two-words", "a b", "--flag",
+        "True", "--shift", "-1",
+        image_uri="image", sagemaker_inputs_file="inputs.tsv", sagemaker_metrics_file="metrics.tsv",
+        additional_args={"max_run": 5}, dynamo_config={"dynamo_backend": "INDUCTOR"}, region="eu-west-1",
+    )  # fmt: skip
+    assert estimator == {
+        "image_uri": "image", "entry_point": "train.py", "source_dir": "sub", "role": "role",
+        "transformers_version": "4.17.0", "pytorch_version": "1.10.2", "py_version": "py38",
+        "base_job_name": "accelerate-sagemaker-1", "instance_count": 2, "instance_type": "ml.p3.16xlarge",
+        "debugger_hook_config": False, "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}},
+        "hyperparameters": {"lr": 0.001, "epochs": 3, "two_words": "a b", "flag": True, "shift": -1},
+        "environment": {
+            "ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": "fp16",
+            "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "default",
+            "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+            "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
+            "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
+        },
+        "metric_definitions": [{"Name": "accuracy", "Regex": "acc=(.*)"}], "max_run": 5,
+    }  # fmt: skip
+    assert inputs == {"train": "s3://bucket/train"}
+    assert variables == {"AWS_DEFAULT_REGION": "eu-west-1", "AWS_PROFILE": "me"}
+
+
+def test_the_least() -> None:
+    estimator, inputs, _ = job("train.py", distributed_type="NO", num_machines=1)
+    assert inputs is None
+    assert (estimator["source_dir"], estimator["distribution"], estimator["metric_definitions"]) == (".", None, None)
+
+
+def test_who_pays() -> None:
+    keys = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    flags = ["--aws_access_key_id", "k", "--aws_secret_access_key", "s"]
+    assert job(*flags, "train.py", profile=None)[2] == {"AWS_DEFAULT_REGION": "us-east-1", **keys}
+    assert job("train.py", profile=None, environ=keys)[2] == {"AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.raises(ValueError, match="set profile in the settings file, or give --aws_access_key_id"):
+        job("train.py", profile=None)
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "message"),
+    [
+        (["train.sh"], {}, "'train.sh' must be one"),
+        (["-m", "json"], {}, "'json' must be one, without -m"),
+        (["train.py", "lr", "1"], {}, "'lr' belongs to no name"),
+        (["train.py", "--lr", "1", "2"], {}, "'2' belongs to no name"),
+        (["train.py", "--fast", "--lr", "1"], {}, "give --fast a value"),
+        (["train.py", "--fast"], {}, "give --fast a value"),
+        (["train.py", "--lr", "1", "--lr", "2"], {}, "--lr is given twice"),
+        (["train.py"], {"sagemaker_inputs_file": "no.tsv"}, "'no.tsv', which the settings file names, does not exist"),
+        (
+            ["train.py"],
+            {"sagemaker_inputs_file": "metrics.tsv"},
+            "must have the columns channel_name and data_location",
+        ),
+        (["train.py"], {"sagemaker_metrics_file": "sub"}, "cannot be read"),
+    ],
+)
+def test_mistakes(words: list[str], values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        job(*words, **values)
+
+
+def test_hardware_on_the_command_line_starts_here() -> None:
+    settings = settings_of("--config_file", write(), "--multi_gpu", "--num_processes", "2", "train.py")
+    assert settings.runner == "torchrun"
+    assert "Amazon SageMaker" in settings.notes[0]
+
+
+def test_the_sdk_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    def estimator(**arguments: Any) -> Any:
+        calls.append(arguments)
+        return SimpleNamespace(fit=lambda inputs: calls.append(inputs))
+
+    monkeypatch.setitem(sys.modules, "sagemaker", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "sagemaker.huggingface", SimpleNamespace(HuggingFace=estimator))
+    plan = plan_of("--config_file", write(sagemaker_inputs_file="inputs.tsv"), "train.py")
+    assert sagemaker.main([plan.argv[-1]]) == 0
+    assert calls[0]["entry_point"] == "train.py"
+    assert calls[1] == {"train": "s3://bucket/train"}
+
+
+def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "sagemaker", None)
+    assert main(["launch", "--config_file", write(), "train.py"]) == 2
+    assert "needs the library 'sagemaker', which is not installed" in capsys.readouterr().err
+    assert sagemaker.main(['{"estimator": {}, "inputs": null}']) == 2
+    assert "pip install sagemaker" in capsys.readouterr().err
+    assert main(["launch", "--dry_run", "--config_file", "a.json", "train.py"]) == 0
+    assert "accel_cli.launch.runners.sagemaker" in capsys.readouterr().out
+
+
+def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SageMakerConfig(**SETTINGS, use_cpu=False, debug=False)
+    args = launch_command_parser().parse_args(["--dynamo_backend", "inductor", "train.py", "--lr", "1"])
+    monkeypatch.setattr("os.environ", {})
+    arguments, inputs = old_utils.prepare_sagemager_args_inputs(config, args)
+    assert arguments["hyperparameters"] == {"lr": 1}
+    assert arguments["environment"]["ACCELERATE_DYNAMO_BACKEND"] == "INDUCTOR"
+    assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "no"
+    assert inputs is None
+    seen: list[Plan] = []
+    monkeypatch.setitem(sys.modules, "sagemaker", SimpleNamespace())
+    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
+    old_launch.sagemaker_launcher(config, args)
+    assert seen[0].environment["AWS_PROFILE"] == "me"

@@ -1,0 +1,239 @@
+"""TPUs: this machine's, a pod's, and commands for a pod. A stand-in takes the place of torch_xla and of gcloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.command import launch_command_parser
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners import tpu
+from accel_cli.main import main
+from accel_cli.tpu import tpu_command_launcher, tpu_command_parser
+from accelerate.commands import launch as old_launch
+from accelerate.utils import launch as old_utils
+from tests.cli.pretended import plan_of, settings_of
+
+SCRIPT = """
+import json, os, sys
+
+def main():
+    names = ("XLA_USE_BF16", "ACCELERATE_MIXED_PRECISION", "FORK_LAUNCHED")
+    print(json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+
+def train():
+    print("train")
+"""
+SPAWN = "def spawn(function, args=(), nprocs=None):\n    print('nprocs', nprocs, flush=True)\n    function(0, *args)\n"
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+
+@pytest.fixture
+def torch_xla(tmp_path: Path) -> dict[str, str]:
+    """An environment in which a stand-in for torch_xla is installed; it calls the function once."""
+    site = tmp_path / "site"
+    (site / "torch_xla" / "distributed").mkdir(parents=True)
+    (site / "torch_xla" / "distributed" / "xla_multiprocessing.py").write_text(SPAWN)
+    (site / "torch_xla-2.9.0.dist-info").mkdir()
+    (site / "torch_xla-2.9.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch_xla\nVersion: 2.9.0\n"
+    )
+    return {**os.environ, "PYTHONPATH": str(site)}
+
+
+def launch(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--tpu", *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.mark.launch
+def test_a_function_of_the_script_is_called(torch_xla: dict[str, str]) -> None:
+    done = launch("--mixed_precision", "bf16", "train.py", "--lr", "1", environ=torch_xla)
+    assert done.returncode == 0, done.stderr
+    count, said = done.stdout.splitlines()
+    assert count == "nprocs None"  # torch_xla takes all cores
+    assert json.loads(said) == {
+        "argv": ["--lr", "1"], "XLA_USE_BF16": "1", "ACCELERATE_MIXED_PRECISION": "bf16", "FORK_LAUNCHED": "1",
+    }  # fmt: skip
+    words = ["--num_processes", "1", "--main_training_function", "train", "-m", "train"]
+    assert launch(*words, environ=torch_xla).stdout.splitlines() == ["nprocs 1", "train"]
+    done = launch("--main_training_function", "trian", "train.py", environ=torch_xla)
+    assert done.returncode == 2
+    assert "'train.py' has no function 'trian'" in done.stderr
+    assert "Did you mean 'train'?" in done.stderr
+
+
+def test_without_torch_xla(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    assert main(["launch", "--tpu", "train.py"]) == 2
+    assert "--tpu needs the library 'torch_xla', which is not installed" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [])
+    assert tpu.main(["train.py"]) == 2
+    assert "TPUs need the library 'torch_xla'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "variables"),
+    [
+        (["--mixed_precision", "bf16"], {"XLA_USE_BF16": "1"}),
+        (
+            ["--mixed_precision", "bf16", "--downcast_bf16"],
+            {"XLA_DOWNCAST_BF16": "1", "ACCELERATE_DOWNCAST_BF16": "true"},
+        ),
+        ([], {}),
+    ],
+)
+def test_what_torch_xla_must_find(words: list[str], variables: dict[str, str]) -> None:
+    found = plan_of("--tpu", *words, "train.py").environment
+    assert {name: text for name, text in found.items() if "XLA" in name or "DOWNCAST" in name} == variables
+
+
+def pod(**values: object) -> str:
+    Path("a.json").write_text(json.dumps({"distributed_type": "XLA", "tpu_use_cluster": True, **values}))
+    return "a.json"
+
+
+def test_a_pod() -> None:
+    file = pod(tpu_name="pod", num_processes=8, tpu_vm=["a", "b"], tpu_env=["Q=2"], tpu_use_sudo=True, debug=True,
+               mixed_precision="bf16", main_training_function="train")  # fmt: skip
+    plan = plan_of("--config_file", file, "train.py", "--lr", "1")
+    assert plan.runner == "tpu_pod"
+    assert " ".join(plan.argv[1:]) == (
+        "-m torch_xla.distributed.xla_dist --tpu pod --vm a --vm b --env Q=2 --env XLA_USE_BF16=1 "
+        "--env ACCELERATE_IN_TPU_POD=1 --env ACCELERATE_DEBUG_MODE=true --restart-tpuvm-pod-server -- "
+        "sudo accelerate-launch --tpu --no_tpu_cluster --num_machines 1 --mixed_precision bf16 --dynamo_backend no "
+        "--num_processes 8 --main_training_function train train.py --lr 1"
+    )
+    assert plan.environment == {}
+
+
+def test_what_the_pods_machines_run_is_understood_there() -> None:
+    plan = plan_of("--config_file", pod(tpu_name="pod", num_processes=8), "-m", "json.tool")
+    words = plan.argv[plan.argv.index("accelerate-launch") + 1 :]
+    there = settings_of(*words)
+    assert (there.runner, there.module, there.num_processes) == ("tpu", True, 8)
+
+
+@pytest.mark.launch
+def test_a_pod_needs_an_older_torch_xla(torch_xla: dict[str, str]) -> None:
+    file = pod(tpu_name="pod", num_processes=8)
+    done = launch("--config_file", file, "--tpu_cluster", "train.py", environ=torch_xla)
+    assert done.returncode == 2
+    assert "accelerate tpu-config --command" in done.stderr
+    program = Path("site/torch_xla/distributed/xla_dist.py")
+    program.write_text("import sys\nprint(sys.argv[1:])\n")
+    done = launch("--config_file", file, "--tpu_cluster", "train.py", environ=torch_xla)
+    assert done.stdout.startswith("['--tpu', 'pod', '--env', 'ACCELERATE_IN_TPU_POD=1'")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tpu", "--no_python", "ls"], "--no_python and --tpu exclude one another"),
+        (["--tpu", "--tpu_cluster", "train.py"], "set tpu_name in the settings file"),
+        (["--tpu", "--cpu", "train.py"], "--cpu and --tpu exclude one another"),
+        (["--tpu", "--mpirun_hostfile", "h", "train.py"], "--mpirun_hostfile and --tpu contradict"),
+    ],
+)
+def test_mistakes(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_of(*words)
+
+
+def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = launch_command_parser().parse_args(["--tpu", "--mixed_precision", "bf16", "--debug", "train.py"])
+    given = {"Q": "1"}
+    assert old_utils.prepare_tpu(args, given) == (args, given)
+    assert given == {"Q": "1", "XLA_USE_BF16": "1", "ACCELERATE_DEBUG_MODE": "true"}
+    args.tpu_vm, args.tpu_name = ["a"], "pod"
+    old_utils.prepare_tpu(args, {}, True)
+    assert (args.vm, args.tpu) == (["a"], "pod")
+
+    seen: list[Plan] = []
+    monkeypatch.setitem(sys.modules, "torch_xla", sys)
+    monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
+    parse = launch_command_parser().parse_args
+    old_launch.tpu_launcher(parse(["train.py"]))
+    old_launch.tpu_pod_launcher(Namespace(**vars(parse(["train.py"])), tpu_name="pod"))
+    assert [plan.runner for plan in seen] == ["tpu", "tpu_pod"]
+
+
+# ---- accelerate tpu-config ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "commands"),
+    [
+        (["--command", "echo hi"], "echo hi"),
+        (["--command", "echo", "hi", "--command", "ls -l"], "echo; hi; ls -l"),
+        (["--command_file", "commands"], "echo one; echo two"),
+        (["--command", "ls", "--install-accelerate"], "pip install accelerate -U; ls"),
+        (["--command", "ls", "--install_accelerate", "--accelerate_version", "0.12.0"],
+         "pip install accelerate==0.12.0; ls"),
+        (["--command", "ls", "--install_accelerate", "--accelerate_version", "dev"],
+         "pip install git+https://github.com/huggingface/accelerate.git; ls"),
+    ],
+)  # fmt: skip
+def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("commands").write_text("echo one\n\n  echo two\n")
+    assert main(["tpu-config", "--tpu_name", "pod", "--tpu-zone", "z", *words, "--debug"]) == 0
+    assert capsys.readouterr().out == (
+        f"gcloud compute tpus tpu-vm ssh pod --zone z --command 'cd /usr/share; {commands}' --worker all\n"
+    )
+
+
+def test_the_settings_file_says_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    file = pod(tpu_name="mine", tpu_zone="zone", commands=["a", "b"], num_processes=8)
+    assert main(["tpu-config", "--config_file", file, "--use_alpha", "--debug"]) == 0
+    assert capsys.readouterr().out.startswith("gcloud alpha compute tpus tpu-vm ssh mine --zone zone ")
+    assert main(["tpu-config", "--config_file", file, "--tpu_name", "other", "--command", "c", "--debug"]) == 0
+    assert "ssh other --zone zone --command 'cd /usr/share; c'" in capsys.readouterr().out
+    Path("home/accelerate").mkdir(parents=True)
+    Path("a.json").rename("home/accelerate/default_config.yaml")
+    assert main(["tpu-config", "--debug"]) == 0
+    assert "cd /usr/share; a; b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--tpu_zone", "z", "--command", "ls"], "--tpu_name is missing"),
+        (["--tpu_name", "n", "--command", "ls"], "--tpu_zone is missing"),
+        (["--tpu_name", "n", "--tpu_zone", "z"], "give --command or --command_file"),
+        (["--tpu_name", "n", "--tpu_zone", "z", "--command_file", "no"], "'no' does not exist"),
+        (["--tpu_name", "n", "--tpu_zone", "z", "--command_file", "."], "'.' cannot be read"),
+        (["--config_file", "no"], "'no' does not exist"),
+    ],
+)
+def test_mistakes_about_a_pod(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tpu-config", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_gcloud_is_really_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["tpu-config", "--tpu_name", "n", "--tpu_zone", "z", "--command", "ls"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(words) == 2
+    assert "no program 'gcloud'" in capfd.readouterr().err
+    (tmp_path / "gcloud").write_text('#!/bin/sh\necho "$9"; exit ${STATUS:-0}\n')
+    (tmp_path / "gcloud").chmod(0o755)
+    tpu_command_launcher(tpu_command_parser().parse_args(words[1:]))
+    assert capfd.readouterr().out.startswith("cd /usr/share; ls\n")
+    monkeypatch.setenv("STATUS", "3")
+    assert main(words) == 3

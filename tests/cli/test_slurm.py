@@ -1,0 +1,357 @@
+"""`accelerate slurm`: the batch script, and real jobs where SLURM can be run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.machine import free_port
+from accel_cli.main import main
+from accel_cli.slurm.command import slurm_command_parser
+from accel_cli.slurm.job import Job, make_job
+from accel_cli.slurm.script import batch_script, sbatch_quoted
+
+GOLDEN = Path(__file__).parent / "golden"
+GPUS = ["--nodes", "2", "--gpus_per_node", "a100:8"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (folder / "train.py").write_text("")
+
+
+def job_of(*words: str) -> Job:
+    return make_job(slurm_command_parser().parse_args([*words]), {"HF_HOME": "/nowhere"})
+
+
+def script_of(*words: str) -> str:
+    return batch_script(job_of(*words))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "slurm_gpus.sh",
+            [*GPUS, "--time", "1-12:00:00", "--partition", "a,b", "--account", "lab", "--qos=high",
+             "--sbatch_option=--mem=0", "--setup", "module load cuda", "--setup", "source 'my env/bin/activate'",
+             "--mixed-precision", "bf16", "--use_fsdp", "--fsdp_version", "2", "train.py", "--name", "it's", "$HOME"],
+        ),
+        (
+            "slurm_requeue.sh",
+            ["--cpu", "--num_processes", "4", "--job_name", "again", "--time", "30", "--requeue", "--grace_seconds", "60",
+             "--resume_args=--resume 'the latest'", "-m", "train", "--epochs", "3"],
+        ),
+    ],
+)  # fmt: skip
+def test_the_whole_script(name: str, words: list[str]) -> None:
+    found = script_of(*words).replace(os.getcwd(), "/home/me/my run")
+    wanted = GOLDEN / name
+    if os.environ.get("WRITE_GOLDEN"):
+        wanted.write_text(found)
+    assert found == wanted.read_text()
+    subprocess.run(["bash", "-n"], input=found, text=True, check=True)
+
+
+def run_script(text: str, folder: Path, **variables: str) -> list[str]:
+    """Run a batch script with programs that only say how they were called; return the words of `accelerate`."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    fakes = {
+        "scontrol": '[ "$1 $2 $3" = "show hostnames n[3-4]" ] && printf "n3\\nn4\\n"',
+        "srun": 'while [ "$1" != bash ]; do shift; done; SLURM_NODEID=1 exec "$@"',
+        "accelerate": f'{sys.executable} -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@"',
+    }
+    for name, body in fakes.items():
+        (programs / name).write_text(f"#!/bin/sh\n{body}\n")
+        (programs / name).chmod(0o755)
+    environ = {
+        "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_NNODES": "2", "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NODELIST": "n[3-4]", "SLURM_CPUS_PER_TASK": "1",
+    } | variables  # fmt: skip
+    done = subprocess.run(["bash"], input=text, env=environ, capture_output=True, text=True, check=True)
+    words: list[str] = json.loads(done.stdout)
+    return words
+
+
+def test_every_word_arrives_as_it_was_typed(tmp_path: Path) -> None:
+    nasty = ["a b", "$HOME", "`id`", "it's", '"', "*", "", "--flag=\\", "é\n2"]
+    found = run_script(script_of("--nodes", "2", "--cpu", "--num_processes", "4", "train.py", *nasty), tmp_path)
+    assert found == [
+        "launch", "--machine_rank", "1", "--num_machines", "2", "--num_processes", "4", "--main_process_ip", "n3",
+        "--main_process_port", "22345", "--cpu", "train.py", *nasty,
+    ]  # fmt: skip
+
+
+def test_the_script_is_told_when_the_job_has_been_started_again(tmp_path: Path) -> None:
+    text = script_of("--nodes", "2", "--cpu", "--resume_args", "--resume 'a b'", "--requeue", "train.py", "-x")
+    assert run_script(text, tmp_path)[-2:] == ["train.py", "-x"]
+    assert run_script(text, tmp_path, SLURM_RESTART_COUNT="0")[-2:] == ["train.py", "-x"]
+    assert run_script(text, tmp_path, SLURM_RESTART_COUNT="2")[-4:] == ["train.py", "-x", "--resume", "a b"]
+
+
+def test_the_launch_gets_the_flags_that_were_given() -> None:
+    job = job_of(*GPUS, "--rdzv-backend", "c10d", "--max_restarts=2", "--debug", "--main_process_port", "777", "train.py")
+    assert set(job.launch_words) == {"--rdzv_backend=c10d", "--max_restarts=2", "--debug"}
+    assert job.port == 777
+    assert job_of(*GPUS, "--main_process_port", "0", "train.py").port is None
+    assert "aws" not in script_of(*GPUS, "--aws_secret_access_key", "hush", "train.py")
+
+
+def test_the_settings_file_counts() -> None:
+    Path("settings.yaml").write_text(
+        "{distributed_type: MULTI_GPU, num_machines: 3, num_processes: 12, main_process_port: 1234, machine_rank: 1}"
+    )
+    job = job_of("--config_file", "settings.yaml", "train.py")
+    assert (job.nodes, job.num_processes, job.gpus_per_node, job.port) == (3, 12, "4", 1234)
+    assert job.launch_words == ("--config_file", os.path.abspath("settings.yaml"))
+    more = job_of("--config_file", "settings.yaml", "--gpus_per_node", "8", "train.py")
+    assert (more.nodes, more.num_processes) == (3, 24)
+    fewer = job_of("--config_file", "settings.yaml", "--nodes", "1", "--gpus_per_node", "2", "train.py")
+    assert (fewer.nodes, fewer.num_processes) == (1, 2)
+
+
+def test_cores() -> None:
+    assert job_of(*GPUS, "train.py").cpus_per_task == 32
+    assert job_of(*GPUS, "--num_cpu_threads_per_process", "6", "train.py").cpus_per_task == 48
+    assert job_of(*GPUS, "--cpus_per_task", "5", "train.py").cpus_per_task == 5
+    assert job_of("--cpu", "--num_processes", "4", "--nodes", "2", "train.py").cpus_per_task == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train.py"], "How many GPUs has a machine? Give --gpus_per_node, or --cpu for none."),
+        (["--time", "1h", "--cpu", "train.py"], "--time must be a time limit of SLURM"),
+        (["--time", "1:00\n#SBATCH --x", "--cpu", "train.py"], "--time must be"),
+        (["--partition", "a;rm", "--cpu", "train.py"], "--partition must be a partition"),
+        (["--account", "a b", "--cpu", "train.py"], "--account must be the name of an account, got 'a b'"),
+        (["--job_name", "a b", "--cpu", "train.py"], "--job_name must be"),
+        (["--gpus_per_node", "many", "train.py"], "--gpus_per_node must be"),
+        (["--sbatch_option=--mem=0\n#SBATCH -x", "--cpu", "train.py"], "--sbatch_option must be"),
+        (["--sbatch_option=mem=0", "--cpu", "train.py"], "--sbatch_option must be"),
+        (["--nodes", "0", "--cpu", "train.py"], "--nodes must be at least 1, got 0"),
+        (["--requeue", "--no-requeue", "--cpu", "train.py"], "--requeue and --no_requeue contradict one another"),
+        (["--cpu", "--gpus_per_node", "2", "train.py"], "--cpu and --gpus_per_node contradict one another"),
+        (["--nodes", "2", "--num_machines", "3", "--cpu", "train.py"], "--nodes 2 and --num_machines 3 contradict"),
+        ([*GPUS, "--num_processes", "4", "train.py"], "--num_processes 4 and --gpus_per_node 8 contradict"),
+        (["--machine_rank", "1", "--cpu", "train.py"], "--machine_rank is found on the machines"),
+        (["--main_process_ip", "h", "--cpu", "train.py"], "--main_process_ip is found on the machines"),
+        (["--resume_args", "'", "--cpu", "train.py"], "--resume_args \"'\" is not what a shell would understand"),
+        (["--tpu", "train.py"], "the launcher 'tpu' of these settings would do again"),
+        (["--cpu", "tain.py"], "Did you mean 'train.py'?"),
+        (["--cpu", "--num_processes", "3", "--nodes", "2", "train.py"], "cannot be shared equally by 2 machines"),
+        (["--cpu", "--submit", "train.py"], "There is no program 'sbatch' here"),
+    ],
+)  # fmt: skip
+def test_mistakes_end_in_one_line(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", os.getcwd())
+    assert main(["slurm", *words]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("limit", ["90", "90:00", "12:00:00", "2-0", "2-12:30", "2-12:30:15", "UNLIMITED"])
+def test_time_limits(limit: str) -> None:
+    assert f"#SBATCH --time={limit}\n" in script_of("--cpu", "--time", limit, "train.py")
+
+
+def test_printing_writing_and_submitting(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["slurm", "--cpu", "train.py"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("#!/bin/bash\n#SBATCH --job-name=train\n")
+    assert "requeue" not in printed  # left to the cluster
+    assert main(["slurm", "--cpu", "--no_requeue", "--output", "job.sh", "train.py"]) == 0
+    assert "#SBATCH --no-requeue\n" in Path("job.sh").read_text()
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "Batch script written to job.sh\n")
+    Path("sbatch").write_text('#!/bin/sh\necho "$@" > given; cat >> given; exit 3\n')
+    Path("sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", os.getcwd(), prepend=":")
+    assert main(["slurm", "--cpu", "--submit", "--dry_run", "train.py"]) == 3
+    assert Path("given").read_text() == "--test-only\n" + printed
+
+
+def test_quoting_for_sbatch() -> None:
+    assert sbatch_quoted("/a/b-1.2") == "/a/b-1.2"
+    assert sbatch_quoted('a "b" \\ c') == '"a \\"b\\" \\\\ c"'
+
+
+# ---- a cluster of one machine -------------------------------------------------------------------------------------
+
+DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
+PATHS = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+MISSING = [name for name in DAEMONS if shutil.which(name, path=PATHS) is None]
+needs_slurm = pytest.mark.skipif(
+    bool(MISSING) or os.geteuid() != 0,
+    reason=f"needs root, and the programs {', '.join(DAEMONS)} (Debian: munge slurm-client slurmctld slurmd)",
+)
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldLogFile={folder}/controller.log
+SlurmdLogFile={folder}/machine.log
+SlurmctldPidFile={folder}/controller.pid
+SlurmdPidFile={folder}/machine.pid
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cores}
+PartitionName=low Nodes=localhost Default=YES PriorityTier=1 GraceTime=20
+PartitionName=high Nodes=localhost PriorityTier=2
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """SLURM on this machine; the environment with which its programs find it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    for name in ("munge", "state", "spool"):
+        (folder / name).mkdir(mode=0o755)
+    (folder / "munge" / "key").write_bytes(os.urandom(128))
+    (folder / "munge" / "key").chmod(0o600)
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(
+            folder=folder, host=socket.gethostname().partition(".")[0], ports=(free_port(), free_port()),
+            cores=os.cpu_count(),
+        )
+    )  # fmt: skip
+    environ = {
+        "PATH": f"{Path(sys.executable).parent}:{PATHS}", "SLURM_CONF": str(configuration), "OMP_NUM_THREADS": "1",
+        "HF_HOME": str(folder), "LC_ALL": "C.UTF-8",
+    }  # fmt: skip
+    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
+    commands = [
+        ["munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge],
+        ["slurmctld", "-D", "-c", "-f", str(configuration)],
+        ["slurmd", "-D", "-N", "localhost", "-f", str(configuration)],
+    ]
+    with open(folder / "out", "w") as out:
+        daemons = []
+        try:
+            for command in commands:
+                daemons.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
+                soon((folder / "munge" / "socket").exists)
+            soon(lambda: "idle" in ask(environ, "sinfo", "-h", "-p", "low", "-o", "%T"))
+            yield environ
+        finally:
+            for daemon in reversed(daemons):
+                daemon.terminate()
+            for daemon in daemons:
+                daemon.wait(30)
+
+
+def ask(environ: dict[str, str], *words: str) -> str:
+    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False).stdout
+
+
+def soon(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.1)
+
+
+def submit(environ: dict[str, str], *words: str) -> str:
+    """Submit a job with `accelerate slurm`, and return its number."""
+    done = subprocess.run(
+        ["accelerate", "slurm", "--submit", *words], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()[-1]
+
+
+def state(environ: dict[str, str], job: str) -> str:
+    said = ask(environ, "scontrol", "show", "job", job).split()
+    return next(word.partition("=")[2] for word in said if word.startswith("JobState="))
+
+
+@needs_slurm
+@pytest.mark.launch
+def test_slurm_accepts_every_option(cluster: dict[str, str]) -> None:
+    words = ["--cpu", "--time", "1-0:10", "--partition", "low", "--job_name", "a.b", "--requeue",
+             "--sbatch_option=--mem=10", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
+    done = subprocess.run(
+        ["accelerate", "slurm", "--submit", "--dry_run", *words], env=cluster, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stderr
+
+
+@needs_slurm
+@pytest.mark.launch
+def test_a_job_runs_on_two_processes(cluster: dict[str, str]) -> None:
+    shutil.copy(Path(__file__).parent / "launched.py", "train.py")
+    job = submit(cluster, "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "train.py", "a b", "$HOME")
+    soon(lambda: state(cluster, job) in ("COMPLETED", "FAILED"), 120)
+    said = Path(f"train-{job}.out").read_text()
+    assert state(cluster, job) == "COMPLETED", said
+    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    assert found == {"places": [[0, "cpu", "0"], [1, "cpu", "1"]], "precision": "no", "argv": ["a b", "$HOME"]}
+
+
+@needs_slurm
+@pytest.mark.launch
+def test_a_preempted_job_starts_again_and_resumes(cluster: dict[str, str]) -> None:
+    Path("train.py").write_text(
+        "import sys, time\n"
+        "open(f'run{len(sys.argv)}', 'w').close()\n"
+        "time.sleep(0 if '--resume' in sys.argv else 100)\n"
+    )
+    everything = ["--cpu", "--cpus_per_task", str(os.cpu_count())]
+    job = submit(cluster, *everything, "--requeue", "--resume_args=--resume", "train.py")
+    soon(lambda: Path("run1").exists())
+    submit(cluster, *everything, "--partition", "high", "train.py", "--resume", "now")
+    soon(lambda: state(cluster, job) == "PENDING", 60)
+    assert "gives way after 0 restarts" in Path(f"train-{job}.out").read_text()
+    ask(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+    soon(lambda: state(cluster, job) == "COMPLETED", 60)
+    assert Path("run2").exists()
+
+
+@needs_slurm
+@pytest.mark.launch
+def test_a_cancelled_or_failed_job_does_not_start_again(cluster: dict[str, str]) -> None:
+    Path("train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
+    job = submit(cluster, "--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
+    soon(lambda: Path("started").exists())
+    ask(cluster, "scancel", job)
+    soon(lambda: state(cluster, job) == "CANCELLED")
+    Path("train.py").write_text("import sys; sys.exit(3)")
+    job = submit(cluster, "--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
+    soon(lambda: state(cluster, job) == "FAILED")
+    assert "ExitCode=3:0" in ask(cluster, "scontrol", "show", "job", job)

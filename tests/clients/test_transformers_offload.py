@@ -1,0 +1,46 @@
+"""The transformers library on models that are spread over memory and the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+PLACES = {
+    "model.embed_tokens": "cpu",
+    "model.layers.0": "cpu",
+    "model.layers.1": "disk",
+    "model.layers.2": "disk",
+    "model.norm": "cpu",
+    "model.rotary_emb": "cpu",
+    "lm_head": "disk",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=50, num_hidden_layers=3, max_position_embeddings=32, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("device_map", ["auto", PLACES])
+def test_a_model_loads_and_writes_text_wherever_its_parts_are(folder: Path, device_map: Any, tmp_path: Path) -> None:
+    words = torch.tensor([[1, 2, 3]])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, device_map=device_map, offload_folder=str(tmp_path / "offload")
+    )
+    assert torch.equal(spread(words).logits, plain(words).logits)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(spread.generate(words, **settings), plain.generate(words, **settings))
+    if device_map != "auto":
+        assert spread.hf_device_map == PLACES
+        assert spread.model.layers[1].mlp.up_proj.weight.is_meta
+        assert not list((tmp_path / "offload").glob("*.dat")), "the checkpoint is read where it is"
