@@ -80,8 +80,11 @@ def _take_section(settings: Namespace, section: str, values: dict[str, Any]) -> 
             if value is not None:
                 set_value(settings, name, coerce(OPTIONS[name], value, f"{section}.{key}"), "file")
         else:
+            from accel_cli.configfile.source import read_source
+
+            where = read_source(settings.settings_file).at(f"{section}.{key}")
             hint = did_you_mean(name, list(OPTIONS))
-            settings.notes.append(f"the settings file has {section}.{key}, which means nothing here.{hint}")
+            settings.notes.append(f"{where}: {section}.{key} means nothing here.{hint}")
     if section == "parallelism_config" and values:
         set_value(settings, "use_parallelism_config", True, "file")
 

@@ -36,7 +36,8 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
 
     Returns:
         The settings: every option, and besides `use_cpu`, `inside_mpi`, `visible_devices_variable`,
-        `port_was_named`, `hosts` (those of the hostfile, with how many processes each takes), `has_usual_hostfile` (that of DeepSpeed), `mpi_version` (what mpirun says), `is_root` and
+        `port_was_named`, `hosts` (those of the hostfile, with how many processes each takes), `has_usual_hostfile`
+        (that of DeepSpeed), `mpi_version` (what mpirun says), `is_root` and
 
         - `runner`: who starts the processes, a key of `accel_cli.launch.plan.PLANNERS`;
         - `sources`, option name -> `"flag"`, `"file"`, `"environment"` or `"guess"`; an option that is not in it has

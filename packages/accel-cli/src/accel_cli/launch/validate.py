@@ -204,8 +204,10 @@ def _check_precision(settings: Namespace) -> None:
 
 
 def _check_parallelism(settings: Namespace) -> None:
-    if settings.use_parallelism_config and not settings.use_fsdp:
-        raise UsageError("--use_parallelism_config needs --use_fsdp --fsdp_version 2.")
+    if settings.use_parallelism_config and not (settings.use_fsdp or settings.use_deepspeed):
+        raise UsageError(
+            "--use_parallelism_config needs --use_fsdp --fsdp_version 2, or --use_deepspeed for sequence parallelism."
+        )
 
 
 def _check_script(settings: Namespace) -> None:
