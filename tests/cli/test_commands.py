@@ -78,7 +78,7 @@ def test_the_status_of_several_is_passed_on(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys, "argv", ["accelerate-launch", "--cpu", "--num_processes", "2", "train.py"])
     assert launch_main() == 7
-    assert [plan.runner for plan in plans] == ["torchrun"] * 3
+    assert [plan.runner for plan in plans] == ["torchrun", "torchrun", "local"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from accel_cli.completion.words import ANYTHING, FILE, FOLDER, Words, read_words
 from accel_cli.main import COMMANDS, full_parser, main
 from tests.cli.terminal import Terminal
 
-TAB, NEW_LINE, KILL_LINE = "\t", "\r", "\x15"
+TAB, NEW_LINE = "\t", "\r"
 
 CASES = [
     ("accelerate la", "launch"),
@@ -42,6 +42,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / ".shell").mkdir()
     for shell in SHELLS:
         (tmp_path / ".shell" / shell).write_text(completion_script(shell))
+    say = [f"{program}() {{ printf '<%s>\\n' \"${{@: -1}}\"; }}\n" for program in PROGRAMS]  # instead of running
+    (tmp_path / ".shell" / "say").write_text("".join(say))
     (tmp_path / "train.py").touch()
     (tmp_path / "settings.yaml").touch()
     (tmp_path / "other folder").mkdir()
@@ -59,22 +61,19 @@ def environment(folder: Path) -> dict[str, str]:
 def ask_bash(folder: Path, line: str) -> str:
     """What bash makes of a line and a tabulator, as it would be run."""
     start = f"import os; os.chdir({str(folder)!r}); os.execvp('bash', ['bash', '--norc', '--noprofile', '-i'])"
-    return typed(start, folder, line, ". .shell/bash; bind 'set bell-style none'", "printf '<%s>\\n' ")
+    return typed(start, folder, line, ". .shell/bash; bind 'set bell-style none'")
 
 
-def ask_zsh(folder: Path, line: str) -> str:
+def ask_zsh(folder: Path, line: str, load: str = ". .shell/zsh") -> str:
     """What zsh makes of a line and a tabulator, as it would be run."""
     start = f"import os; os.chdir({str(folder)!r}); os.execvp('zsh', ['zsh', '-f', '-i'])"
-    setup = "autoload -Uz compinit && compinit -u -D; unsetopt zle_bracketed_paste beep; bindkey '^U' kill-whole-line"
-    return typed(start, folder, line, f"{setup}; . .shell/zsh", "printf '<%s>\\n' ")
+    return typed(start, folder, line, f"autoload -Uz compinit && compinit -u -D; unsetopt beep; {load}")
 
 
-def typed(start: str, folder: Path, line: str, setup: str, show: str) -> str:
+def typed(start: str, folder: Path, line: str, setup: str) -> str:
     """Type a line into a shell on a terminal, press the tabulator, and have the words printed instead of run."""
-    names = " ".join(PROGRAMS)
-    functions = f"for p in {names}; do eval \"$p() {{ {show} \\\"\\${{@: -1}}\\\"; }}\"; done"
     with Terminal(environ=environment(folder), program=start) as terminal:
-        terminal.press(f"PS1='rea''dy> '; {setup}; {functions}; echo beg''in", NEW_LINE)
+        terminal.press(f"PS1='rea''dy> '; {setup}; . .shell/say; echo beg''in", NEW_LINE)
         terminal.wait_for("begin")
         terminal.wait_for("ready> ")
         terminal.press(line, TAB, NEW_LINE)
@@ -100,6 +99,14 @@ ASK: dict[str, Callable[[Path, str], str]] = {"bash": ask_bash, "zsh": ask_zsh, 
 def test_the_tabulator_completes_what_is_typed(shell: str, line: str, wanted: str, folder: Path) -> None:
     found = ASK[shell](folder, line).rstrip("/ ")
     assert found.removeprefix("--mixed-precision=") == wanted
+
+
+@needs("zsh")
+def test_zsh_can_load_the_script_when_it_is_wanted(folder: Path) -> None:
+    (folder / ".functions").mkdir()
+    (folder / ".shell" / "zsh").rename(folder / ".functions" / "_accelerate")
+    load = "fpath=($HOME/.functions $fpath); compinit -u -D"
+    assert ask_zsh(folder, "accelerate launch --mixed_precision fp1", load) == "fp16"
 
 
 @needs("bash")

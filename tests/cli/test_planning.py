@@ -31,7 +31,7 @@ def test_one_process_is_the_guess_without_accelerators(words: list[str]) -> None
 
 def test_several_cpu_processes_are_really_started() -> None:
     plan = plan_of("--cpu", "--num_processes", "2", "train.py", "--lr", "1", machine=Pretended(cores=8))
-    assert plan.runner == "torchrun"
+    assert plan.runner == "local"
     assert plan.argv == (
         *(sys.executable, "-m", "torch.distributed.run"),
         *("--nnodes=1", "--nproc_per_node=2", "--master_addr=127.0.0.1", "--master_port=29500"),

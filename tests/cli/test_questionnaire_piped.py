@@ -68,7 +68,7 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
     assert written == written | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"}
     assert "mpirun_config" not in written
     settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
-    assert (settings.use_cpu, settings.num_processes, settings.runner) == (True, 2, "torchrun")
+    assert (settings.use_cpu, settings.num_processes, settings.runner) == (True, 2, "local")
 
 
 def test_mpirun(ask: Ask) -> None:

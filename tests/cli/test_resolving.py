@@ -72,7 +72,7 @@ def test_a_flag_for_hardware_or_training_replaces_the_files(write: Any) -> None:
 
 def test_cpu_files(write: Any) -> None:
     several = settings_of("--config_file", write(distributed_type="MULTI_CPU", num_processes=2), "x.py")
-    assert (several.use_cpu, several.num_processes, several.runner) == (True, 2, "torchrun")
+    assert (several.use_cpu, several.num_processes, several.runner) == (True, 2, "local")
     one = settings_of("--config_file", write(distributed_type="NO", num_processes=4, use_cpu=True), "x.py")
     assert (one.use_cpu, one.num_processes, one.runner) == (True, 1, "simple")
 

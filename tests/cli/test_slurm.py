@@ -104,7 +104,9 @@ def test_the_script_is_told_when_the_job_has_been_started_again(tmp_path: Path) 
 
 
 def test_the_launch_gets_the_flags_that_were_given() -> None:
-    job = job_of(*GPUS, "--rdzv-backend", "c10d", "--max_restarts=2", "--debug", "--main_process_port", "777", "train.py")
+    job = job_of(
+        *GPUS, "--rdzv-backend", "c10d", "--max_restarts=2", "--debug", "--main_process_port", "777", "train.py"
+    )
     assert set(job.launch_words) == {"--rdzv_backend=c10d", "--max_restarts=2", "--debug"}
     assert job.port == 777
     assert job_of(*GPUS, "--main_process_port", "0", "train.py").port is None
@@ -304,9 +306,13 @@ def state(environ: dict[str, str], job: str) -> str:
 @pytest.mark.launch
 def test_slurm_accepts_every_option(cluster: dict[str, str]) -> None:
     words = ["--cpu", "--time", "1-0:10", "--partition", "low", "--job_name", "a.b", "--requeue",
-             "--sbatch_option=--mem=10", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
+             "--sbatch_option=--mem=1", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
     done = subprocess.run(
-        ["accelerate", "slurm", "--submit", "--dry_run", *words], env=cluster, capture_output=True, text=True, check=False
+        ["accelerate", "slurm", "--submit", "--dry_run", *words],
+        env=cluster,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "to start at" in done.stderr

@@ -23,6 +23,7 @@ PARTS = {
     "dataloading": "Data loading",
     "startup": "Starting",
     "checkpoint": "Checkpoints",
+    "loading": "Loading big models",
 }
 PAGE = ROOT / "docs" / "performance.md"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -136,8 +138,21 @@ def start_process_group(place: ClusterPlace, backend: str, options: Mapping[str,
                 "processes (127.0.0.1 on one machine), or start them with `accelerate launch` or torchrun."
             )
         os.environ.update(place.torch_variables())
+        if place.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            _wait_for_rank_0(str(place.master_addr), int(place.master_port or 0), options.get("timeout"))
     dist.init_process_group(backend, **arguments)
     shutdown.register()
+
+
+def _wait_for_rank_0(address: str, port: int, timeout: timedelta | None) -> None:
+    """Wait until rank 0 listens, where no agent has done so from the start; torch would print a warning at each try."""
+    deadline = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((address, port), timeout=1.0):
+                return
+        except OSError:
+            time.sleep(0.02)
 
 
 def share_cpu_threads(local_world_size: int) -> None:

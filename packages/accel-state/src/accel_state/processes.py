@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 import torch
 import torch.distributed as dist
 
-from accel_state import process_group, shutdown
+from accel_state import process_group, shutdown, supervision
 from accel_state.clusters import ClusterPlace, detect_cluster
 from accel_state.devices import DEVICE_KINDS, DeviceKind, default_device, detect_device_kind, device_kind
 from accel_state.enums import DistributedType
@@ -313,6 +313,7 @@ class PartialState(ProcessPlace):
         if place is not None:
             self.num_processes, self.process_index = place.world_size, place.rank
             self.local_process_index = place.local_rank
+            supervision.report_to_launcher(self.process_index)
         if exists:
             self.backend = dist.get_backend()
             self.set_device()

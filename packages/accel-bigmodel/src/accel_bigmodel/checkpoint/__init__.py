@@ -1,1 +1,1 @@
-"""What a model folder looks like, and how it is written."""
+"""What a model folder looks like, and how it is written and read."""

@@ -1,4 +1,4 @@
-"""Completion in bash, 3.2 and newer."""
+"""Completion in bash."""
 
 from __future__ import annotations
 

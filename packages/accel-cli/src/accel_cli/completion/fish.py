@@ -1,4 +1,4 @@
-"""Completion in fish, 3.0 and newer."""
+"""Completion in fish."""
 
 from __future__ import annotations
 

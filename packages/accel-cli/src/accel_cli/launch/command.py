@@ -17,7 +17,7 @@ from accel_cli.launch.validate import check_flags, check_settings
 HELP = "Run a script on one process or many."
 
 # every other plan is a command of its own
-RUNNERS = {"torchrun": "accel_cli.launch.runners.torchrun"}
+RUNNERS = {"local": "accel_cli.launch.runners.local", "torchrun": "accel_cli.launch.runners.torchrun"}
 COMMAND_RUNNER = "accel_cli.launch.runners.simple"
 
 

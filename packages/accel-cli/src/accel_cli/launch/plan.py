@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 from accel_cli.launch.flags.table import GROUPS, OPTIONS
@@ -33,6 +33,9 @@ class Plan:
         port_may_change: Whether another port may be taken when somebody is faster.
         quiet: Whether to say nothing of our own when the script fails.
         files: Path and content of what the command reads: written before it, and removed after it.
+        worker: The command of one process, where this program starts each by itself.
+        num_workers: How many of these there are.
+        hang_timeout: After how many seconds without progress the run is ended; None for never.
     """
 
     runner: str
@@ -41,6 +44,9 @@ class Plan:
     port_may_change: bool = False
     quiet: bool = False
     files: tuple[tuple[str, str], ...] = ()
+    worker: tuple[str, ...] = ()
+    num_workers: int = 0
+    hang_timeout: float | None = None
 
 
 def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> Plan:
@@ -70,6 +76,21 @@ def _plan_agent(settings: Namespace, environ: Mapping[str, str]) -> Plan:
         environment(settings, environ) | agent_environment(settings, environ),
         port_may_change=settings.num_machines == 1 and not settings.port_was_named,
         quiet=bool(settings.quiet),
+        hang_timeout=settings.hang_timeout,
+    )
+
+
+def _plan_local(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+    """What torch's agent would start, too, but started at once."""
+    python, *script = script_command(settings)
+    meeting = {"MASTER_ADDR": settings.main_process_ip or "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}
+    agent = _plan_agent(settings, environ)
+    return replace(
+        agent,
+        runner="local",
+        environment=agent.environment | meeting,
+        worker=(python, *script) if settings.no_python else (python, "-u", *script),
+        num_workers=settings.num_processes,
     )
 
 
@@ -82,6 +103,7 @@ def _elsewhere(module: str, name: str = "plan") -> Callable[[Namespace, Mapping[
 
 PLANNERS: dict[str, Callable[[Namespace, Mapping[str, str]], Plan]] = {
     "simple": _plan_alone,
+    "local": _plan_local,
     "torchrun": _plan_agent,
     "mpi": _elsewhere("mpi"),
     "deepspeed": _elsewhere("deepspeed"),

@@ -18,7 +18,19 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nobody names one
 STANDARD = "standard"  # this command is run on each machine, and torch's agents meet
-MEETING_HERE = ("torchrun", "mpi")  # runners whose processes meet at a port of this machine, if it is the only one
+AGENT_OPTIONS = (
+    "max_restarts",
+    "tee",
+    "log_dir",
+    "role",
+    "rdzv_backend",
+    "rdzv_conf",
+)  # what only torch's agent knows
+MEETING_HERE = (
+    "local",
+    "torchrun",
+    "mpi",
+)  # runners whose processes meet at a port of this machine, if it is the only one
 
 RETIRED_FLAGS = {
     "ipex": "Intel's extension for PyTorch is retired, and torch has what it did",
@@ -158,6 +170,13 @@ def _is_alone(settings: Namespace) -> bool:
     return settings.num_processes == 1 and settings.num_machines == 1 and not grouped
 
 
+def _needs_no_agent(settings: Namespace) -> bool:
+    """True when all that torch's agent would do is to start CPU processes on this machine."""
+    usual = all(getattr(settings, name) == OPTIONS[name].default for name in AGENT_OPTIONS)
+    plain = settings.use_cpu and settings.num_machines == 1 and not settings.use_deepspeed
+    return bool(plain and usual and os.name == "posix")
+
+
 def _has_deepspeed_launcher(settings: Namespace) -> bool:
     """True when DeepSpeed's launcher, not torch's agent, reaches the other machines."""
     return bool(
@@ -173,6 +192,7 @@ RUNNERS: dict[str, Callable[[Namespace], bool]] = {
     "simple": lambda settings: settings.inside_mpi or (_is_alone(settings) and not settings.hosts),
     "mpi": lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile) and not settings.use_deepspeed,
     "deepspeed": _has_deepspeed_launcher,
+    "local": _needs_no_agent,
     "torchrun": lambda settings: True,
 }
 

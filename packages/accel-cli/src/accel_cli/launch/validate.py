@@ -117,7 +117,7 @@ def _check_machines(settings: Namespace) -> None:
 
 def _check_port(settings: Namespace) -> None:
     """Refuse a port that was named and that another program holds on this machine."""
-    meets_here = settings.runner == "torchrun" and (settings.num_machines == 1 or _hosts_static(settings))
+    meets_here = settings.runner in ("local", "torchrun") and (settings.num_machines == 1 or _hosts_static(settings))
     if not (meets_here and settings.port_was_named):
         return
     from accel_cli.launch.machine import holder_of, is_free

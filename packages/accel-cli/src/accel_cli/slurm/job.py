@@ -12,11 +12,10 @@ from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import OPTIONS
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.resolve import resolve
-from accel_cli.launch.validate import check_flags, check_settings
+from accel_cli.launch.validate import MEETS_ALONE, check_flags, check_settings
 from accel_cli.slurm.flags import check_slurm_flags, num_gpus, resume_words
 
 CPUS_PER_GPU = 4  # when nobody says: the process itself, and workers that load data
-STARTED_BY = ("simple", "torchrun")  # the ways of starting that run this program on each machine
 FOUND_BY_THE_JOB = "found-by-the-job"
 ANY_PORT = 1  # stands for one that the job chooses
 NAMED = ("flag", "file")
@@ -146,7 +145,7 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> Na
         wanted.num_processes = gpus * (args.nodes or args.num_machines or 1)
         wanted.nondefault.add("num_processes")
     settings = resolve(wanted, environ, ComputeNode(gpus))
-    if settings.runner not in STARTED_BY:
+    if settings.runner in MEETS_ALONE:
         raise UsageError(
             f"A SLURM job runs `accelerate launch` on each machine itself, which the launcher {settings.runner!r} of "
             "these settings would do again: leave it out."

@@ -67,6 +67,12 @@ RESOURCES = OptionGroup(
             metavar="N",
             environment="OMP_NUM_THREADS",
         ),
+        Option(
+            "--hang_timeout",
+            "End the run, and show where each process is, when none has made progress for this long.",
+            type=float,
+            metavar="SECONDS",
+        ),
         switch(
             "--enable_cpu_affinity",
             "Keep each process on the CPU cores that are near its GPU.",

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from signal import SIGTERM
 from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
 from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.simple import exit_status
+from accel_cli.supervise.watch import Watch
 
 TRIES = 3
 
@@ -34,19 +40,43 @@ def run(plan: Plan) -> int:
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     arguments = torchrun.get_args_parser().parse_args(plan.argv[3:])
     variables = dict(plan.environment)
-    if "ACCELERATE_USE_CPU" not in variables:
+    if variables.get("ACCELERATE_USE_CPU", "False") == "False":
         _check_devices(int(arguments.nproc_per_node), variables)
         variables |= network_variables()
-    with patch_environment(**variables):
+    watch = Watch(plan.hang_timeout, plan.quiet)
+    with patch_environment(**variables | watch.variables), _watching(watch):
         try:
             _run_agent(torchrun, arguments, plan)
         except ChildFailedError as error:
+            watch.look({rank: failure.exitcode for rank, failure in error.failures.items()})
             return _report(error, plan)
         except SignalException as signal:  # the agent has ended the processes
-            return 128 + int(signal.sigval)
+            return HUNG_STATUS if watch.is_hanging else 128 + int(signal.sigval)
         except (DistError, RendezvousError) as error:
             raise UsageError(_no_meeting(arguments, error)) from error
     return 0
+
+
+@contextmanager
+def _watching(watch: Watch) -> Iterator[None]:
+    """Watch from a thread of its own: this one is the agent's."""
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(LOOK_SECONDS):
+            watch.look()
+            if watch.is_hanging:
+                os.kill(os.getpid(), SIGTERM)  # upon which the agent ends its processes
+                return
+
+    thread = threading.Thread(target=look, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        watch.close()
 
 
 def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:

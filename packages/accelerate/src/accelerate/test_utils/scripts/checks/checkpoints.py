@@ -65,7 +65,7 @@ def loading(place: Place) -> None:
     before = clone(accelerator.get_state_dict(prepared[0]))
     accelerator.save_state(folder)
     wanted = torch.rand(3).tolist()
-    train(accelerator, *prepared)
+    train(accelerator, prepared)
     counter.count = 0
     accelerator.load_state(folder)
     same(torch.rand(3).tolist(), wanted, "random numbers")
@@ -79,13 +79,13 @@ def resuming(place: Place) -> None:
     """A run that was stopped in the middle of an epoch and resumed ends as one that was not."""
     folder = folder_of(place, "half")
     accelerator, prepared, _ = make_run(place)
-    train(accelerator, *prepared, steps=HALF)
+    train(accelerator, prepared, steps=HALF)
     accelerator.save_state(folder)
-    train(accelerator, *prepared[:2], accelerator.skip_first_batches(prepared[2], HALF))
+    train(accelerator, prepared, skipped=HALF)
     wanted = clone(accelerator.get_state_dict(prepared[0]))
     accelerator, prepared, _ = make_run(place)
     accelerator.load_state(folder)
-    train(accelerator, *prepared[:2], accelerator.skip_first_batches(prepared[2], HALF))
+    train(accelerator, prepared, skipped=HALF)
     found = accelerator.get_state_dict(prepared[0])
     if accelerator.is_main_process:
         assert_same(found, wanted, tolerance=1e-6)

@@ -34,7 +34,7 @@ def training_in(place: Place, name: str) -> None:
     model[0].register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
     loader = DataLoader(make_data(8 * place.world), batch_size=2)
     prepared: Any = accelerator.prepare(model, make_optimizer(model), loader)
-    losses = [loss for _ in range(EPOCHS) for loss in train(accelerator, *prepared)]
+    losses = [loss for _ in range(EPOCHS) for loss in train(accelerator, prepared)]
     assert seen == {dtype}, f"the first layer computed in {seen} instead of {dtype}"
     per_epoch = len(losses) // EPOCHS
     before, after = sum(losses[:per_epoch]), sum(losses[-per_epoch:])

@@ -68,7 +68,7 @@ class Team:
         if self.world == 1:
             return {0: (status, text)}
         if self.store is None:
-            return {rank: tuple(said) for rank, said in enumerate(gather_object([[status, text]]))}  # type: ignore[misc]
+            return dict(enumerate(gather_object([(status, text)])))
         self.rounds += 1
         prefix = f"accelerate_test/{self.rounds}"
         self.store.set(f"{prefix}/{self.rank}", json.dumps([status, text]))
@@ -120,6 +120,7 @@ def run_checks(checks: Iterable[Check]) -> int:
     if team.rank == 0:
         sys.stdout.write(report(results, about, time.perf_counter() - started))
         sys.stdout.flush()
+    state.wait_for_everyone()  # the store lives in the first process, which must not be the first to leave
     state.destroy_process_group()
     return 1 if any(result.status == FAILED for result in results) else 0
 

@@ -1,0 +1,148 @@
+"""Does a checkpoint fit a model? Answered from names and shapes, before any weight is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from accel_bigmodel.checkpoint.contents import CheckpointContents
+
+EXTRA_STATE = "_extra_state"
+SCALES = "SCB"  # under this name bitsandbytes saves the scales of its 8-bit weights, beside them
+ADDED_BY_BITSANDBYTES = (SCALES, "weight_format", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
+QUANTISED = ("Int8Params", "FP4Params", "Params4bit")  # whose shape is that of their packed values
+FILLED_BY_TORCH = "num_batches_tracked"  # which older checkpoints lack
+MOST_NAMES = 20
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointMismatchError(ValueError, RuntimeError):
+    """A checkpoint has not the tensors of a model; torch raises a RuntimeError then, other loaders a ValueError."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a checkpoint differs from a model.
+
+    Args:
+        source: The checkpoint, for messages.
+        model: The model's class, for messages.
+        missing: Names of the model that the checkpoint has under none of their names.
+        unexpected: Names of the checkpoint that the model has not.
+        misshapen: Name, shape in the checkpoint and shape in the model.
+    """
+
+    source: str
+    model: str
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+    def judge(self, strict: bool) -> None:
+        """Raise an error for wrong shapes, and for the rest too if strict; else warn once.
+
+        Raises:
+            CheckpointMismatchError: With all that differs.
+        """
+        if self.misshapen or (strict and (self.missing or self.unexpected)):
+            raise CheckpointMismatchError(
+                f"The checkpoint {self.source} does not fit {self.model}, which was left as it is:\n{self._report()}"
+            )
+        if self.missing or self.unexpected:
+            logger.warning("The checkpoint %s does not quite fit %s:\n%s", self.source, self.model, self._report())
+
+    def _report(self) -> str:
+        shapes = [f"{name} {found} instead of {wanted}" for name, found, wanted in self.misshapen]
+        parts = {
+            "missing, and left as they are in the model": self.missing,
+            "not in the model, and not used": self.unexpected,
+            "of another shape": shapes,
+        }
+        return "\n".join(f"  {len(names)} {what}: {_listed(names)}" for what, names in parts.items() if names)
+
+
+def expected_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that a checkpoint of a model holds, under all their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def extra_states(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that save something else besides tensors, by the name under which they do."""
+    return {
+        f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
+def find_sources(tensors: dict[str, torch.Tensor], contents: CheckpointContents) -> dict[str, str]:
+    """Under which name the checkpoint holds each tensor of a model: its own, or another one of a tied parameter.
+
+    Args:
+        tensors: What `expected_tensors` gave.
+        contents: The checkpoint.
+
+    Returns:
+        Names in the checkpoint by names in the model; missing ones are left out.
+    """
+    known = {id(tensor): name for name, tensor in reversed(tensors.items()) if name in contents}
+    own = {name: name if name in contents else known.get(id(tensor)) for name, tensor in tensors.items()}
+    return {name: source for name, source in own.items() if source is not None}
+
+
+def compare(model: nn.Module, contents: CheckpointContents) -> Difference:
+    """Compare the tensors of a model with those of a checkpoint.
+
+    Args:
+        model: The model, which may be on the meta device.
+        contents: The checkpoint.
+    """
+    tensors, extra = expected_tensors(model), extra_states(model)
+    sources = find_sources(tensors, contents)
+    missing = [name for name, tensor in tensors.items() if name not in sources and not _is_filled_in(name, tensor)]
+    missing += [name for name in extra if name not in contents]
+    unexpected = [
+        name
+        for name in contents
+        if name not in tensors and name not in extra and not _describes_quantised(name, tensors)
+    ]
+    misshapen = []
+    for name, source in sources.items():
+        stored, tensor = contents.dtype_and_shape(source), tensors[name]
+        if type(tensor).__name__ in QUANTISED or nn.parameter.is_lazy(tensor):
+            continue
+        found = stored[1] if stored is not None else ()
+        if found != tuple(tensor.shape):
+            misshapen.append((name, found, tuple(tensor.shape)))
+    return Difference(contents.source, type(model).__name__, missing, unexpected, misshapen)
+
+
+def _is_filled_in(name: str, tensor: torch.Tensor) -> bool:
+    return name.rpartition(".")[2] == FILLED_BY_TORCH and not tensor.is_meta
+
+
+def _describes_quantised(name: str, tensors: dict[str, torch.Tensor]) -> bool:
+    """Is it what bitsandbytes keeps beside a weight that is quantised?"""
+    owner, _, last = name.rpartition(".")
+    weight = tensors.get(f"{owner}.weight") if last in ADDED_BY_BITSANDBYTES else None
+    if weight is None:  # 4-bit weights have it behind their own name
+        weight = tensors.get(owner) if last.startswith((*ADDED_BY_BITSANDBYTES, "quant_state")) else None
+    return type(weight).__name__ in QUANTISED
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return shown if len(names) <= MOST_NAMES else f"{shown} and {len(names) - MOST_NAMES} more"
+
+
+__all__ = ["CheckpointMismatchError", "Difference", "compare", "expected_tensors", "extra_states", "find_sources"]

@@ -1,0 +1,203 @@
+"""Loading a checkpoint into a model that may have no memory yet."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.checkpoint.across import convert, is_sharded, load_across_processes
+from accel_bigmodel.checkpoint.compare import Difference, compare, expected_tensors, extra_states
+from accel_bigmodel.checkpoint.contents import CheckpointContents, open_shard
+from accel_bigmodel.checkpoint.index import find_checkpoint
+from accel_bigmodel.checkpoint.left_on_disk import check_room, leave_on_disk
+from accel_bigmodel.checkpoint.placing import (
+    DISK,
+    DeviceMap,
+    Wishes,
+    carry_out,
+    check_devices,
+    device_of,
+    plan_placements,
+)
+from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.offload.folder import Index
+from accel_bigmodel.tied import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    find_tied_parameters,
+    retie_parameters,
+)
+
+LOADING_AS_EVER = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+
+logger = logging.getLogger(__name__)
+
+StrPath = str | os.PathLike[str]
+
+
+def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = None) -> dict[str, torch.Tensor]:
+    """The tensors of one weights file, by name.
+
+    Args:
+        checkpoint_file: A safetensors file, or one of `torch.save`, of which no code is run.
+        device_map: Device by name of module or tensor; what it does not name, or leaves on disk, is in main memory.
+
+    Returns:
+        On the CPU, views of the mapped file: read when they are used, and free to be written to without changing it.
+
+    Raises:
+        ValueError: The file is damaged, was written for another framework, or holds code.
+        OSError: It cannot be read.
+    """
+    shard = open_shard(checkpoint_file)
+    if not device_map:
+        return {name: shard.tensor(name) for name in shard.names()}
+    devices = {name: device_of(name, device_map) for name in shard.names()}
+    return {
+        name: shard.tensor(name) if device == DISK else shard.tensor(name).to(device)
+        for name, device in devices.items()
+    }
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: StrPath,
+    device_map: DeviceMap | None = None,
+    offload_folder: StrPath | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> Index:
+    """Load a checkpoint into a model, each tensor once and directly to its place.
+
+    On the CPU, in the dtype of the checkpoint, parameters become views of the mapped files: they are read from the disk
+    when they are first used, and training them leaves the files as they are. What goes on disk stays in the checkpoint if
+    that is in the safetensors format. Nothing moves before names, shapes and places have been checked.
+
+    Args:
+        model: The model, with or without memory.
+        checkpoint: A weights file, an index of shards, a folder that holds one of these, or the name of a repository of
+            the Hugging Face Hub.
+        device_map: Device by name of module or tensor, "disk" among them. When None, a model that has memory keeps it
+            and gets the values; one that is (in part) on the meta device gets the checkpoint's tensors in main memory.
+        offload_folder: Where what goes on disk is noted, and written if it cannot stay in the checkpoint.
+        dtype (`torch.dtype`, *optional*): Of floating-point tensors, such as `torch.float16` or "float16"; as in the model
+            when None.
+        offload_state_dict (`bool`): Not used: nothing is read that would have to be put aside.
+        offload_buffers (`bool`): Leave buffers on disk too where the map says so; else they are in main memory.
+        keep_in_fp32_modules (`list[str]`, *optional*): Names of modules that stay in float32 when `dtype` is float16.
+        offload_8bit_bnb (`bool`): Note the scales of 8-bit weights of bitsandbytes that are left on disk, too.
+        strict (`bool`): Raise an error, not a warning, when the checkpoint has not exactly the names of the model.
+        full_state_dict (`bool`): For a model that is sharded over processes: the checkpoint holds whole tensors.
+        broadcast_from_rank0 (`bool`): The first process reads the checkpoint, and sends it to the others.
+
+    Returns:
+        Where the weights that are left on disk can be read, by name, as `dispatch_model` takes it in `offload_index`.
+        Empty when there are none.
+
+    Raises:
+        ValueError: The checkpoint does not fit the model, is damaged or cannot be found; the map does not fit the model;
+            or an `offload_folder` is needed. The model is as before.
+        OSError: A file cannot be read, or the disk has no room. The model is as before.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
+        load_checkpoint_in_model(model, "my_model", device_map={"0": "cpu", "1": "disk"}, offload_folder="offloaded")
+        ```
+    """
+    wished_dtype = _as_dtype(dtype)
+    if broadcast_from_rank0 or is_sharded(model):
+        if device_map is not None:
+            raise ValueError(
+                "A device map cannot be combined with a model that several processes share: leave out device_map, or "
+                "broadcast_from_rank0 and sharding."
+            )
+        load_across_processes(model, checkpoint, wished_dtype, strict, full_state_dict, broadcast_from_rank0)
+        return {}
+    if isinstance(device_map, str):
+        raise ValueError(
+            f"device_map={device_map!r} is the name of a strategy: make a map of it with infer_auto_device_map, or use "
+            "load_checkpoint_and_dispatch."
+        )
+    if device_map is not None:
+        check_device_map(model, device_map)
+    contents = CheckpointContents(find_checkpoint(checkpoint))
+    if device_map is None and _loads_itself(model):
+        _leave_to_model(model, contents, wished_dtype, strict)
+        return {}
+    compare(model, contents).judge(strict)
+    tied = find_tied_parameters(model)
+    _warn_about_ties(model, tied, device_map)
+    wishes = Wishes(device_map, wished_dtype, keep_in_fp32_modules or (), offload_buffers)
+    placements = plan_placements(model, contents, wishes)
+    check_devices(placements)
+    check_room(placements, contents, offload_folder)
+    shown = os.environ.get("LOCAL_RANK", "0") == "0"
+    index = leave_on_disk(placements, contents, offload_folder, offload_8bit_bnb, shown)
+    carry_out(model, contents, placements, shown)
+    for name, module in extra_states(model).items():
+        if name in contents:
+            module.set_extra_state(contents.tensor(name))
+    loaded = {placement.name for placement in placements}
+    retie_parameters(model, [sorted(group, key=lambda name: name not in loaded) for group in tied])
+    return index
+
+
+def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if found is not None and not isinstance(found, torch.dtype) or (found is None and dtype is not None):
+        raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
+    return found
+
+
+def _loads_itself(model: nn.Module) -> bool:
+    """Whether a part of a model does something of its own when a state dict is loaded, such as to rename tensors."""
+    return any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module).load_state_dict is not nn.Module.load_state_dict
+        or type(module)._load_from_state_dict.__module__ not in LOADING_AS_EVER
+        for module in model.modules()
+    )
+
+
+def _leave_to_model(model: nn.Module, contents: CheckpointContents, dtype: torch.dtype | None, strict: bool) -> None:
+    takes_over = any(tensor.is_meta for tensor in expected_tensors(model).values())
+    if dtype is not None and not takes_over:
+        logger.warning(
+            "Parts of %s load themselves into the memory that they have, so dtype=%s is not used: call model.to(dtype).",
+            type(model).__name__,
+            dtype,
+        )
+    state_dict = {name: convert(contents.tensor(name), dtype if takes_over else None) for name in contents}
+    tied = find_tied_parameters(model)
+    left = model.load_state_dict(state_dict, strict=strict, assign=takes_over)
+    retie_parameters(model, tied)
+    if left.missing_keys or left.unexpected_keys:
+        Difference(contents.source, type(model).__name__, left.missing_keys, left.unexpected_keys, []).judge(strict)
+
+
+def _warn_about_ties(model: nn.Module, tied: list[list[str]], device_map: DeviceMap | None) -> None:
+    if not tied and check_tied_parameters_in_config(model):
+        logger.warning(
+            "The configuration of %s says that it shares parameters, but it does not yet: call model.tie_weights() "
+            "before planning a device map and loading.",
+            type(model).__name__,
+        )
+    if device_map is not None:
+        check_tied_parameters_on_same_device(tied, device_map)
+
+
+__all__ = ["load_checkpoint_in_model", "load_state_dict"]

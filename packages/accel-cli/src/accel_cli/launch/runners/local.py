@@ -1,0 +1,214 @@
+"""Several CPU processes of one machine, started directly: they load torch while nobody waits for an agent to do so."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accel_cli.launch.machine import free_port
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners.simple import cannot_start, exit_status
+from accel_cli.supervise.failures import describe_end
+from accel_cli.supervise.watch import Watch
+
+TRIES = 3
+LOOK_SECONDS = 0.1
+INTERRUPT_SECONDS = 3.0
+GRACE_SECONDS = 30.0  # as torch's agent gives
+HUNG_STATUS = 124  # as of timeout(1)
+FORWARDED = ("SIGTERM", "SIGHUP", "SIGQUIT")
+PR_SET_PDEATHSIG = 1
+
+
+def run(plan: Plan) -> int:
+    """Run the script in all processes and wait.
+
+    Returns:
+        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung.
+    """
+    port = plan.environment["MASTER_PORT"]
+    for attempt in range(TRIES):
+        group = _Group(plan, port)
+        status = group.run()
+        if not (group.lost_its_port and plan.port_may_change and attempt < TRIES - 1):
+            return status
+        port = str(free_port())  # another program was faster
+    return status
+
+
+class _Group:
+    """The processes of one attempt."""
+
+    def __init__(self, plan: Plan, port: str) -> None:
+        self.plan = plan
+        self.port = port
+        self.watch = Watch(plan.hang_timeout, plan.quiet)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ended: dict[int, int] = {}
+        self.signal: int | None = None
+        self.interrupted_at = float("inf")
+        self.lost_its_port = False
+
+    def run(self) -> int:
+        """Start all, wait, and end all when one fails."""
+        with _signals(self._forward, self._interrupt):
+            try:
+                self._start()
+                first = self._wait_for_a_failure()
+            finally:
+                self._end()
+                self._note_port()
+                if not (self.lost_its_port and self.plan.port_may_change):
+                    self.watch.close(self.ended)
+        if self.watch.is_hanging:
+            return HUNG_STATUS
+        if self.signal is not None:
+            return 128 + self.signal
+        return self._report(first) if first is not None else 0
+
+    def _start(self) -> None:
+        count = self.plan.num_workers
+        common = {
+            **os.environ, **self.plan.environment, **self.watch.variables, "MASTER_PORT": self.port,
+            "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "ROLE_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "ROLE_NAME": "default",
+            "TORCHELASTIC_RUN_ID": f"accelerate_{os.getpid()}", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }  # fmt: skip
+        common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        for rank in range(count):
+            own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
+            try:
+                process = subprocess.Popen(self.plan.worker, env={**common, **own}, preexec_fn=_die_with(os.getpid()))
+            except OSError as error:
+                raise cannot_start(self.plan, error) from error
+            self.processes.append(process)
+
+    def _wait_for_a_failure(self) -> int | None:
+        """The rank that failed first; None when all ended well or somebody else wants them to end."""
+        while len(self.ended) < len(self.processes):
+            self._sleep()
+            for rank in self._newly_ended():
+                if self.ended[rank]:
+                    return rank
+            self.watch.look(self.ended)
+            if time.monotonic() - self.interrupted_at > INTERRUPT_SECONDS:
+                self._forward(signal.SIGINT)
+            if self.watch.is_hanging or self.signal is not None:
+                return None
+        return None
+
+    def _sleep(self) -> None:
+        """Wait until a process ends, or for a moment."""
+        if not hasattr(os, "pidfd_open"):
+            time.sleep(LOOK_SECONDS / 2)
+            return
+        poll = select.poll()
+        handles = []
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended:
+                try:
+                    handles.append(os.pidfd_open(process.pid))
+                except ProcessLookupError:
+                    continue
+                poll.register(handles[-1], select.POLLIN)
+        try:
+            poll.poll(LOOK_SECONDS * 1000)
+        finally:
+            for handle in handles:
+                os.close(handle)
+
+    def _newly_ended(self) -> list[int]:
+        found = []
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended and (code := process.poll()) is not None:
+                self.ended[rank] = code
+                found.append(rank)
+        return found
+
+    def _interrupt(self) -> None:
+        """A terminal interrupts all processes by itself; whoever interrupts this one only means all of them too."""
+        self.interrupted_at = min(self.interrupted_at, time.monotonic())
+
+    def _forward(self, number: int) -> None:
+        self.signal = number
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for rank, process in enumerate(self.processes):
+            if rank not in self.ended:
+                process.send_signal(number)
+
+    def _end(self) -> None:
+        """End what still runs; processes that do not want to are killed."""
+        failed_on_their_own = dict(self.ended)
+        if self.signal is None:
+            self._send(signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
+            self._sleep()
+            self._newly_ended()
+        self._send(signal.SIGKILL)
+        for rank, process in enumerate(self.processes):
+            self.ended[rank] = process.wait()
+        self.ended = failed_on_their_own  # the others ended because we wanted them to
+
+    def _note_port(self) -> None:
+        """Whether the process that waits for the others found its port taken."""
+        path = os.path.join(self.watch.folder, "0.error")
+        if os.path.exists(path):
+            with open(path, encoding="utf-8") as file:
+                self.lost_its_port = "EADDRINUSE" in file.read()
+
+    def _report(self, rank: int) -> int:
+        """Say in one line which process failed first; its error stands above."""
+        code = self.ended[rank]
+        if not self.plan.quiet:
+            print(
+                f"accelerate launch: process {rank} (pid {self.processes[rank].pid}) {describe_end(code)}; the others "
+                "were ended.",
+                file=sys.stderr,
+            )
+        return exit_status(code) or 1
+
+
+def _die_with(launcher: int) -> Callable[[], None] | None:
+    """What a new process runs first, so that it does not outlive a launcher that is killed."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import ctypes
+
+    prctl = ctypes.CDLL(None).prctl
+
+    def in_new_process() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it has died already
+            os._exit(1)
+
+    return in_new_process
+
+
+@contextmanager
+def _signals(forward: Callable[[int], None], interrupt: Callable[[], None]) -> Iterator[None]:
+    """Handle signals while processes run; where there is no main thread, nobody sends any."""
+    before: dict[Any, Any] = {}
+    handlers = {name: lambda number, _: forward(number) for name in FORWARDED}
+    handlers["SIGINT"] = lambda number, _: interrupt()
+    if threading.current_thread() is not threading.main_thread():
+        handlers = {}
+    try:
+        for name, handler in handlers.items():
+            if hasattr(signal, name):
+                before[getattr(signal, name)] = signal.signal(getattr(signal, name), handler)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

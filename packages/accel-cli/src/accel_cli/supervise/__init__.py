@@ -1,0 +1,1 @@
+"""Watching running processes: where they hang, and what they die of."""

@@ -1,0 +1,194 @@
+"""Watching the processes of a launch: tells of errors as they happen, and of a run in which nothing moves any more."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from accel_cli.supervise.failures import Failure, describe_end, read_failures
+from accel_cli.supervise.stacks import Stack, parse
+from accel_state.supervision import STACK_SIGNAL, VARIABLE
+
+PATIENCE_SECONDS = 1.0  # for the error that another one follows from
+SAMPLES = 4  # looks at each process before it counts as hanging
+BUSY_SHARE = 0.5  # of a processor, from which on a process computes
+
+
+@dataclass(slots=True)
+class _Process:
+    """What was seen of a process."""
+
+    count: int = 0
+    cpu_seconds: float = 0.0
+    stack: Stack | None = None
+    stacks_read: int = 0  # bytes of its file
+    moved_at: float = field(default_factory=time.monotonic)
+
+
+class Watch:
+    """Watches the processes that one launcher has started on this machine.
+
+    Args:
+        hang_timeout: After how many seconds without any progress in any process the run counts as hanging; None for
+            never.
+        quiet: Whether to print nothing.
+        say: Prints a text; to standard error if left out.
+    """
+
+    def __init__(
+        self, hang_timeout: float | None = None, quiet: bool = False, say: Callable[[str], None] | None = None
+    ) -> None:
+        self.hang_timeout = hang_timeout
+        self.folder = tempfile.mkdtemp(prefix="accelerate_")  # readable by this user only
+        self.is_hanging = False
+        self._say = (lambda text: None) if quiet else say or _to_stderr
+        self._told: dict[int, Failure] = {}
+        self._processes: dict[int, _Process] = {}
+        self._asked_at = time.monotonic()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the processes must find in their environment."""
+        return {VARIABLE: f"{os.getpid()}:{self.folder}"}
+
+    def look(self, ended: dict[int, int] | None = None) -> None:
+        """Look once; to be called several times a second.
+
+        Args:
+            ended: Return codes of the processes that have ended, by rank.
+        """
+        self._tell_failures(ended or {}, final=False)
+        if self.hang_timeout is not None and not self.is_hanging:
+            self._look_for_progress(self.hang_timeout)
+
+    def close(self, ended: dict[int, int] | None = None) -> None:
+        """Tell what has not been told, and forget the folder."""
+        self._tell_failures(ended or {}, final=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    # ---- errors -------------------------------------------------------------------------------------------------
+
+    def _tell_failures(self, ended: dict[int, int], final: bool) -> None:
+        waiting = [failure for failure in read_failures(self.folder) if failure.rank not in self._told]
+        killed = {rank: code for rank, code in ended.items() if code < 0 and rank not in self._told}
+        if not self._told:
+            culprits = [failure for failure in waiting if not failure.follows_from_another]
+            if culprits:
+                self._tell_in_full(culprits[0])
+            elif waiting and not killed and (final or time.time() - waiting[0].seconds > PATIENCE_SECONDS):
+                self._tell_in_full(waiting[0])
+            elif waiting and killed:  # the others have lost it
+                rank, code = next(iter(killed.items()))
+                self._say(f"accelerate launch: rank {rank} {describe_end(code)}.\n")
+                self._told[rank] = Failure(rank, 0.0, "")
+            else:
+                return
+        for failure in waiting:
+            if failure.rank not in self._told:
+                self._told[failure.rank] = failure
+                self._say(f"accelerate launch: rank {failure.rank} ended after it: {failure.headline}\n")
+
+    def _tell_in_full(self, failure: Failure) -> None:
+        self._told[failure.rank] = failure
+        self._say(f"accelerate launch: rank {failure.rank} failed:\n{failure.text}")
+
+    # ---- progress -----------------------------------------------------------------------------------------------
+
+    def _look_for_progress(self, timeout: float) -> None:
+        now = time.monotonic()
+        interval = timeout / SAMPLES
+        if now - self._asked_at < interval:
+            return
+        for rank, process_id in self._running().items():
+            process = self._processes.setdefault(rank, _Process())
+            if self._has_moved(rank, process_id, process, now - self._asked_at):
+                process.moved_at = now
+        for process_id in self._running().values():
+            _ask_for_stacks(process_id)  # read at the next look
+        self._asked_at = now
+        if self._processes and all(now - process.moved_at > timeout for process in self._processes.values()):
+            self.is_hanging = True
+            self._say(self._report(timeout))
+
+    def _running(self) -> dict[int, int]:
+        """Process ids by rank."""
+        found = {}
+        for name in os.listdir(self.folder):
+            rank, _, kind = name.partition(".")
+            if kind == "pid" and rank.isdigit():
+                with open(os.path.join(self.folder, name), encoding="ascii") as file:
+                    found[int(rank)] = int(file.read())
+        return dict(sorted(found.items()))
+
+    def _has_moved(self, rank: int, process_id: int, process: _Process, seconds: float) -> bool:
+        """Whether a process counts on, is somewhere else, or - where it does not count - computes."""
+        count, cpu_seconds, stack = self._count(rank), _cpu_seconds(process_id), self._stack(rank, process)
+        before = _Process(process.count, process.cpu_seconds, process.stack)
+        process.count, process.cpu_seconds = count, cpu_seconds
+        process.stack = stack or process.stack
+        if count != before.count or stack is None:
+            return count != before.count or before.stack is None
+        if before.stack is None or stack.frames != before.stack.frames:
+            return True
+        computes = cpu_seconds - before.cpu_seconds > BUSY_SHARE * seconds
+        return count == 0 and computes and not stack.is_waiting
+
+    def _count(self, rank: int) -> int:
+        try:
+            with open(os.path.join(self.folder, f"{rank}.count"), "rb") as file:
+                return int.from_bytes(file.read(8), sys.byteorder)
+        except OSError:
+            return 0
+
+    def _stack(self, rank: int, process: _Process) -> Stack | None:
+        """What the process wrote when it was last asked; None when it wrote nothing."""
+        try:
+            with open(os.path.join(self.folder, f"{rank}.stacks"), encoding="utf-8", errors="replace") as file:
+                file.seek(process.stacks_read)
+                text = file.read()
+                process.stacks_read = file.tell()
+        except OSError:
+            return None
+        return parse(text) if text.strip() else None
+
+    def _report(self, timeout: float) -> str:
+        rows = [("rank", "waits in", "at")]
+        for rank, process in sorted(self._processes.items()):
+            stack = process.stack
+            rows.append((str(rank), (stack.collective if stack else "") or "-", stack.place if stack else "unknown"))
+        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+        lines = [f"{rank:{widths[0]}}  {operation:{widths[1]}}  {place}" for rank, operation, place in rows]
+        stacks = [
+            f"rank {rank}:\n{process.stack.text if process.stack else 'no stack'}"
+            for rank, process in sorted(self._processes.items())
+        ]
+        return (
+            f"accelerate launch: no process has made progress for {timeout:g} seconds. Where they are:\n\n"
+            + "\n".join(lines) + "\n\n" + "\n\n".join(stacks) + "\n\n"
+            "accelerate launch: ending them; raise --hang_timeout if they only needed more time.\n"
+        )  # fmt: skip
+
+
+def _ask_for_stacks(process_id: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process_id, STACK_SIGNAL)  # type: ignore[arg-type]
+
+
+def _cpu_seconds(process_id: int) -> float:
+    """How long a process has computed; 0 where the system does not say."""
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, end="", flush=True)

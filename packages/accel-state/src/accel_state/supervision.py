@@ -1,0 +1,81 @@
+"""What a process tells the launcher that watches it: that it goes on, where it is, and what it died of.
+
+The launcher names a folder. Each process keeps a counter there, writes its Python stacks into a file when it is sent a
+signal, and leaves the traceback it ends with, which the launcher prints once and first. Without a launcher nothing of
+this happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
+STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+
+counter: Any = None
+"""Whoever has brought the program on adds one to `counter[0]`, unless it is None."""
+
+_kept: list[Any] = []  # open files, and what maps them
+
+
+def report_to_launcher(rank: int) -> None:
+    """Begin to tell the launcher, if there is one and it started this very process.
+
+    Args:
+        rank: Of this process.
+    """
+    launcher, _, folder = os.environ.get(VARIABLE, "").partition(":")
+    if _kept or STACK_SIGNAL is None or not folder or str(os.getppid()) != launcher:
+        return
+    try:
+        _begin(rank, folder)
+    except (OSError, ValueError):  # the launcher is about to end, and its folder gone; or this is not the main thread
+        return
+    if sys.excepthook is sys.__excepthook__:  # somebody else's is left alone
+        sys.excepthook = _leave_traceback(rank, int(launcher), folder)
+
+
+def _begin(rank: int, folder: str) -> None:
+    import faulthandler
+    import mmap
+
+    global counter
+    with open(os.path.join(folder, f"{rank}.count"), "w+b") as file:
+        file.write(bytes(8))
+        file.flush()
+        pages = mmap.mmap(file.fileno(), 8)
+    counter = memoryview(pages).cast("Q")
+    stacks = open(os.path.join(folder, f"{rank}.stacks"), "wb", buffering=0)  # noqa: SIM115 - open as long as we live
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # type: ignore[arg-type] # what is left when faulthandler lets go at exit
+    faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)  # type: ignore[arg-type]
+    _kept.extend([pages, stacks])
+    write_whole(folder, f"{rank}.pid", str(os.getpid()))
+
+
+def _leave_traceback(rank: int, launcher: int, folder: str) -> Any:
+    def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt) or os.getppid() != launcher:
+            sys.__excepthook__(kind, error, trace)
+            return
+        import traceback
+
+        text = "".join(traceback.format_exception(kind, error, trace))
+        try:
+            write_whole(folder, f"{rank}.error", f"{time.time()}\n{text}")
+        except OSError:
+            sys.__excepthook__(kind, error, trace)
+
+    return excepthook
+
+
+def write_whole(folder: str, name: str, text: str) -> None:
+    """Write a file so that readers see all of it or nothing."""
+    draft = os.path.join(folder, f".{name}")
+    with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(text)
+    os.replace(draft, os.path.join(folder, name))

@@ -1,0 +1,54 @@
+"""Run by the supervision tests: two processes that do what the first argument says."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from accelerate import Accelerator
+
+
+def sleep_for_ever() -> None:
+    while True:
+        signal.pause()
+
+
+def main(what: str) -> None:
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    accelerator.wait_for_everyone()
+    if what == "mismatch":
+        accelerator.gather(torch.ones(1)) if rank == 0 else accelerator.wait_for_everyone()
+    elif what == "left_alone":
+        accelerator.gather(torch.ones(1)) if rank == 0 else sleep_for_ever()
+    elif what == "computes":
+        until = time.monotonic() + 2.5  # longer than the timeout of the test
+        while rank == 0 and time.monotonic() < until:
+            sum(range(1000))
+    elif what == "steps":
+        layer = torch.nn.Linear(1, 1)
+        optimizer = accelerator.prepare(torch.optim.SGD(layer.parameters(), lr=0.1))
+        until = time.monotonic() + 2.5
+        while time.monotonic() < until:
+            time.sleep(0.05) or optimizer.step()
+    elif what == "raises":
+        if rank == 1:
+            raise ValueError("only this process has a problem")
+        accelerator.gather(torch.ones(1))
+        accelerator.gather(torch.ones(1))
+    elif what == "killed":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.gather(torch.ones(1))
+        accelerator.gather(torch.ones(1))
+    elif what == "waits":
+        print("waiting", os.getpid(), flush=True)  # noqa: T201
+        sleep_for_ever()
+    accelerator.wait_for_everyone()
+    print("done", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,207 @@
+"""Watching processes: what hangs where, and what died of what."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.supervise.failures import Failure, describe_end, read_failures
+from accel_cli.supervise.stacks import parse
+from accel_cli.supervise.watch import Watch
+from accel_state import supervision
+
+SCRIPT = str(Path(__file__).parent / "supervised.py")
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+BY_TORCH = ["--role", "trainer"]  # which only torch's agent knows
+
+
+def launch(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment, check=False, timeout=120)
+
+
+# ---- real runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
+def test_a_run_that_hangs_is_ended_and_shown(agent: list[str]) -> None:
+    done = launch(*agent, "--hang_timeout", "2", SCRIPT, "mismatch")
+    assert done.returncode == 124
+    assert "no process has made progress for 2 seconds" in done.stderr
+    table = [line.split() for line in done.stderr.splitlines() if re.match(r"\d  ", line)]
+    assert [row[0] for row in table] == ["0", "1"]
+    assert table[0][1:3] == ["gather", "(all_gather_single)"]
+    assert table[1][1] == "wait_for_everyone"
+    assert all("supervised.py:" in " ".join(row) for row in table)
+    assert done.stderr.count("most recent call first") == 2
+
+
+@pytest.mark.launch
+def test_a_process_that_waits_for_one_that_never_comes() -> None:
+    done = launch("--hang_timeout", "2", SCRIPT, "left_alone")
+    assert done.returncode == 124
+    assert re.search(r"^1  -\s+.*supervised.py:\d+ in sleep_for_ever$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("what", ["computes", "steps"])
+def test_a_run_in_which_anybody_goes_on_is_left_alone(what: str) -> None:
+    done = launch("--hang_timeout", "1", SCRIPT, what)
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+    assert done.stderr == ""
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
+def test_the_first_error_is_told_once_and_first(agent: list[str]) -> None:
+    done = launch(*agent, SCRIPT, "raises")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.index("rank 1 failed") < done.stderr.index("only this process has a problem")
+    assert done.stderr.count("only this process has a problem") == 2, "once in the source line, once as the message"
+    assert "process 1 (pid" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.launch
+def test_a_process_that_was_killed_is_told_of() -> None:
+    done = launch(SCRIPT, "killed")
+    assert done.returncode == 137
+    assert "SIGKILL: the system ran out of memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_launcher(number: signal.Signals) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([*LAUNCH, SCRIPT, "waits"], stdout=subprocess.PIPE, text=True, env=environment) as launcher:
+        assert launcher.stdout is not None
+        workers = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        launcher.send_signal(number)
+        assert launcher.stdout.read() == "", "the pipe ends when the last process does"
+    assert launcher.returncode == (128 + number if number == signal.SIGTERM else -number)
+    for worker in workers:
+        assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------
+
+STACKS = """Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 5 in wait
+
+Current thread 0x00007e (most recent call first):
+  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 4394 in all_gather_single
+  File "/x/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/x/packages/accel_ops/transport.py", line 56 in all_gather
+  File "/x/site-packages/accelerate/accelerator.py", line 780 in gather
+  File "/home/me/train.py", line 7 in evaluate
+  File "/home/me/train.py", line 29 in <module>
+"""
+
+
+def test_stacks_are_read() -> None:
+    stack = parse(STACKS)
+    assert stack.collective == "gather (all_gather_single)"
+    assert stack.place == "/home/me/train.py:7 in evaluate"
+    assert stack.is_waiting
+    busy = parse(STACKS.replace("torch/distributed", "torch/nn"))
+    assert (busy.collective, busy.is_waiting) == ("", False)
+    assert parse("").place == "nowhere in Python"
+
+
+def test_ends_in_words() -> None:
+    assert describe_end(3) == "ended with exit status 3"
+    assert describe_end(-signal.SIGSEGV) == "was ended by SIGSEGV: a fault in compiled code"
+    assert describe_end(-signal.SIGUSR2) == "was ended by SIGUSR2"
+    assert describe_end(-200) == "was ended by signal 200"
+
+
+class Said(list[str]):
+    """Collects what a watch says."""
+
+    def __str__(self) -> str:
+        return "".join(self)
+
+
+@pytest.fixture
+def said() -> Said:
+    return Said()
+
+
+@pytest.fixture
+def watch(said: Said) -> Any:
+    watch = Watch(say=said.append)
+    yield watch
+    watch.close()
+
+
+def leave(watch: Watch, rank: int, text: str, ago: float = 0.0) -> None:
+    supervision.write_whole(watch.folder, f"{rank}.error", f"{time.time() - ago}\n{text}")
+
+
+LOST = "Traceback\n  File x\nRuntimeError: Connection closed by peer [127.0.0.1]:1\n"
+
+
+def test_what_follows_from_an_error_is_folded(watch: Watch, said: Said) -> None:
+    leave(watch, 1, LOST)
+    watch.look()
+    assert said == [], "perhaps the error that it follows from is still to come"
+    leave(watch, 0, "Traceback\nValueError: mine\n")
+    for _ in range(2):
+        watch.look()
+    assert str(said).startswith("accelerate launch: rank 0 failed:\nTraceback\nValueError: mine\n")
+    assert str(said).count("\n") == 4
+    assert "rank 1 ended after it: RuntimeError: Connection closed by peer" in said[1]
+
+
+def test_an_error_that_follows_from_none_is_told_after_a_moment(watch: Watch, said: Said) -> None:
+    leave(watch, 1, LOST, ago=5)
+    watch.look()
+    assert "rank 1 failed" in str(said)
+
+
+def test_nothing_is_lost_at_the_end(said: Said) -> None:
+    watch = Watch(say=said.append)
+    leave(watch, 1, LOST)
+    watch.close()
+    assert "rank 1 failed" in str(said)
+    assert not Path(watch.folder).exists()
+
+
+def test_errors_that_follow_from_a_killed_process(watch: Watch, said: Said) -> None:
+    leave(watch, 1, LOST)
+    watch.look({0: -signal.SIGKILL})
+    assert said[0].startswith("accelerate launch: rank 0 was ended by SIGKILL")
+    assert "rank 1 ended after it" in said[1]
+
+
+def test_nothing_is_said_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch(quiet=True)
+    leave(watch, 0, "ValueError: x\n")
+    watch.look()
+    watch.close()
+    assert capsys.readouterr().err == ""
+
+
+def test_failures_come_in_the_order_of_time(watch: Watch) -> None:
+    for rank, ago in ((0, 1.0), (1, 3.0), (2, 2.0)):
+        leave(watch, rank, f"ValueError: {rank}\n", ago)
+    Path(watch.folder, "x.error").write_text("no rank")
+    assert [failure.rank for failure in read_failures(watch.folder)] == [1, 2, 0]
+    assert Failure(0, 0.0, "").headline == ""
+
+
+def test_processes_of_others_report_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(supervision.VARIABLE, f"1:{tmp_path}")
+    supervision.report_to_launcher(0)
+    assert supervision.counter is None
+    assert not list(tmp_path.iterdir())
