@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+from accel_bigmodel.checkpoint.write import write_model_folder
+from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
+from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
 from accel_bigmodel.offload.collect import get_state_dict_from_offload, get_state_dict_offloaded_model
 from accel_bigmodel.offload.folder import offload_state_dict
@@ -149,3 +151,34 @@ def test_the_check_can_be_replaced_under_its_old_path(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(accelerate.big_modeling, "check_device_map", lambda *_: None)
     assert dispatch_model(new_model(), {"0": "cpu"}).hf_device_map == {"0": "cpu"}
+
+
+@pytest.mark.parametrize(
+    "device_map", ["auto", "balanced_low_0", "sequential", {"0": "disk", "1": "cpu", "2": "disk"}]
+)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_checkpoint_is_loaded_and_spread_out(device_map: Any, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    plain = new_model()
+    write_model_folder(plain.state_dict(), tmp_path / "model", max_shard_size="100KB")
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    limits = {"cpu": 200} if isinstance(device_map, str) else None
+    model = load_checkpoint_and_dispatch(
+        model, tmp_path / "model", device_map, limits, offload_folder=tmp_path / "offload", dtype=dtype
+    )
+    assert "disk" in model.hf_device_map.values()  # type: ignore[union-attr, operator]
+    expected, inputs = (plain, INPUTS) if dtype is None else (plain.to(dtype), INPUTS.to(dtype))
+    for _ in range(2):
+        assert torch.equal(model(inputs), expected(inputs))
+    written = list((tmp_path / "offload").glob("*.dat"))
+    assert bool(written) == (dtype is not None), "what the checkpoint holds as it is is read there"
+
+
+def test_without_a_map_weights_are_only_loaded(tmp_path: Path) -> None:
+    plain = new_model()
+    write_model_folder(plain.state_dict(), tmp_path)
+    model = load_checkpoint_and_dispatch(new_model(), tmp_path)
+    assert torch.equal(model(INPUTS), plain(INPUTS))
+    assert not hasattr(model, "hf_device_map")
+    with pytest.raises(ValueError, match="'evenly' is unknown.*balanced"):
+        load_checkpoint_and_dispatch(new_model(), tmp_path, device_map="evenly")

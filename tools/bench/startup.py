@@ -40,7 +40,29 @@ def rows(reference: Path) -> list[Row]:
     mine, theirs = by_turns(first_line_seconds, ours, reference)
     what = "`accelerate launch --cpu --num_processes 1` to the script's first line"
     found.append(Row(what, "s", mine, theirs, floor, mine, 0.15, "s"))
+    found.append(_two_processes(ours))
+    found.append(_environment(ours, reference))
     return found
+
+
+def _two_processes(ours: Path) -> Row:
+    """Two processes, ours and bare torchrun's by turns; the reference starts one only."""
+    commands = (
+        [str(ours.parent / "accelerate"), "launch", "--cpu", "--num_processes", "2"],
+        [str(ours), "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    )
+    pairs = [[last_line_seconds(command) for command in commands] for _ in range(REPEATS)]
+    mine, floor = (min(column) for column in zip(*pairs, strict=True))
+    return Row(
+        "two CPU processes to both scripts' first lines; floor: torchrun", "s", mine, None, floor, mine / floor, 1.02
+    )
+
+
+def _environment(ours: Path, reference: Path) -> Row:
+    """`accelerate env`, whose floor is the import of torch that it needs."""
+    mine, theirs = by_turns(lambda python: help_seconds(python, ["env"]), ours, reference)
+    floor = min(command_seconds([str(ours), "-c", "import torch"]) for _ in range(REPEATS))
+    return Row("`accelerate env`; floor: `import torch`", "s", mine, theirs, floor, mine / floor, 1.05)
 
 
 def by_turns(measure: Callable[[Path], float], ours: Path, reference: Path) -> tuple[float, float]:
@@ -72,15 +94,16 @@ def help_seconds(python: Path, words: list[str]) -> float:
 
 def first_line_seconds(python: Path) -> float:
     """From typing the launch command to the script's first statement."""
+    return last_line_seconds([str(python.parent / "accelerate"), "launch", "--cpu", "--num_processes", "1"])
+
+
+def last_line_seconds(command: list[str]) -> float:
+    """From typing a command that takes a script to the first statement of the script, in the last process that ran it."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "script.py"
-        script.write_text("import time; print(time.time())")
+        script.write_text("import sys, time; sys.stdout.write(f'{time.time()}\\n')")
         begin = time.time()
         done = subprocess.run(
-            [str(python.parent / "accelerate"), "launch", "--cpu", "--num_processes", "1", str(script)],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**ENVIRONMENT, "HF_HOME": folder},
+            [*command, str(script)], capture_output=True, text=True, check=True, env={**ENVIRONMENT, "HF_HOME": folder}
         )
-    return float(done.stdout.strip().splitlines()[-1]) - begin
+    return max(float(line) for line in done.stdout.split()) - begin

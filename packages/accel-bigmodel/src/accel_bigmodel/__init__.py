@@ -6,11 +6,15 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
+        "accel_bigmodel.checkpoint.compare": "CheckpointMismatchError",
+        "accel_bigmodel.checkpoint.index": "find_checkpoint",
+        "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
+        "accel_bigmodel.checkpoint.mapped": "MappedShard mapped_shard",
         "accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder",
         "accel_bigmodel.device_map.check": "check_device_map",
         "accel_bigmodel.device_map.clean": "clean_device_map",
         "accel_bigmodel.device_map.plan": "infer_auto_device_map",
-        "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model",
+        "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
         "accel_bigmodel.empty": "init_empty_weights init_on_device",
         "accel_bigmodel.hooks.align": "AlignDevicesHook",
         "accel_bigmodel.hooks.attach": (

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_bigmodel.budgets import NOT_ACCELERATORS
+from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
 from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
@@ -23,6 +24,7 @@ from accel_ops.nested import recursive_getattr
 
 Device = int | str | torch.device
 Weights = Mapping[str, torch.Tensor]
+WAYS_TO_PLACE = ("auto", "balanced", "balanced_low_0", "sequential")
 MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 
 
@@ -146,6 +148,105 @@ def dispatch_model(
         model.to(device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[Device, float | str] | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model, built without memory or with it, and put its parts on their devices.
+
+    Args:
+        model: The model.
+        checkpoint: A weights file, an index, a folder with either, or the name of a repository on the Hub.
+        device_map: The device of each part, or how to choose it: "auto" and "balanced" spread the model evenly over the
+            accelerators, "balanced_low_0" leaves the first one as free as possible, "sequential" fills one after the
+            other. When None, weights are loaded and nothing is placed.
+        max_memory: As for `get_max_memory`.
+        no_split_module_classes: Names of classes that are not taken apart.
+        offload_folder: A folder for weights on disk that no checkpoint file holds as they are to be.
+        offload_buffers (`bool`): As for `dispatch_model`.
+        dtype: What weights are turned into while they are loaded.
+        offload_state_dict (`bool`, *optional*): Without effect on the result.
+        skip_keys: As for `dispatch_model`.
+        preload_module_classes: As for `dispatch_model`.
+        force_hooks (`bool`): As for `dispatch_model`.
+        strict (`bool`): Refuse a checkpoint whose names are not the model's.
+        full_state_dict (`bool`): As for `load_checkpoint_in_model`.
+        broadcast_from_rank0 (`bool`): As for `load_checkpoint_in_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: For an unknown `device_map`, and for whatever is wrong with the checkpoint.
+
+    Example:
+        ```py
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model = load_checkpoint_and_dispatch(model, folder, device_map="auto")
+        ```
+    """
+    from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
+
+    if isinstance(device_map, str):
+        device_map = _chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    on_disk = device_map is not None and "disk" in device_map.values()
+    index = load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(on_disk if offload_state_dict is None else offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_index=index or None,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _chosen_map(
+    model: nn.Module,
+    how: str,
+    max_memory: Mapping[Device, float | str] | None,
+    no_split_module_classes: Sequence[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> Mapping[str, Device]:
+    if how not in WAYS_TO_PLACE:
+        raise ValueError(f"device_map={how!r} is unknown: give a mapping, or one of {', '.join(WAYS_TO_PLACE)}.")
+    if how != "sequential":
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split_module_classes, dtype, low_zero=how == "balanced_low_0"
+        )
+    return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
 
 
 def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:

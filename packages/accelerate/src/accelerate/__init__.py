@@ -9,8 +9,9 @@ __version__ = "2.0.0"
 
 EXPORTS = {
     "accelerate.accelerator": "Accelerator",
+    "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
-    "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model",
+    "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
     "accel_bigmodel.empty": "init_empty_weights init_on_device",
     "accel_bigmodel.hooks.user_offload": "cpu_offload_with_hook",
     "accel_data.skipping": "skip_first_batches",

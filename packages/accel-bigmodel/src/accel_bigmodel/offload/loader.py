@@ -52,7 +52,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         known = self._mapped.get(key)
         if known is None or known[0] is not info:
             known = self._mapped[key] = (info, self._open(key, info))
-        return known[1]
+        tensor = known[1]
+        if info.get("safetensors_file") is None:
+            return tensor
+        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
+        return tensor.to(device=self.device, dtype=dtype)  # a copy, if it is one, is not kept
 
     def _open(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         if info.get("safetensors_file") is None:
@@ -61,9 +65,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return load_offloaded_weight(path_inside(self.save_folder, f"{key}.dat"), info)
         from accel_bigmodel.checkpoint.mapped import mapped_shard
 
-        tensor = mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
-        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
-        return tensor.to(device=self.device, dtype=dtype)
+        return mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError, did_you_mean
@@ -70,31 +68,9 @@ def build(source: ModelSource, trust_remote_code: bool = False) -> nn.Module:
     return BUILDERS[source.library](source, trust_remote_code)
 
 
-def import_transformers() -> Any:
-    """Import transformers, also beside an accelerate that lacks what it would take from there.
-
-    To build a model it needs nothing of accelerate; it is told that there is none where importing fails otherwise.
-    """
-    import transformers
-    from transformers.utils import import_utils
-
-    try:
-        import_module("transformers.integrations.accelerate")
-    except ImportError:
-        found = sys.modules.get("accelerate")
-        sys.modules["accelerate"] = None  # type: ignore[assignment]  # the import system's mark for what is not there
-        try:
-            import_utils.is_accelerate_available.cache_clear()
-            import_utils.is_accelerate_available()
-        finally:
-            del sys.modules["accelerate"]
-            if found is not None:
-                sys.modules["accelerate"] = found
-    return transformers
-
-
 def _build_transformers(source: ModelSource, trust_remote_code: bool) -> nn.Module:
-    transformers = import_transformers()
+    import transformers
+
     if source.config.get("auto_map") and not trust_remote_code and not _is_native(source.config):
         raise UsageError(
             f"The model {source.name!r} is built by code that comes with it ({source.config['auto_map']}): read the code, "

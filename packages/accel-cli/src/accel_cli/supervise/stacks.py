@@ -56,7 +56,7 @@ class Stack:
     def place(self) -> str:
         """The innermost line of the user's own program; the innermost of all where there is none."""
         own = [frame for frame in self.frames if not LIBRARIES.search(frame.file)]
-        return str((own or list(self.frames) or ["nowhere in Python"])[0])
+        return str(next(iter(own or self.frames), "nowhere in Python"))
 
 
 def parse(text: str) -> Stack:

@@ -10,6 +10,7 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 EXPORTS = {
     "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
+    "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
     "accel_bigmodel.device_map.check": "check_device_map",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
     "accel_bigmodel.offload.folder": "load_offloaded_weight offload_state_dict offload_weight save_offload_index",

@@ -2,6 +2,8 @@
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budgets import get_max_memory as get_max_memory
+from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_bigmodel.checkpoint.load import load_state_dict as load_state_dict
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
