@@ -15,6 +15,7 @@ import pytest
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.runners.mpi import kind_of
 from tests.cli.pretended import Pretended, plan_of, settings_of
+from tests.support.machines import needs_namespaces, two_machines
 
 OPEN_MPI = "mpirun (Open MPI) 4.1.4\n\nReport bugs to http://www.open-mpi.org/community/help/"
 OTHERS = {
@@ -158,12 +159,6 @@ def test_the_status_of_mpirun_is_passed_on() -> None:
     assert done.returncode == 5, done.stderr
 
 
-TWO_MACHINES = """
-ip netns add {first} && ip netns add {second} || exit 1
-ip link add eth9 netns {first} type veth peer name eth9 netns {second} || exit 1
-ip -n {first} addr add 10.79.0.1/24 dev eth9 && ip -n {second} addr add 10.79.0.2/24 dev eth9 || exit 1
-for name in {first} {second}; do ip -n $name link set eth9 up; ip -n $name link set lo up; done
-"""
 WHERE = """
 import json, socket
 from accelerate import PartialState
@@ -177,26 +172,16 @@ state.destroy_process_group()
 
 
 @pytest.fixture
-def two_machines() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between them; what runs there sees another machine's name, too."""
-    names = (f"mpi{os.getpid()}a", f"mpi{os.getpid()}b")
-    made = subprocess.run(
-        ["sh", "-c", TWO_MACHINES.format(first=names[0], second=names[1])], capture_output=True, text=True, check=False
-    )
-    try:
-        if made.returncode:
-            pytest.skip(f"network namespaces cannot be made here: {made.stderr.strip() or made.stdout.strip()}")
+def machines() -> Iterator[tuple[str, str]]:
+    with two_machines("mpi") as names:
         yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
 @needs_mpirun
-@pytest.mark.skipif(shutil.which("ip") is None or shutil.which("unshare") is None, reason="needs ip and unshare")
+@needs_namespaces
 @pytest.mark.launch
-def test_two_machines_for_real(two_machines: tuple[str, str], tmp_path: Path) -> None:
-    first, second = two_machines
+def test_two_machines_for_real(machines: tuple[str, str], tmp_path: Path) -> None:
+    first, second = machines
     (tmp_path / "hosts").write_text("10.79.0.1 slots=1\n10.79.0.2 slots=1\n")
     (tmp_path / "where.py").write_text(WHERE)
     (tmp_path / "reach").write_text(  # in the place of ssh

@@ -11,11 +11,14 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
 VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
 STACK_SIGNAL = getattr(signal, "SIGUSR1", None)
+
+PR_SET_PDEATHSIG = 1
 
 counter: Any = None
 """Whoever has brought the program on adds one to `counter[0]`, unless it is None."""
@@ -54,6 +57,12 @@ def _begin(rank: int, folder: str) -> None:
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # type: ignore[arg-type] # what is left when faulthandler lets go at exit
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)  # type: ignore[arg-type]
     _kept.extend([pages, stacks])
+    if sys.platform.startswith("linux"):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left behind by a launcher that is killed
+    with suppress(FileNotFoundError):
+        os.unlink(os.path.join(folder, f"{rank}.error"))  # of a process that this one replaces
     write_whole(folder, f"{rank}.pid", str(os.getpid()))
 
 

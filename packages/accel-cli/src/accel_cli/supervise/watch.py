@@ -50,6 +50,7 @@ class Watch:
         self._say = (lambda text: None) if quiet else say or _to_stderr
         self._told: dict[int, Failure] = {}
         self._processes: dict[int, _Process] = {}
+        self._ids: dict[int, int] = {}
         self._asked_at = time.monotonic()
 
     @property
@@ -64,6 +65,7 @@ class Watch:
             ended: Return codes of the processes that have ended, by rank.
         """
         self._tell_failures(ended or {}, final=False)
+        self._note_restarts()
         if self.hang_timeout is not None and not self.is_hanging:
             self._look_for_progress(self.hang_timeout)
 
@@ -71,6 +73,14 @@ class Watch:
         """Tell what has not been told, and forget the folder."""
         self._tell_failures(ended or {}, final=True)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _note_restarts(self) -> None:
+        """Forget what was seen of processes that others have replaced."""
+        ids = self._running()
+        if any(self._ids.get(rank, process_id) != process_id for rank, process_id in ids.items()):
+            self._told.clear()
+            self._processes.clear()
+        self._ids = ids
 
     # ---- errors -------------------------------------------------------------------------------------------------
 
@@ -105,11 +115,11 @@ class Watch:
         interval = timeout / SAMPLES
         if now - self._asked_at < interval:
             return
-        for rank, process_id in self._running().items():
+        for rank, process_id in self._ids.items():
             process = self._processes.setdefault(rank, _Process())
             if self._has_moved(rank, process_id, process, now - self._asked_at):
                 process.moved_at = now
-        for process_id in self._running().values():
+        for process_id in self._ids.values():
             _ask_for_stacks(process_id)  # read at the next look
         self._asked_at = now
         if self._processes and all(now - process.moved_at > timeout for process in self._processes.values()):

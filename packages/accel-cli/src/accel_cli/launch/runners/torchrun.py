@@ -14,6 +14,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
+from accel_cli.launch.network import interface_of, own_address
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.simple import exit_status
@@ -43,6 +44,8 @@ def run(plan: Plan) -> int:
     if variables.get("ACCELERATE_USE_CPU", "False") == "False":
         _check_devices(int(arguments.nproc_per_node), variables)
         variables |= network_variables()
+    if str(arguments.nnodes) != "1":
+        variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
     with patch_environment(**variables | watch.variables), _watching(watch):
         try:
@@ -55,6 +58,24 @@ def run(plan: Plan) -> int:
         except (DistError, RendezvousError) as error:
             raise UsageError(_no_meeting(arguments, error)) from error
     return 0
+
+
+def _join_network(arguments: Namespace) -> dict[str, str]:
+    """Tell the agent how the other machines reach this one, which it would guess from the name of this machine.
+
+    Returns:
+        What processes on the CPU must know for the same reason.
+    """
+    host = arguments.rdzv_endpoint.rpartition(":")[0] or arguments.master_addr
+    address = own_address(host)
+    if address is None:
+        return {}
+    arguments.local_addr = arguments.local_addr or address
+    if arguments.rdzv_backend == "c10d" and "is_host" not in arguments.rdzv_conf:
+        mine = f"is_host={str(arguments.node_rank == 0).lower()}"
+        arguments.rdzv_conf = f"{arguments.rdzv_conf},{mine}" if arguments.rdzv_conf else mine
+    interface = None if "GLOO_SOCKET_IFNAME" in os.environ else interface_of(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface and not address.startswith("127.") else {}
 
 
 @contextmanager

@@ -1,0 +1,81 @@
+"""Training across two machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.network import interface_of, own_address
+from tests.support.machines import ADDRESSES, inside, needs_namespaces, two_machines
+
+PROGRAM = str(Path(sys.executable).parent / "accelerate")
+SCRIPT = str(Path(__file__).parent / "resuming.py")
+HOSTS = ("first", "second")
+
+
+def start(machines: tuple[str, str], rank: int, folder: Path, *words: str, pause: float = 0) -> subprocess.Popen[str]:
+    """Launch one machine's part; nobody says which network interface to use, or who is the host."""
+    meeting = f"--main_process_ip {ADDRESSES[0]} --main_process_port 29511 --num_machines 2 --machine_rank {rank}"
+    command = f"{PROGRAM} launch --cpu --num_processes 2 {meeting} {' '.join(words)} {SCRIPT} {folder} {pause}"
+    environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    return subprocess.Popen(
+        inside(machines[rank], HOSTS[rank], command),
+        env={**environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> dict[str, object]:
+    out, errors = process.communicate(timeout=150)
+    assert process.returncode == 0, errors
+    found: dict[str, object] = json.loads(next((line for line in out.splitlines() if line.startswith("{")), "{}"))
+    return found
+
+
+@needs_namespaces
+@pytest.mark.launch
+def test_two_machines_train_together(tmp_path: Path) -> None:
+    with two_machines("nodes") as machines:
+        parts = [start(machines, rank, tmp_path, "--same_network") for rank in (0, 1)]
+        found = [finish(part) for part in parts]
+    assert found[0]["names"] == list(HOSTS)
+    assert found[0]["bias"] == pytest.approx(found[0]["bias"])
+    assert found[1] == {}
+
+
+@needs_namespaces
+@pytest.mark.launch
+def test_a_machine_that_dies_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
+    elastic = ("--rdzv_backend", "c10d", "--max_restarts", "3", "--monitor_interval", "0.5")
+    with two_machines("again") as machines:
+        stays, dies = (start(machines, rank, tmp_path, *elastic, pause=0.3) for rank in (0, 1))
+        reached = tmp_path / "second.step"
+        while not (reached.exists() and reached.read_text() >= "2"):
+            assert stays.poll() is None, stays.communicate()[1]
+            time.sleep(0.1)
+        os.killpg(dies.pid, signal.SIGKILL)
+        dies.communicate()
+        comes_back = start(machines, 1, tmp_path, *elastic, pause=0.3)
+        found, _ = finish(stays), finish(comes_back)
+    assert found["names"] == list(HOSTS)
+    assert int(str(found["first"])) >= 2, "it did not begin anew"
+
+
+def test_addresses_of_this_machine() -> None:
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("no.such.host.invalid") is None
+    if sys.platform.startswith("linux"):
+        assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("203.0.113.7") is None
+    assert socket.inet_aton(str(own_address("127.0.0.1")))
