@@ -44,10 +44,11 @@ def main(what: str) -> None:
         accelerator.gather(torch.ones(1))
         accelerator.gather(torch.ones(1))
     elif what == "waits":
-        print("waiting", os.getpid(), flush=True)  # noqa: T201
+        sys.stdout.write(f"waiting {os.getpid()}\n")  # in one piece: the other process writes, too
+        sys.stdout.flush()
         sleep_for_ever()
     accelerator.wait_for_everyone()
-    print("done", flush=True)  # noqa: T201
+    sys.stdout.write("done\n")
 
 
 if __name__ == "__main__":

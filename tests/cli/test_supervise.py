@@ -49,7 +49,7 @@ def test_a_run_that_hangs_is_ended_and_shown(agent: list[str]) -> None:
 def test_a_process_that_waits_for_one_that_never_comes() -> None:
     done = launch("--hang_timeout", "2", SCRIPT, "left_alone")
     assert done.returncode == 124
-    assert re.search(r"^1  -\s+.*supervised.py:\d+ in sleep_for_ever$", done.stderr, re.MULTILINE)
+    assert re.search(r"^1\s+-\s+.*supervised.py:\d+ in sleep_for_ever$", done.stderr, re.MULTILINE)
 
 
 @pytest.mark.launch

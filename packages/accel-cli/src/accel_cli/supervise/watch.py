@@ -69,9 +69,10 @@ class Watch:
         if self.hang_timeout is not None and not self.is_hanging:
             self._look_for_progress(self.hang_timeout)
 
-    def close(self, ended: dict[int, int] | None = None) -> None:
-        """Tell what has not been told, and forget the folder."""
-        self._tell_failures(ended or {}, final=True)
+    def close(self, ended: dict[int, int] | None = None, tell: bool = True) -> None:
+        """Tell what has not been told, unless nobody should know of it, and forget the folder."""
+        if tell:
+            self._tell_failures(ended or {}, final=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note_restarts(self) -> None:

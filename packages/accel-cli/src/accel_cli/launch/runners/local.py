@@ -36,9 +36,9 @@ def run(plan: Plan) -> int:
     """
     port = plan.environment["MASTER_PORT"]
     for attempt in range(TRIES):
-        group = _Group(plan, port)
+        group = _Group(plan, port, may_try_again=plan.port_may_change and attempt < TRIES - 1)
         status = group.run()
-        if not (group.lost_its_port and plan.port_may_change and attempt < TRIES - 1):
+        if not group.lost_its_port:
             return status
         port = str(free_port())  # another program was faster
     return status
@@ -47,9 +47,10 @@ def run(plan: Plan) -> int:
 class _Group:
     """The processes of one attempt."""
 
-    def __init__(self, plan: Plan, port: str) -> None:
+    def __init__(self, plan: Plan, port: str, may_try_again: bool) -> None:
         self.plan = plan
         self.port = port
+        self.may_try_again = may_try_again
         self.watch = Watch(plan.hang_timeout, plan.quiet)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.ended: dict[int, int] = {}
@@ -65,9 +66,7 @@ class _Group:
                 first = self._wait_for_a_failure()
             finally:
                 self._end()
-                self._note_port()
-                if not (self.lost_its_port and self.plan.port_may_change):
-                    self.watch.close(self.ended)
+                self.watch.close(self.ended, tell=not self.lost_its_port)
         if self.watch.is_hanging:
             return HUNG_STATUS
         if self.signal is not None:
@@ -96,9 +95,11 @@ class _Group:
         """The rank that failed first; None when all ended well or somebody else wants them to end."""
         while len(self.ended) < len(self.processes):
             self._sleep()
-            for rank in self._newly_ended():
-                if self.ended[rank]:
-                    return rank
+            failed = [rank for rank in self._newly_ended() if self.ended[rank]]
+            if self._must_try_again():
+                return None
+            if failed:
+                return failed[0]
             self.watch.look(self.ended)
             if time.monotonic() - self.interrupted_at > INTERRUPT_SECONDS:
                 self._forward(signal.SIGINT)
@@ -161,12 +162,13 @@ class _Group:
             self.ended[rank] = process.wait()
         self.ended = failed_on_their_own  # the others ended because we wanted them to
 
-    def _note_port(self) -> None:
-        """Whether the process that waits for the others found its port taken."""
+    def _must_try_again(self) -> bool:
+        """Whether the process that waits for the others found its port taken; asked before its error is told."""
         path = os.path.join(self.watch.folder, "0.error")
-        if os.path.exists(path):
+        if self.may_try_again and self.signal is None and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
                 self.lost_its_port = "EADDRINUSE" in file.read()
+        return self.lost_its_port
 
     def _report(self, rank: int) -> int:
         """Say in one line which process failed first; its error stands above."""
