@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, Device, get_max_memory
 from accel_bigmodel.device_map.clean import clean_device_map
+from accel_bigmodel.device_map.fallback import fallback_allocate
+from accel_bigmodel.device_map.parts import Part, Waiting, can_be_taken_apart, is_inside, parts_of
 from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.tied import (
     check_tied_parameters_in_config,
@@ -21,8 +23,6 @@ from accel_bigmodel.tied import (
 )
 
 logger = logging.getLogger(__name__)
-
-Part = nn.Module | torch.Tensor
 
 
 def infer_auto_device_map(
@@ -68,7 +68,7 @@ def infer_auto_device_map(
             "device map is made, or shared parameters may end up on several devices."
         )
     filling = _Filling(sizes, limits, whole, tied, fallback_allocation, logger.info if verbose else _silent)
-    device_map = filling.run(_parts_of(model, ""))
+    device_map = filling.run(parts_of(model, ""))
     if not offload_buffers:
         _check_room_for_buffers(model, device_map, sizes, limits, filling.used, dtype, special_dtypes)
     found = OrderedDict(device_map)
@@ -79,17 +79,6 @@ def infer_auto_device_map(
 
 def _silent(*args: Any) -> None:
     """Log nothing."""
-
-
-def _parts_of(module: nn.Module, name: str) -> list[tuple[str, Part]]:
-    """What a module is made of: its own tensors, and its children."""
-    prefix = f"{name}." if name else ""
-    parts: list[tuple[str, Part]] = [
-        (prefix + key, tensor) for key, tensor in module._parameters.items() if tensor is not None
-    ]
-    parts += [(prefix + key, child) for key, child in module.named_children()]
-    parts += [(prefix + key, tensor) for key, tensor in module._buffers.items() if tensor is not None]
-    return parts
 
 
 @dataclass
@@ -110,7 +99,7 @@ class _Filling:
         devices = list(self.limits)
         accelerators = [device for device in devices if device not in NOT_ACCELERATORS]
         self.brought_to = {accelerators[0], "cpu"} if accelerators else {"cpu"}
-        self.waiting = _Waiting(parts, self.sizes, self.whole)
+        self.waiting = Waiting(parts, self.sizes, self.whole)
         self.partners = _partners(self.tied)
         self.devices = iter(devices)
         self.device = next(self.devices)
@@ -136,9 +125,9 @@ class _Filling:
             self._take([name, *shared], together)
         elif shared and size <= room and self._take_apart_one_of(shared):
             pass  # now only what is really shared has to come along
-        elif _can_be_taken_apart(part, self.whole) and not (shared and size <= room):
+        elif can_be_taken_apart(part, self.whole) and not (shared and size <= room):
             self.log("%s (%d bytes) does not fit on %s (%d free): taken apart", name, size, self.device, room)
-            self.waiting.replace_first(_parts_of(part, name))  # type: ignore[arg-type]
+            self.waiting.replace_first(parts_of(part, name))  # type: ignore[arg-type]
         elif not self._fill_gap(room):
             self.log("%s (%d bytes) does not fit on %s (%d free)", name, together, self.device, room)
             self.device = next(self.devices)
@@ -155,14 +144,14 @@ class _Filling:
         others = self.partners(name)
         if not others:
             return []
-        return self.waiting.holding([other for other in others if not _is_inside(other, name)])
+        return self.waiting.holding([other for other in others if not is_inside(other, name)])
 
     def _take_apart_one_of(self, names: list[str]) -> bool:
         """Take a part to pieces that shares a parameter, but is too large to come along."""
         for name in names:
             part = self.waiting.get(name)
-            if _can_be_taken_apart(part, self.whole):
-                self.waiting.replace(name, _parts_of(part, name))  # type: ignore[arg-type]
+            if can_be_taken_apart(part, self.whole):
+                self.waiting.replace(name, parts_of(part, name))  # type: ignore[arg-type]
                 return True
         return False
 
@@ -173,16 +162,8 @@ class _Filling:
         name, part, rest = fallback_allocate(list(self.waiting), self.sizes, room, sorted(self.whole), self.tied)
         if name is None:
             return False
-        self.waiting = _Waiting([(name, part), *rest], self.sizes, self.whole)  # type: ignore[list-item]
+        self.waiting = Waiting([(name, part), *rest], self.sizes, self.whole)  # type: ignore[list-item]
         return True
-
-
-def _can_be_taken_apart(part: Any, whole: set[str]) -> bool:
-    return isinstance(part, nn.Module) and bool(part._modules) and type(part).__name__ not in whole
-
-
-def _is_inside(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 def _partners(tied: list[list[str]]) -> Any:
@@ -198,142 +179,6 @@ def _partners(tied: list[list[str]]) -> Any:
                 known += [other for other in group if other != member and other not in known]
                 prefix = prefix.rpartition(".")[0]
     return lambda name: by_prefix.get(name, [])
-
-
-class _Waiting:
-    """The parts that have no device yet, in order.
-
-    Attributes:
-        largest_later (`int`): Bytes of the largest part, of those that stay whole, after the first one.
-    """
-
-    def __init__(self, parts: Sequence[tuple[str, Part]], sizes: Mapping[str, int], whole: set[str]) -> None:
-        self._sizes, self._whole = sizes, whole
-        self._largest: dict[str, int] = {}
-        self._set(list(parts))
-
-    def _set(self, parts: list[tuple[str, Part]]) -> None:
-        self._stack: list[tuple[str, Part, int]] = []  # the first one is on top; with the largest below it
-        self._by_name = dict(parts)
-        for name, part in reversed(parts):
-            self._push(name, part)
-
-    def _push(self, name: str, part: Part) -> None:
-        below = 0
-        if self._stack:
-            top, top_part, top_below = self._stack[-1]
-            below = max(top_below, self._largest_in(top, top_part))
-        self._stack.append((name, part, below))
-        self._by_name[name] = part
-
-    def _largest_in(self, name: str, part: Part) -> int:
-        found = self._largest.get(name)
-        if found is None:
-            if _can_be_taken_apart(part, self._whole):
-                children = part.named_children()  # type: ignore[union-attr]
-                found = max((self._largest_in(f"{name}.{key}", child) for key, child in children), default=0)
-            else:
-                found = self._sizes.get(name, 0)
-            self._largest[name] = found
-        return found
-
-    def __bool__(self) -> bool:
-        return bool(self._stack)
-
-    def __iter__(self) -> Iterator[tuple[str, Part]]:
-        return ((name, part) for name, part, _ in reversed(self._stack))
-
-    @property
-    def first(self) -> tuple[str, Part]:
-        """The part to place next."""
-        return self._stack[-1][:2]
-
-    @property
-    def largest_later(self) -> int:
-        return self._stack[-1][2]
-
-    def get(self, name: str) -> Part:
-        """A part by its name."""
-        return self._by_name[name]
-
-    def replace_first(self, parts: list[tuple[str, Part]]) -> None:
-        """Put pieces in the place of the first part."""
-        name, _, _ = self._stack.pop()
-        del self._by_name[name]
-        for key, part in reversed(parts):
-            self._push(key, part)
-
-    def replace(self, name: str, parts: list[tuple[str, Part]]) -> None:
-        """Put pieces in the place of any part."""
-        pieces: list[tuple[str, Part]] = []
-        for key, part in self:
-            pieces += parts if key == name else [(key, part)]
-        self._set(pieces)
-
-    def remove(self, names: list[str]) -> None:
-        """Forget parts; the first one is among them."""
-        if len(names) == 1 and names[0] == self._stack[-1][0]:
-            self._stack.pop()
-            del self._by_name[names[0]]
-        else:
-            self._set([(key, part) for key, part in self if key not in names])
-
-    def holding(self, tensors: list[str]) -> list[str]:
-        """The parts that hold these tensors, each once."""
-        found = []
-        for tensor in tensors:
-            name = tensor
-            while name and name not in self._by_name:
-                name = name.rpartition(".")[0]
-            if name and name not in found:
-                found.append(name)
-        return found
-
-
-def fallback_allocate(
-    modules: Sequence[tuple[str, Part]],
-    module_sizes: Mapping[str, int],
-    size_limit: float | str,
-    no_split_module_classes: Sequence[str] | None = None,
-    tied_parameters: Sequence[Sequence[str]] | None = None,
-) -> tuple[str | None, Part | None, list[tuple[str, Part]]]:
-    """Find a part that fits into what is left, taking larger ones apart; parts that share parameters are left alone.
-
-    Args:
-        modules: Names and parts, in order.
-        module_sizes: Bytes by name.
-        size_limit: Bytes that are left.
-        no_split_module_classes: Names of classes that are not taken apart.
-        tied_parameters: What `find_tied_parameters` gave.
-
-    Returns:
-        Name and part, both None when nothing fits, and all other parts in order.
-    """
-    from accel_bigmodel.sizes import convert_file_size_to_int
-
-    limit = convert_file_size_to_int(size_limit)
-    whole = set(no_split_module_classes or ())
-    shared = [name for group in tied_parameters or () for name in group]
-
-    def fits(name: str) -> bool:
-        return module_sizes.get(name, 0) <= limit and not any(_is_inside(other, name) for other in shared)
-
-    def search(parts: Sequence[tuple[str, Part]]) -> list[tuple[str, Part]] | None:
-        """The parts, of which the one that fits comes first and those around it are taken apart."""
-        for position, (name, part) in enumerate(parts):
-            others = [*parts[:position], *parts[position + 1 :]]
-            if fits(name):
-                return [(name, part), *others]
-            if _can_be_taken_apart(part, whole):
-                inner = search(_parts_of(part, name))  # type: ignore[arg-type]
-                if inner is not None:
-                    return [inner[0], *parts[:position], *inner[1:], *parts[position + 1 :]]
-        return None
-
-    found = search(modules)
-    if found is None:
-        return None, None, list(modules)
-    return (*found[0], found[1:])
 
 
 def get_module_size_with_ties(
@@ -356,7 +201,7 @@ def get_module_size_with_ties(
     if not tied_params:
         return module_size, [], []
     found = dict(modules_to_treat)
-    names = _Waiting(modules_to_treat, module_sizes, set()).holding(list(tied_params))
+    names = Waiting(modules_to_treat, module_sizes, set()).holding(list(tied_params))
     extra = sum(module_sizes.get(name, 0) for name in names)
     return module_size + extra, names, [found[name] for name in names]
 

@@ -7,7 +7,7 @@ from accel_bigmodel.checkpoint.load import load_state_dict as load_state_dict
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.check import check_device_same as check_device_same
 from accel_bigmodel.device_map.clean import clean_device_map as clean_device_map
-from accel_bigmodel.device_map.plan import fallback_allocate as fallback_allocate
+from accel_bigmodel.device_map.fallback import fallback_allocate as fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties as get_module_size_with_ties
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.offload.collect import get_state_dict_from_offload as get_state_dict_from_offload
