@@ -18,7 +18,8 @@ def main(folder: Path, pause: float) -> None:
     accelerator = Accelerator(
         project_config=ProjectConfiguration(str(folder / socket.gethostname()), automatic_checkpoint_naming=True)
     )
-    model, optimizer = torch.nn.Linear(1, 1), None
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(model.bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     first = 0

@@ -77,9 +77,25 @@ def test_colab_needs_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     notebook_launcher(seen.append, (1,))
     assert seen == [1]
+
+
+def test_tpu_notebooks_start_a_process_on_every_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "google.colab", ModuleType("google.colab"))
     monkeypatch.setenv("TPU_NAME", "local")
-    with pytest.raises(ValueError, match="TPU"):
-        notebook_launcher(seen.append, (1,))
+    with pytest.raises(ValueError, match="torch_xla"):
+        notebook_launcher(print)
+    calls: list[Any] = []
+    library: Any = ModuleType("torch_xla.distributed.xla_multiprocessing")  # stands for what only TPU machines have
+    library.spawn = lambda function, **how: calls.append((function.launcher, function.distributed_type.name, how))
+    for name in ("torch_xla", "torch_xla.distributed"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    notebook_launcher(print, (1,), num_processes=8)
+    notebook_launcher(print, num_processes=1, mixed_precision="bf16")
+    assert calls == [
+        (print, "XLA", {"args": (1,), "nprocs": None, "start_method": "fork"}),
+        (print, "XLA", {"args": (), "nprocs": 1, "start_method": "fork"}),
+    ]
 
 
 def test_apples_get_their_fallback(monkeypatch: pytest.MonkeyPatch) -> None:

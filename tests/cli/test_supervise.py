@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners import local
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import Watch
@@ -86,11 +91,28 @@ def test_no_process_outlives_the_launcher(number: signal.Signals) -> None:
     with subprocess.Popen([*LAUNCH, SCRIPT, "waits"], stdout=subprocess.PIPE, text=True, env=environment) as launcher:
         assert launcher.stdout is not None
         workers = [int(launcher.stdout.readline().split()[1]) for _ in range(2)]
+        handles = [os.pidfd_open(worker) for worker in workers]
         launcher.send_signal(number)
         assert launcher.stdout.read() == "", "the pipe ends when the last process does"
     assert launcher.returncode == (128 + number if number == signal.SIGTERM else -number)
-    for worker in workers:
-        assert not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]
+    for handle in handles:  # a process closes its pipes a moment before it is gone
+        assert select.select([handle], [], [], 30)[0]
+        os.close(handle)
+
+
+@pytest.mark.launch
+def test_only_a_port_that_was_named_can_be_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        environment = {**meeting, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        worker = (sys.executable, "-u", SCRIPT, "nothing")
+        plan = Plan("local", (), environment, port_may_change=True, worker=worker, num_workers=2)
+        assert local.run(plan) == 0
+        assert capfd.readouterr() == ("done\ndone\n", ""), "a port of its own is kept for it from the start"
+        assert local.run(replace(plan, port_may_change=False)) == 1
+        assert "EADDRINUSE" in capfd.readouterr().err
 
 
 # ---- parts ------------------------------------------------------------------------------------------------------
@@ -205,3 +227,39 @@ def test_processes_of_others_report_to_nobody(monkeypatch: pytest.MonkeyPatch, t
     supervision.report_to_launcher(0)
     assert supervision.counter is None
     assert not list(tmp_path.iterdir())
+
+
+def test_a_timeout_that_nobody_hears_of_is_pointed_out(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_cli.supervise.watch.START_SECONDS", 0)
+    watch = Watch(hang_timeout=1e-9, say=said.append)
+    for _ in range(2):
+        watch.look()
+    watch.close()
+    assert len(said) == 1
+    assert "no process reports" in str(said)
+
+
+@pytest.mark.launch
+def test_a_group_that_may_try_again_says_nothing_of_a_taken_port(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        environment = {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+        worker = (sys.executable, "-u", SCRIPT, "nothing")
+        plan = Plan("local", (), environment, port_may_change=True, worker=worker, num_workers=2)
+        group = local._Group(plan, str(taken.getsockname()[1]), may_try_again=True)
+        group.run()
+        assert group.lost_its_port
+        assert capfd.readouterr().err == ""
+
+
+def test_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gone, other = tmp_path / "accelerate_watch_999999999_x", tmp_path / "accelerate_watch_x"
+    for folder in (gone, other):
+        folder.mkdir()
+    watch = Watch()
+    assert not gone.exists()
+    assert other.exists()
+    assert Watch().folder != watch.folder
+    assert Path(watch.folder).exists(), "its launcher lives"

@@ -17,10 +17,6 @@ class MissingFileError(UsageError, FileNotFoundError):
     """A file that was named does not exist."""
 
 
-class NotInThisReleaseError(UsageError):
-    """The command or launch mode is known, but this release cannot do it yet."""
-
-
 @contextmanager
 def without_traceback() -> Iterator[None]:
     """Turn the errors of a function that programs call, too, into those that the command line prints."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from accel_cli.errors import NotInThisReleaseError, UsageError
+from accel_cli.errors import UsageError
 from accel_cli.launch.flags.general import PRECISIONS
 from accel_cli.launch.machine import free_port, is_free, network_variables
 from accel_cli.launch.plan import OWN_STORE
@@ -125,7 +125,9 @@ def notebook_launcher(
         notebook_launcher(train, args=(0.1,), num_processes=2)
         ```
     """
-    _refuse_tpu()
+    if _on_tpu():
+        _run_on_tpu(function, args, num_processes, mixed_precision)
+        return
     if num_processes is None and not _in_colab():
         raise UsageError("num_processes is missing: say how many processes to start.")
     num_processes = 1 if num_processes is None else num_processes
@@ -139,18 +141,10 @@ def notebook_launcher(
     from accel_state.devices import detect_device_kind
 
     kind = detect_device_kind()
-    on_cpu = kind.name == "cpu"
     _check_unused(kind)
     port = _port(use_port, num_nodes)
-    variables = _variables(mixed_precision) | {
-        "NPROC": str(num_processes),
-        "NODE_RANK": str(node_rank),
-        "WORLD_SIZE": str(num_nodes * num_processes),
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": port,
-        "MIXED_PRECISION": mixed_precision,
-    }
-    variables |= {"ACCELERATE_USE_CPU": "true"} if on_cpu else network_variables()
+    variables = _group_variables(num_processes, node_rank, num_nodes, master_addr, port, mixed_precision)
+    variables |= {"ACCELERATE_USE_CPU": "true"} if kind.name == "cpu" else network_variables()
     rdzv_endpoint = rdzv_endpoint or f"{master_addr}:{port}"
     if max_restarts > 0 and num_nodes == 1 and rdzv_backend == "static":  # which brings processes together only once
         rdzv_backend, rdzv_endpoint = "c10d", "localhost:0"
@@ -171,7 +165,7 @@ def notebook_launcher(
         start_method="fork",
         log_line_prefix_template=log_line_prefix_template,
     )
-    print(f"Starting {num_processes} processes on {'the CPU' if on_cpu else kind.name}.")
+    print(f"Starting {num_processes} processes on {'the CPU' if kind.name == 'cpu' else kind.name}.")
     with patch_environment(**variables):
         elastic_launch(config, function)(*args)
 
@@ -255,14 +249,32 @@ def _check_arguments(num_processes: int, mixed_precision: str, node_rank: int, n
         )
 
 
-def _check_unused(kind: Any) -> None:
-    """Refuse what a fork would copy in a state that cannot be used."""
+def _group_variables(
+    num_processes: int, node_rank: int, num_nodes: int, master_addr: str, port: str, mixed_precision: str
+) -> dict[str, str]:
+    """What processes on several devices or machines must know of one another."""
+    return _variables(mixed_precision) | {
+        "NPROC": str(num_processes),
+        "NODE_RANK": str(node_rank),
+        "WORLD_SIZE": str(num_nodes * num_processes),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": port,
+        "MIXED_PRECISION": mixed_precision,
+    }
+
+
+def _check_no_state() -> None:
     processes = sys.modules.get("accel_state.processes")
     if processes is not None and processes.PartialState._shared_state:
         raise UsageError(
             "An Accelerator or PartialState exists in this process already. Restart the notebook, and create it only "
             "inside the function that is launched."
         )
+
+
+def _check_unused(kind: Any) -> None:
+    """Refuse what a fork would copy in a state that cannot be used."""
+    _check_no_state()
     if kind.name == "cpu":
         return
     started = are_libraries_initialized(*ON_CUDA_WHEN_IMPORTED)
@@ -289,8 +301,22 @@ def _in_colab() -> bool:
     return "google.colab" in sys.modules
 
 
-def _refuse_tpu() -> None:
+def _on_tpu() -> bool:
+    """Whether this is one of the notebooks that are given TPUs."""
     in_notebook = _in_colab() or any(name.startswith("KAGGLE") for name in os.environ)
-    on_tpu = os.environ.get("TPU_NAME") is not None or os.environ.get("PJRT_DEVICE", "") == "TPU"
-    if in_notebook and on_tpu:
-        raise NotInThisReleaseError("This release cannot start TPU processes yet.")
+    return in_notebook and (os.environ.get("TPU_NAME") is not None or os.environ.get("PJRT_DEVICE", "") == "TPU")
+
+
+def _run_on_tpu(
+    function: Callable[..., Any], args: Iterable[Any], num_processes: int | None, mixed_precision: str
+) -> None:
+    """Let torch_xla start a process on every core, or on one."""
+    from accel_cli.launch.runners.tpu import spawner
+
+    _check_arguments(num_processes or 1, mixed_precision, 0, 1)
+    _check_no_state()
+    spawn = spawner()
+    nprocs = 1 if num_processes == 1 else None  # torch_xla takes one, or as many as there are cores
+    print(f"Starting on {'one TPU core' if nprocs == 1 else 'all TPU cores'}.")
+    with patch_environment(**_variables(mixed_precision)):
+        spawn(PrepareForLaunch(function, distributed_type="XLA"), args=tuple(args), nprocs=nprocs, start_method="fork")

@@ -36,14 +36,14 @@ def report_to_launcher(rank: int) -> None:
     if _kept or STACK_SIGNAL is None or not folder or str(os.getppid()) != launcher:
         return
     try:
-        _begin(rank, folder)
+        _begin(rank, int(launcher), folder)
     except (OSError, ValueError):  # the launcher is about to end, and its folder gone; or this is not the main thread
         return
     if sys.excepthook is sys.__excepthook__:  # somebody else's is left alone
         sys.excepthook = _leave_traceback(rank, int(launcher), folder)
 
 
-def _begin(rank: int, folder: str) -> None:
+def _begin(rank: int, launcher: int, folder: str) -> None:
     import faulthandler
     import mmap
 
@@ -61,6 +61,8 @@ def _begin(rank: int, folder: str) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left behind by a launcher that is killed
+        if os.getppid() != launcher:  # just now
+            os._exit(1)
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, f"{rank}.error"))  # of a process that this one replaces
     write_whole(folder, f"{rank}.pid", str(os.getpid()))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from accel_cli.errors import MissingFileError, UsageError
 
@@ -116,6 +118,17 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Keep a port for a process that will listen on it, so that no other program is given it meanwhile."""
+    import socket
+
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the one that will listen has it, too
+        kept.bind(("", 0))
+        yield int(kept.getsockname()[1])
 
 
 def free_port() -> int:

@@ -182,6 +182,10 @@ def _check_agent(settings: Namespace) -> None:
     """Check what torch's elastic agent would otherwise find out with a traceback."""
     if settings.max_restarts < 0:
         raise UsageError(f"max_restarts must not be negative, got {settings.max_restarts}.")
+    if settings.hang_timeout is not None and settings.hang_timeout <= 0:
+        raise UsageError(f"hang_timeout must be above 0 seconds, got {settings.hang_timeout}.")
+    if settings.hang_timeout is not None and settings.no_python:
+        raise UsageError("--hang_timeout and --no_python exclude one another: only Python can say where it is.")
     if settings.monitor_interval <= 0:
         raise UsageError(f"monitor_interval must be above 0 seconds, got {settings.monitor_interval}.")
     if not re.fullmatch(r"[0-3]|(\d+:[0-3],?)+", settings.tee):

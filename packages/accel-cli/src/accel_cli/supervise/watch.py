@@ -15,6 +15,8 @@ from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.supervision import STACK_SIGNAL, VARIABLE
 
+PREFIX = "accelerate_watch_"
+START_SECONDS = 60.0  # until a process must have reported
 PATIENCE_SECONDS = 1.0  # for the error that another one follows from
 SAMPLES = 4  # looks at each process before it counts as hanging
 BUSY_SHARE = 0.5  # of a processor, from which on a process computes
@@ -45,13 +47,15 @@ class Watch:
         self, hang_timeout: float | None = None, quiet: bool = False, say: Callable[[str], None] | None = None
     ) -> None:
         self.hang_timeout = hang_timeout
-        self.folder = tempfile.mkdtemp(prefix="accelerate_")  # readable by this user only
+        _remove_left_behind()
+        self.folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_")  # readable by this user only
         self.is_hanging = False
         self._say = (lambda text: None) if quiet else say or _to_stderr
         self._told: dict[int, Failure] = {}
         self._processes: dict[int, _Process] = {}
         self._ids: dict[int, int] = {}
-        self._asked_at = time.monotonic()
+        self._asked_at = self._began_at = time.monotonic()
+        self._may_warn = True
 
     @property
     def variables(self) -> dict[str, str]:
@@ -116,6 +120,12 @@ class Watch:
         interval = timeout / SAMPLES
         if now - self._asked_at < interval:
             return
+        if not self._ids and self._may_warn and now - self._began_at > max(timeout, START_SECONDS):
+            self._may_warn = False
+            self._say(
+                "accelerate launch: --hang_timeout has no effect: no process reports. The script must make an "
+                "Accelerator or a PartialState, and be started by this program itself.\n"
+            )
         for rank, process_id in self._ids.items():
             process = self._processes.setdefault(rank, _Process())
             if self._has_moved(rank, process_id, process, now - self._asked_at):
@@ -187,18 +197,48 @@ class Watch:
 
 
 def _ask_for_stacks(process_id: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(process_id, STACK_SIGNAL)  # type: ignore[arg-type]
+    """Ask a process, unless it has ended and its number is somebody else's now."""
+    if _parent_of(process_id) in (os.getpid(), None):
+        with suppress(ProcessLookupError):
+            os.kill(process_id, STACK_SIGNAL)  # type: ignore[arg-type]
+
+
+def _parent_of(process_id: int) -> int | None:
+    """The parent of a process; None where the system does not say."""
+    if not os.path.isdir("/proc/self"):
+        return None
+    fields = _status(process_id)
+    return int(fields[1]) if fields else 0
+
+
+def _status(process_id: int) -> list[str]:
+    """What Linux says of a process after its name; empty when there is none of that number."""
+    try:
+        with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _remove_left_behind() -> None:
+    """Remove the folders of launchers that were killed."""
+    root = tempfile.gettempdir()
+    for name in os.listdir(root):
+        launcher = name.removeprefix(PREFIX).partition("_")[0]
+        if not name.startswith(PREFIX) or not launcher.isdigit():
+            continue
+        try:
+            os.kill(int(launcher), 0)
+        except ProcessLookupError:
+            shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+        except OSError:  # of another user
+            continue
 
 
 def _cpu_seconds(process_id: int) -> float:
     """How long a process has computed; 0 where the system does not say."""
-    try:
-        with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    fields = _status(process_id)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _to_stderr(text: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accel_cli.launch.machine import free_port
+from accel_cli.launch.machine import reserved_port
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.simple import cannot_start, exit_status
 from accel_cli.supervise.failures import describe_end
@@ -34,13 +34,14 @@ def run(plan: Plan) -> int:
     Returns:
         0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung.
     """
-    port = plan.environment["MASTER_PORT"]
+    if not plan.port_may_change:
+        return _Group(plan, plan.environment["MASTER_PORT"], may_try_again=False).run()
     for attempt in range(TRIES):
-        group = _Group(plan, port, may_try_again=plan.port_may_change and attempt < TRIES - 1)
-        status = group.run()
+        with reserved_port() as port:  # the usual one might be another launch's by the time that rank 0 listens
+            group = _Group(plan, str(port), may_try_again=attempt < TRIES - 1)
+            status = group.run()
         if not group.lost_its_port:
-            return status
-        port = str(free_port())  # another program was faster
+            break
     return status
 
 

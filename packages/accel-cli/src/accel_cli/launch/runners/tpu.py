@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     sys.argv = [args.script, *args.script_args]
     try:
-        spawn = _spawner()
+        spawn = spawner()
         function = load_function(args.script, args.function, is_module=args.module)
     except UsageError as error:
         print(f"accelerate launch: error: {error}", file=sys.stderr)
@@ -127,7 +127,12 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _spawner() -> Callable[..., Any]:
+def spawner() -> Callable[..., Any]:
+    """Find the function of torch_xla that starts a process on every core.
+
+    Raises:
+        ValueError: When torch_xla cannot be imported.
+    """
     try:
         return import_module("torch_xla.distributed.xla_multiprocessing").spawn
     except ImportError as error:
