@@ -16,8 +16,12 @@ from accel_bigmodel.checkpoint.write import write_model_folder
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
-from accel_bigmodel.offload.collect import get_state_dict_from_offload, get_state_dict_offloaded_model
-from accel_bigmodel.offload.folder import offload_state_dict
+from accel_bigmodel.offload.collect import (
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+    load_offloaded_weights,
+)
+from accel_bigmodel.offload.folder import offload_state_dict, read_index
 from tests.bigmodel.test_hooks import new_model
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
@@ -142,6 +146,11 @@ def test_weights_are_collected_from_everywhere(tmp_path: Path) -> None:
     part = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None, "1.weight": 1})  # type: ignore[index]
     assert torch.equal(part["0.weight"], expected["0.weight"])
     assert part["1.weight"] == 1
+    layer = nn.Linear(4, 4, device="meta")
+    offload_state_dict(tmp_path / "layer", {"weight": expected["0.weight"], "bias": expected["0.bias"]})
+    load_offloaded_weights(layer, None, tmp_path / "layer")
+    load_offloaded_weights(layer, read_index(tmp_path / "layer"), tmp_path / "layer")
+    assert torch.equal(layer.weight, expected["0.weight"])
     with pytest.raises(ValueError, match=r"hold nothing.*weight"):
         get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
 

@@ -196,3 +196,14 @@ def test_questions_about_models() -> None:
     assert names == ["0.0", "0.1", "0.2", "0", ""]
     assert get_module_children_bottom_up(blocks)[-1] is blocks
     assert get_pretty_name(torch.nn.Linear) == get_pretty_name(torch.nn.Linear(1, 1)) == "Linear"
+
+
+def test_parameters_of_some_modules() -> None:
+    from torch import nn
+
+    from accel_ops.modules import get_parameters_from_modules
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    assert get_parameters_from_modules(None, model, "cpu") == set()
+    assert get_parameters_from_modules(r"1.*", model, "cpu") == set(model[1].parameters())
+    assert get_parameters_from_modules([model[0]], model, "cpu") == {model[0].weight, model[0].bias}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, overload
 
+import torch
 from torch import nn
 
 
@@ -78,6 +80,24 @@ def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     for child_name, child in module.named_children():
         yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
     yield name, module
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """The parameters of some modules of a model, put on a device: those that sharding is to leave alone.
+
+    Args:
+        modules: The modules, or a regular expression for their whole names; None for no modules.
+        model: The model.
+        device: Where to put them.
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return {parameter for module in modules for parameter in module.to(device).parameters()}
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.hook import SequentialHook
+from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_bigmodel.sizes import get_non_persistent_buffers
-from accel_bigmodel.tensors import align_module_device
+from accel_bigmodel.tensors import align_module_device, set_module_tensor_to_device
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -70,6 +72,23 @@ def get_state_dict_from_offload(
             if prefix + name in state_dict:
                 state_dict[prefix + name] = tensor
     return state_dict
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Put weights of a folder into a model, in main memory.
+
+    Args:
+        model: The model.
+        index: Dtype and shape of the weights, by name; nothing happens when there are none.
+        offload_folder: The folder.
+    """
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in weights:
+        set_module_tensor_to_device(model, name, "cpu", value=weights[name])
 
 
 def _offloading(hook: Any) -> Iterator[AlignDevicesHook]:

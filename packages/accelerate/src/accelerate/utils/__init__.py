@@ -13,6 +13,7 @@ EXPORTS = {
     "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
     "accel_bigmodel.device_map.check": "check_device_map",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
+    "accel_bigmodel.offload.collect": "load_offloaded_weights",
     "accel_bigmodel.offload.folder": "load_offloaded_weight offload_state_dict offload_weight save_offload_index",
     "accel_bigmodel.offload.loader": "OffloadedWeightsLoader PrefixedDataset extract_submodules_state_dict",
     "accel_bigmodel.sizes": (

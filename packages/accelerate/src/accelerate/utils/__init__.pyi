@@ -6,6 +6,7 @@ from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_chec
 from accel_bigmodel.checkpoint.load import load_state_dict as load_state_dict
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.offload.collect import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
 from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload.folder import offload_weight as offload_weight

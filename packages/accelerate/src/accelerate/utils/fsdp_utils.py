@@ -6,5 +6,6 @@ from accel_integrations.checkpoints.sharded_training import load_fsdp_optimizer 
 from accel_integrations.checkpoints.sharded_training import save_fsdp_model as save_fsdp_model
 from accel_integrations.checkpoints.sharded_training import save_fsdp_optimizer as save_fsdp_optimizer
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
+from accel_ops.modules import get_parameters_from_modules as get_parameters_from_modules
 from accel_ops.modules import is_compiled_module as is_compiled_module
 from accel_ops.modules import is_peft_model as is_peft_model

@@ -12,6 +12,7 @@ from accel_bigmodel.device_map.plan import get_module_size_with_ties as get_modu
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.offload.collect import get_state_dict_from_offload as get_state_dict_from_offload
 from accel_bigmodel.offload.collect import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_bigmodel.offload.collect import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
 from accel_bigmodel.offload.folder import offload_weight as offload_weight
 from accel_bigmodel.offload.folder import save_offload_index as save_offload_index
