@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ def offload_weight(
         ValueError: When the name leads out of the folder.
     """
     plain = weight.detach().to("cpu").contiguous()
-    content = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b"\0"  # as accelerate 1.x does
+    content: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b"\0"
     with write_atomically(path_inside(offload_folder, f"{weight_name}.dat")) as file:
         file.write(content)
     if index is not None:
