@@ -24,6 +24,7 @@ PARTS = {
     "startup": "Starting",
     "checkpoint": "Checkpoints",
     "loading": "Loading big models",
+    "offload": "Models in parts",
 }
 PAGE = ROOT / "docs" / "performance.md"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -53,7 +52,6 @@ def worker() -> None:
     from accelerate import Accelerator
 
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % (os.cpu_count() or 1)})  # a core each, for steady times
     accelerator = Accelerator(cpu=True)
     rank, world = accelerator.process_index, accelerator.num_processes
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
