@@ -19,8 +19,12 @@ from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_d
 from accel_bigmodel.hooks.hook import add_hook_to_module
 from accel_bigmodel.offload.folder import INDEX_NAME, offload_state_dict
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader, extract_submodules_state_dict
+from accel_bigmodel.sizes import compute_module_sizes
+from accel_bigmodel.streaming.settings import Streaming
+from accel_bigmodel.streaming.start import start_streaming
 from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_ops.nested import recursive_getattr
+from accel_state.devices import default_device
 
 Device = int | str | torch.device
 Weights = Mapping[str, torch.Tensor]
@@ -34,6 +38,7 @@ def cpu_offload(
     offload_buffers: bool = False,
     state_dict: Weights | None = None,
     preload_module_classes: Sequence[str] | None = None,
+    streaming: Streaming | None = None,
 ) -> nn.Module:
     """Keep all weights in main memory, and bring those of each module to a device while it runs.
 
@@ -43,15 +48,16 @@ def cpu_offload(
         offload_buffers (`bool`): Keep buffers in main memory too.
         state_dict: The weights; those of the model when None.
         preload_module_classes: Names of classes whose weights come all at once.
+        streaming: How far ahead weights are brought, and how much memory that may take.
 
     Returns:
-        The model.
+        The model; `offload_report()` says what each part waits for.
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
-    if state_dict is None:
-        state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
-    return _offload_all(model, execution_device, offload_buffers, state_dict, preload_module_classes)
+    given = model.state_dict() if state_dict is None else state_dict
+    state_dict = {name: tensor.to("cpu") for name, tensor in given.items()}
+    return _offload_all(model, execution_device, offload_buffers, state_dict, preload_module_classes, streaming)
 
 
 def disk_offload(
@@ -60,25 +66,47 @@ def disk_offload(
     execution_device: Device | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
+    streaming: Streaming | None = None,
 ) -> nn.Module:
     """Keep all weights in a folder, and bring those of each module to a device while it runs.
 
     Args:
         model: The model.
-        offload_dir: The folder; weights are written there unless it has an index already.
-        execution_device: The device; that of the model's first parameter when None.
+        offload_dir: The folder; weights are written there unless it has an index already. For a model without memory
+            (`init_empty_weights`), a safetensors checkpoint of it, from which weights are used as they are.
+        execution_device: The device; that of the model's first parameter when None, or the default one of this machine
+            for a model without memory.
         offload_buffers (`bool`): Keep buffers there too.
         preload_module_classes: Names of classes whose weights come all at once.
+        streaming: How far ahead weights are brought, and how much memory that may take.
 
     Returns:
-        The model.
+        The model; `offload_report()` says what each part waits for.
     """
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     if execution_device is None:
-        execution_device = next(iter(model.parameters())).device
-    if not os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
+        execution_device = default_device() if is_empty else next(iter(model.parameters())).device
+    if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
+        weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    elif is_empty:
+        weights = OffloadedWeightsLoader(index=_leave_all_on_disk(model, offload_dir, offload_buffers))
+    else:
         offload_state_dict(offload_dir, model.state_dict())
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes)
+        weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offload_all(model, execution_device, offload_buffers, weights, preload_module_classes, streaming)
+
+
+def _leave_all_on_disk(
+    model: nn.Module, checkpoint: str | os.PathLike[str], offload_buffers: bool
+) -> Mapping[str, Any]:
+    """Where the weights of a model without memory are in a checkpoint; buffers that do not stay there are loaded."""
+    from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
+
+    index = load_checkpoint_in_model(
+        model, checkpoint, device_map={"": "disk"}, offload_buffers=offload_buffers, strict=True
+    )
+    assert index is not None
+    return index
 
 
 def _offload_all(
@@ -87,6 +115,7 @@ def _offload_all(
     offload_buffers: bool,
     weights: Weights,
     preload_module_classes: Sequence[str] | None,
+    streaming: Streaming | None,
 ) -> nn.Module:
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
@@ -98,6 +127,7 @@ def _offload_all(
         preload_module_classes=preload_module_classes,
         tied_params_map={},
     )
+    start_streaming(model, streaming)
     return model
 
 
@@ -112,6 +142,7 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
+    streaming: Streaming | None = None,
 ) -> nn.Module:
     """Put the parts of a model on their devices, and let each find its weights and inputs there when it runs.
 
@@ -126,9 +157,11 @@ def dispatch_model(
         skip_keys: Keyword arguments of forward passes that stay where they are.
         preload_module_classes: Names of classes whose weights come all at once.
         force_hooks (`bool`): Put hooks on the model even if there is one device only.
+        streaming: How far ahead weights are brought that are not on their device, and how much memory that may take; by
+            default as much as the largest of these parts, which is what `infer_auto_device_map` leaves free.
 
     Returns:
-        The model; `hf_device_map` says what is where.
+        The model; `hf_device_map` says what is where, and `offload_report()` what each part waits for.
 
     Raises:
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
@@ -137,7 +170,7 @@ def dispatch_model(
     if len(set(device_map.values())) > 1 or _is_quantised(model) or force_hooks:
         _dispatch_parts(
             model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
-            preload_module_classes,
+            preload_module_classes, streaming,
         )  # fmt: skip
     else:
         (device,) = set(device_map.values())
@@ -166,6 +199,7 @@ def load_checkpoint_and_dispatch(
     strict: bool = False,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    streaming: Streaming | None = None,
 ) -> nn.Module:
     """Load a checkpoint into a model, built without memory or with it, and put its parts on their devices.
 
@@ -187,6 +221,7 @@ def load_checkpoint_and_dispatch(
         strict (`bool`): Refuse a checkpoint whose names are not the model's.
         full_state_dict (`bool`): As for `load_checkpoint_in_model`.
         broadcast_from_rank0 (`bool`): As for `load_checkpoint_in_model`.
+        streaming: As for `dispatch_model`.
 
     Returns:
         The model.
@@ -220,6 +255,11 @@ def load_checkpoint_and_dispatch(
     )
     if device_map is None:
         return model
+    if index and set(device_map.values()) == {"disk"}:
+        weights = OffloadedWeightsLoader(index=index, save_folder=offload_folder)
+        _offload_all(model, default_device(), offload_buffers, weights, preload_module_classes, streaming)
+        model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+        return model
     return dispatch_model(
         model,
         device_map=device_map,
@@ -229,6 +269,7 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        streaming=streaming,
     )
 
 
@@ -265,6 +306,7 @@ def _dispatch_parts(
     offload_buffers: bool,
     skip_keys: str | list[str] | None,
     preload_module_classes: Sequence[str] | None,
+    streaming: Streaming | None,
 ) -> None:
     if main_device is None:
         accelerators = [device for device in device_map.values() if device not in NOT_ACCELERATORS]
@@ -301,7 +343,14 @@ def _dispatch_parts(
         },
     )
     retie_parameters(model, tied)
+    start_streaming(model, streaming or Streaming(budget=_largest_part(model, offload)))
     _warn_when_moved(model, offloaded=any(offload.values()))
+
+
+def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:
+    """The bytes of the largest part that waits elsewhere."""
+    sizes = compute_module_sizes(model)
+    return max((sizes[name] for name, waits in offload.items() if waits and name in sizes), default=None) or None
 
 
 def _has_data(model: nn.Module, name: str) -> bool:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import mmap
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import prod
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 
+from accel_bigmodel import pages
 from accel_ops.tensor_files import DTYPE_NAMES
 
 LENGTH_BYTES = 8
@@ -112,28 +110,16 @@ class MappedShard:
         return tensor
 
     def read_ahead(self, name: str) -> None:
-        """Let the system begin to read a tensor from the disk, without waiting for it."""
-        self._advise(self.entry(name), "MADV_WILLNEED")
+        """Let the system begin to read a tensor from the disk."""
+        pages.read_ahead(*self._place(name))
 
     def forget(self, name: str) -> None:
         """Give back the memory of a tensor that was read and is not used now; what was written to it is lost."""
-        self._advise(self.entry(name), "MADV_DONTNEED")
+        pages.forget(*self._place(name))
 
-    def _advise(self, entry: TensorEntry, advice: str) -> None:
-        """Tell the system about the whole pages of a tensor; what it shares a page with is left alone."""
-        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = entry.end // mmap.PAGESIZE * mmap.PAGESIZE - begin
-        if length > 0 and hasattr(mmap, advice) and (advise := _madvise()):
-            advise(self._storage.data_ptr() + begin, length, getattr(mmap, advice))
-
-
-@cache
-def _madvise() -> Any:
-    """The system's function of this name, if it has one."""
-    function = getattr(ctypes.CDLL(None), "madvise", None) if os.name == "posix" else None
-    if function is not None:
-        function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
+    def _place(self, name: str) -> tuple[int, int]:
+        entry = self.entry(name)
+        return self._storage.data_ptr() + entry.begin, entry.end - entry.begin
 
 
 _OPEN: WeakValueDictionary[tuple[Any, ...], MappedShard] = WeakValueDictionary()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ META = torch.device("meta")
 
 
 @dataclass(slots=True)
-class _Slot:
+class WeightSlot:
     """A place in a module where a weight goes for each forward pass."""
 
     name: str
@@ -28,6 +28,16 @@ class _Slot:
     empty: torch.Tensor  # what stands there in between
     source: torch.Tensor | None = None  # the weight that was there last, and
     ready: torch.Tensor | None = None  # what was made of it without a copy
+
+
+class Stream(Protocol):
+    """What brings weights before they are needed."""
+
+    def fetch(self, hook: AlignDevicesHook) -> bool:
+        """Fill the slots of a hook; False when the hook has to do it itself."""
+
+    def release(self, hook: AlignDevicesHook, output: Any) -> Any:
+        """Note that the module has run; returns its output."""
 
 
 class AlignDevicesHook(ModelHook):
@@ -66,7 +76,9 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
-        self._slots: list[_Slot] = []
+        self.slots: list[WeightSlot] = []
+        self.stream: Stream | None = None
+        """What brings weights before they are needed, if something does."""
 
     def __repr__(self) -> str:
         return (
@@ -102,7 +114,7 @@ class AlignDevicesHook(ModelHook):
                 left &= get_non_persistent_buffers(module, self.place_submodules, fqns=True)
             for name in sorted(left):
                 self._place(module, name)
-        self._slots = [_slot(module, name) for name in waiting]
+        self.slots = [_slot(module, name) for name in waiting]
 
     def _place(self, module: nn.Module, name: str) -> None:
         assert self.execution_device is not None
@@ -112,8 +124,9 @@ class AlignDevicesHook(ModelHook):
         """Bring weights and inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        for slot in self._slots:
-            self._fill(module, slot)
+        if self.stream is None or not self.stream.fetch(self):
+            for slot in self.slots:
+                self._fill(module, slot)
         if self.execution_device is None:
             return args, kwargs
         return (
@@ -121,7 +134,7 @@ class AlignDevicesHook(ModelHook):
             send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
         )
 
-    def _fill(self, module: nn.Module, slot: _Slot) -> None:
+    def _fill(self, module: nn.Module, slot: WeightSlot) -> None:
         value = self.weights_map[slot.name]
         if value is slot.source:
             slot.tensors[slot.key] = slot.ready
@@ -140,12 +153,14 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let go of the weights, and put outputs where inputs came from."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.tensors[slot.key] = slot.empty
         for pointer, device in self.tied_pointers_to_remove:
             if self.tied_params_map is not None:
                 self.tied_params_map[pointer].pop(device, None)
         self.tied_pointers_to_remove.clear()
+        if self.stream is not None:
+            output = self.stream.release(self, output)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -159,11 +174,11 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
-def _slot(module: nn.Module, name: str) -> _Slot:
+def _slot(module: nn.Module, name: str) -> WeightSlot:
     path, _, key = name.rpartition(".")
     owner = module.get_submodule(path)
     tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
-    return _Slot(name, tensors, key, tensors[key])
+    return WeightSlot(name, tensors, key, tensors[key])
 
 
 def _statistics(name: str, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

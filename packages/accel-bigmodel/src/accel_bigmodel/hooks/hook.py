@@ -103,13 +103,26 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
 
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
-    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    compiling = torch.compiler.is_compiling()
+    args, kwargs = (_untraced_pre if compiling else _pre)(hook, module, args, kwargs)
     if hook.no_grad:
         with torch.no_grad():
             output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
     else:
         output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    return (_untraced_post if compiling else _post)(hook, module, output)
+
+
+def _pre(hook: ModelHook, module: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return hook.pre_forward(module, *args, **kwargs)
+
+
+def _post(hook: ModelHook, module: nn.Module, output: Any) -> Any:
     return hook.post_forward(module, output)
+
+
+_untraced_pre: Any = torch._disable_dynamo(_pre)  # a compiler sees modules with weights, not where these come from
+_untraced_post: Any = torch._disable_dynamo(_post)
 
 
 def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:

@@ -48,15 +48,19 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        info = self.index[key]
-        known = self._mapped.get(key)
-        if known is None or known[0] is not info:
-            known = self._mapped[key] = (info, self._open(key, info))
-        tensor = known[1]
+        info, tensor = self.index[key], self.stored(key)
         if info.get("safetensors_file") is None:
             return tensor
         dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
         return tensor.to(device=self.device, dtype=dtype)  # a copy, if it is one, is not kept
+
+    def stored(self, key: str) -> torch.Tensor:
+        """A weight on disk as it is stored there, mapped into memory."""
+        info = self.index[key]
+        known = self._mapped.get(key)
+        if known is None or known[0] is not info:
+            known = self._mapped[key] = (info, self._open(key, info))
+        return known[1]
 
     def _open(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         if info.get("safetensors_file") is None:

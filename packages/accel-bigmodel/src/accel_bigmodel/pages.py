@@ -1,0 +1,52 @@
+"""What the system is told about mapped files: which pages will be needed, and which no more."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from functools import cache
+from typing import Any
+
+PROBES = 4
+
+
+def read_ahead(address: int, num_bytes: int) -> None:
+    """Let the system read a range of a mapped file from the disk; returns when the reads are under way."""
+    _advise(address, num_bytes, "MADV_WILLNEED")
+
+
+def forget(address: int, num_bytes: int) -> None:
+    """Give back the memory of a range that is not used now; what was written to it is lost."""
+    _advise(address, num_bytes, "MADV_DONTNEED")
+
+
+def is_in_memory(address: int, num_bytes: int) -> bool:
+    """Whether a range of a mapped file was read, as far as a few pages show; True where the system does not say."""
+    function = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    if function is None or not num_bytes:
+        return True
+    page = ctypes.c_ubyte()
+    for probe in range(PROBES):
+        place = (address + (num_bytes - 1) * probe // (PROBES - 1)) // mmap.PAGESIZE * mmap.PAGESIZE
+        if function(place, 1, ctypes.byref(page)) == 0 and not page.value & 1:
+            return False
+    return True
+
+
+def _advise(address: int, num_bytes: int, advice: str) -> None:
+    """Tell the system about the whole pages of a range; what it shares a page with is left alone."""
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    function = _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if length > 0 and hasattr(mmap, advice) and function is not None:
+        function(begin, length, getattr(mmap, advice))
+
+
+@cache
+def _function(name: str, *argument_types: Any) -> Any:
+    """A function of the system, if it has one of this name."""
+    function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
+    if function is not None:
+        function.argtypes = argument_types
+    return function

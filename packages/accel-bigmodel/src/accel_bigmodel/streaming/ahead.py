@@ -1,0 +1,107 @@
+"""Reading mapped weights from the disk while the CPU computes with those before them.
+
+A thread touches one byte of every page. That leaves reading to the system, which does it in large pieces ahead of the
+thread when it sees that pages are used in a row (measured: twice as fast as asking for the same by `madvise`), and the
+pages are also entered into the tables of this process.
+"""
+
+from __future__ import annotations
+
+import mmap
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_bigmodel import pages
+from accel_bigmodel.streaming.units import Unit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from accel_bigmodel.hooks.align import AlignDevicesHook
+
+WINDOW_BYTES = 256 << 20
+SMALL_BYTES = 1 << 16  # which come with their neighbours
+STEP_BYTES = 1 << 23
+
+
+class ReadAhead:
+    """Sees that weights are in memory when modules use them where they are.
+
+    It expects modules in the order in which they stand in the model, and from the second pass on in that in which they
+    ran.
+
+    Args:
+        units: Those with weights in files, by their hooks.
+        window_bytes: How much is read in advance.
+    """
+
+    def __init__(self, units: Iterable[tuple[AlignDevicesHook, Unit]], window_bytes: int = WINDOW_BYTES) -> None:
+        mapped = {hook: _large_mapped(unit) for hook, unit in units}
+        self._mapped = {hook: tensors for hook, tensors in mapped.items() if tensors}
+        self._window_bytes = window_bytes
+        hooks = list(self._mapped)
+        self._follows = dict(zip(hooks, [*hooks[1:], *hooks[:1]], strict=True))
+        self._before: AlignDevicesHook | None = None
+        self._ahead: dict[AlignDevicesHook, None] = {}  # asked for, not yet used
+        self._ahead_bytes = 0
+        self._touched: set[AlignDevicesHook] = set()
+        self._helper = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+
+    @property
+    def hooks(self) -> list[AlignDevicesHook]:
+        """Those for which it does something."""
+        return list(self._mapped)
+
+    def fetch(self, hook: AlignDevicesHook) -> bool:
+        """Ask for what follows; the hook takes its weights itself."""
+        if hook not in self._mapped:
+            return False
+        if next(iter(self._ahead), None) is hook:
+            del self._ahead[hook]
+            self._ahead_bytes -= self._bytes_of(hook)
+        else:  # another order than expected
+            self._ahead.clear()
+            self._ahead_bytes = 0
+        if self._before is not None:
+            self._follows[self._before] = hook
+        self._before = hook
+        last = next(reversed(self._ahead), hook)
+        while self._ahead_bytes < self._window_bytes:
+            last = self._follows[last]
+            if last is hook or last in self._ahead:  # once around
+                break
+            self._ahead[last] = None
+            self._ahead_bytes += self._bytes_of(last)
+            self._ask_for(last)
+        return False
+
+    def release(self, hook: AlignDevicesHook, output: Any) -> Any:
+        """Nothing is to be given back."""
+        return output
+
+    def __reduce__(self) -> Any:
+        return ReadAhead, ((), self._window_bytes)  # a copy knows nothing of these files, and needs not
+
+    def _bytes_of(self, hook: AlignDevicesHook) -> int:
+        return sum(tensor.numel() for tensor in self._mapped[hook])
+
+    def _ask_for(self, hook: AlignDevicesHook) -> None:
+        is_new = hook not in self._touched
+        self._touched.add(hook)
+        for tensor in self._mapped[hook]:
+            if is_new or not pages.is_in_memory(tensor.data_ptr(), tensor.numel()):
+                self._helper.submit(_touch, tensor)
+
+
+def _large_mapped(unit: Unit) -> list[torch.Tensor]:
+    """The bytes (uint8, one dimension) of its large weights in files."""
+    mapped = [piece.source.detach() for piece in unit.pieces if piece.home is None]
+    return [tensor.view(-1).view(torch.uint8) for tensor in mapped if tensor.nbytes >= SMALL_BYTES]
+
+
+def _touch(tensor: torch.Tensor) -> None:
+    """Read one byte of each page."""
+    for piece in tensor.split(STEP_BYTES):
+        piece[:: mmap.PAGESIZE].max()

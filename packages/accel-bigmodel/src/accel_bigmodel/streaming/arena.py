@@ -1,0 +1,89 @@
+"""A piece of device memory in which blocks come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(eq=False, slots=True)
+class Region:
+    """A part of the memory that belongs to one block.
+
+    Args:
+        memory: Its bytes (uint8, one dimension).
+        begin: Its first byte in the arena; None when it is memory of its own.
+        busy_until: Marks, as the lane makes them, of computations that must end before anything is written here.
+    """
+
+    memory: torch.Tensor
+    begin: int | None = None
+    busy_until: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Used:
+    """Bytes that were given back while a computation with them may still be under way."""
+
+    begin: int
+    end: int
+    marks: tuple[Any, ...]
+
+
+class Arena:
+    """Fixed memory, of which blocks take the first gap that is large enough.
+
+    Args:
+        memory: The memory (uint8, one dimension).
+        busy_until: Marks of what may still be under way with it.
+    """
+
+    def __init__(self, memory: torch.Tensor, busy_until: Iterable[Any] = ()) -> None:
+        self._memory = memory
+        self._taken: list[tuple[int, int]] = []
+        self._used = [_Used(0, memory.numel(), tuple(busy_until))]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self._memory.numel()
+
+    def take(self, num_bytes: int) -> Region | None:
+        """A region; None when no gap is as large as that."""
+        begin = 0
+        for other_begin, other_end in self._taken:
+            if other_begin - begin >= num_bytes:
+                break
+            begin = other_end
+        end = begin + num_bytes
+        if end > self.num_bytes:
+            return None
+        self._taken = sorted([*self._taken, (begin, end)])
+        return Region(self._memory[begin:end], begin, self._marks_within(begin, end))
+
+    def give_back(self, region: Region) -> None:
+        """Let others have a region of this arena."""
+        assert region.begin is not None
+        end = region.begin + region.memory.numel()
+        self._taken.remove((region.begin, end))
+        if region.busy_until and end > region.begin:
+            self._used.append(_Used(region.begin, end, tuple(region.busy_until)))
+
+    def _marks_within(self, begin: int, end: int) -> list[Any]:
+        """What whoever writes here has to wait for; what lies outside is kept for the next one."""
+        found: list[Any] = []
+        kept: list[_Used] = []
+        for used in self._used:
+            if used.end <= begin or end <= used.begin:
+                kept.append(used)
+                continue
+            found += used.marks
+            if used.begin < begin:
+                kept.append(_Used(used.begin, begin, used.marks))
+            if end < used.end:
+                kept.append(_Used(end, used.end, used.marks))
+        self._used = kept
+        return found

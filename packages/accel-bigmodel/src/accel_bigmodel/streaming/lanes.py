@@ -1,0 +1,294 @@
+"""How blocks get from main memory or from files to a device while it computes."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel_bigmodel.streaming.arena import Region
+from accel_bigmodel.streaming.page_locked import page_locked
+from accel_bigmodel.streaming.units import Block, Piece
+
+NUM_STAGES = 3  # buffers in which weights from files are put together for one copy
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What one arrival of a block cost.
+
+    Args:
+        moved_seconds: How long the copy took.
+        waited_seconds: How long the computation stood still for it.
+    """
+
+    moved_seconds: float
+    waited_seconds: float
+
+
+class Lane(ABC):
+    """A way to one device. Its methods are called by the thread that computes.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the device (uint8, one dimension)."""
+
+    @abstractmethod
+    def begin(self, block: Block, region: Region) -> Any:
+        """Begin to copy a block into a region; returns the arrival, for the methods below."""
+
+    @abstractmethod
+    def settle(self, arrival: Any) -> None:
+        """See that no copy which is begun later can overtake this one."""
+
+    @abstractmethod
+    def wait(self, arrival: Any) -> None:
+        """See that what is computed from now on finds the block."""
+
+    @abstractmethod
+    def mark(self, before: list[Any]) -> list[Any]:
+        """Marks behind everything that was begun so far, in place of earlier ones."""
+
+    @abstractmethod
+    def timing(self, arrival: Any) -> Timing:
+        """What an arrival cost that was waited for."""
+
+
+def fill(pieces: Iterable[Piece], target: torch.Tensor) -> None:
+    """Put weights together, each in its final dtype.
+
+    Args:
+        pieces: The weights.
+        target: The block's bytes, in main memory.
+    """
+    with torch.no_grad():
+        for piece in pieces:
+            piece.view(target).copy_(piece.source.detach())
+
+
+def _helper_of(owner: object) -> Callable[..., Future[Any]]:
+    """A thread that does one thing after the other and ends with its owner."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
+    weakref.finalize(owner, pool.shutdown, wait=False)
+    return pool.submit
+
+
+@dataclass(slots=True)
+class _Filling:
+    """A block that a thread puts together, and how long it took."""
+
+    done: Future[float]
+    waited_seconds: float = 0.0
+
+
+class ThreadLane(Lane):
+    """To the CPU itself, for weights that are of another dtype where they wait: a thread converts them in advance."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._submit = _helper_of(self)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Main memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def begin(self, block: Block, region: Region) -> _Filling:
+        """Let the thread convert the weights."""
+        return _Filling(self._submit(_timed_fill, list(block.pieces), region.memory))
+
+    def settle(self, arrival: _Filling) -> None:
+        """Nothing: there is one thread."""
+
+    def wait(self, arrival: _Filling) -> None:
+        """Wait for the thread."""
+        begin = time.perf_counter()
+        arrival.done.result()
+        arrival.waited_seconds = time.perf_counter() - begin
+
+    def mark(self, before: list[Any]) -> list[Any]:
+        """None: what a CPU has begun has ended."""
+        return []
+
+    def timing(self, arrival: _Filling) -> Timing:
+        """As the clock says."""
+        return Timing(arrival.done.result(), arrival.waited_seconds)
+
+
+def _timed_fill(pieces: list[Piece], target: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    fill(pieces, target)
+    return time.perf_counter() - begin
+
+
+@dataclass(slots=True)
+class _Copying:
+    """A copy that a device makes by itself: events around it, and around the wait for it."""
+
+    begun: Any
+    ended: Any
+    wait_begun: Any
+    wait_ended: Any
+    handed_over: Future[None] | None = None  # when a thread has to put the block together before
+
+
+class StreamLane(Lane):
+    """To an accelerator, on a stream of its own, out of page-locked memory: it copies while it computes.
+
+    Weights in main memory are packed once, block by block, and travel in one copy from then on; those in files are put
+    together in one of a few page-locked buffers each time. A thread does both.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._module: Any = torch.get_device_module(device)
+        self._stream: Any = self._module.Stream(device=device)
+        self._submit = _helper_of(self)
+        self._stages: list[_Stage] = []
+        self._addresses: set[int] = set()  # of packed weights
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the accelerator."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def begin(self, block: Block, region: Region) -> _Copying:
+        """Enqueue the copy behind the last computation with this memory."""
+        arrival = _Copying(*[self._event() for _ in range(4)])
+        marks = region.busy_until
+        if region.begin is None:  # new memory, which the stream that computes may have used for something else
+            marks = self.mark([])
+            region.memory.record_stream(self._stream)
+        if self._is_packed(block):
+            assert block.packed is not None
+            self._copy(block.packed, block, region.memory, marks, arrival)
+        else:
+            prepare = self._pack if block.is_in_memory else self._stage
+            arrival.handed_over = self._submit(prepare, block, region.memory, marks, arrival)
+        return arrival
+
+    def _is_packed(self, block: Block) -> bool:
+        """Whether all weights are where the block was packed; somebody may have put others in their place."""
+        if block.packed is None:
+            return False
+        address, size = block.packed.data_ptr(), block.packed.numel()
+        return all(
+            piece.source.data_ptr() == address + piece.offset
+            if piece.offset < size
+            else piece.source.data_ptr() in self._addresses
+            for piece in block.pieces
+            if piece.num_bytes
+        )
+
+    def _pack(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
+        """In the thread: put the weights into page-locked memory, let who held them have views of it, and copy them."""
+        guests = [piece for piece in block.pieces if piece.source.data_ptr() in self._addresses]  # tied to packed ones
+        own = [piece for piece in block.pieces if piece not in guests]
+        block.lay_out([*own, *guests])
+        block.packed = page_locked(sum(piece.room for piece in own), self.device)
+        fill(own, block.packed)
+        for piece in own:
+            if piece.num_bytes:
+                self._addresses.add(piece.view(block.packed).data_ptr())
+                _replace(piece, piece.view(block.packed))
+        self._copy(block.packed, block, target, marks, arrival)
+
+    def _stage(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
+        """In the thread: put weights from files together and begin to copy them."""
+        stage = self._next_stage(block.num_bytes)
+        stage.sent.synchronize()
+        fill(block.pieces, stage.memory)
+        self._copy(stage.memory[: block.num_bytes], block, target, marks, arrival)
+        stage.sent.record(self._stream)
+
+    def _next_stage(self, num_bytes: int) -> _Stage:
+        if len(self._stages) == NUM_STAGES:
+            stage = self._stages.pop(0)  # the one that was used longest ago
+            if stage.memory.numel() < num_bytes:
+                stage.sent.synchronize()
+                stage.memory = page_locked(num_bytes, self.device)
+        else:
+            stage = _Stage(page_locked(num_bytes, self.device), self._event())
+        self._stages.append(stage)
+        return stage
+
+    def _copy(
+        self, source: torch.Tensor, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying
+    ) -> None:
+        with self._module.stream(self._stream), torch.no_grad():
+            for mark in marks:
+                self._stream.wait_event(mark)
+            arrival.begun.record(self._stream)
+            target[: source.numel()].copy_(source, non_blocking=True)
+            for piece in block.pieces:
+                if piece.offset >= source.numel() and piece.num_bytes:
+                    piece.view(target).copy_(piece.source, non_blocking=True)
+            arrival.ended.record(self._stream)
+
+    def settle(self, arrival: _Copying) -> None:
+        """Wait until the thread has enqueued the copy; the stream keeps the order of copies."""
+        if arrival.handed_over is not None:
+            arrival.handed_over.result()
+
+    def wait(self, arrival: _Copying) -> None:
+        """Let the stream that computes wait for the copy."""
+        self.settle(arrival)
+        computing = self._module.current_stream(self.device)
+        arrival.wait_begun.record(computing)
+        computing.wait_event(arrival.ended)
+        arrival.wait_ended.record(computing)
+
+    def mark(self, before: list[Any]) -> list[Any]:
+        """An event behind all that is enqueued."""
+        event = before[0] if before else self._event()
+        event.record(self._module.current_stream(self.device))
+        return [event]
+
+    def timing(self, arrival: _Copying) -> Timing:
+        """As the device measured."""
+        arrival.wait_ended.synchronize()
+        return Timing(
+            arrival.begun.elapsed_time(arrival.ended) / 1e3,
+            arrival.wait_begun.elapsed_time(arrival.wait_ended) / 1e3,
+        )
+
+    def _event(self) -> Any:
+        return self._module.Event(enable_timing=True)
+
+
+def _replace(piece: Piece, view: torch.Tensor) -> None:
+    """Put a packed weight in the place of the one it was made of, under all names that this has."""
+    assert piece.home is not None
+    mapping, address = piece.home[0], piece.source.data_ptr()
+    for name, tensor in mapping.items():
+        if tensor.data_ptr() == address and tensor.shape == view.shape:
+            mapping[name] = view
+    piece.look_again()
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Page-locked memory, and the end of the last copy from it."""
+
+    memory: torch.Tensor
+    sent: Any
+
+
+def make_lane(device: torch.device) -> Lane | None:
+    """The lane to a device; None when it cannot copy while it computes."""
+    if device.type == "cpu":
+        return ThreadLane(device)
+    if device.type == "meta" or not hasattr(torch.get_device_module(device), "Stream"):
+        return None
+    return StreamLane(device)

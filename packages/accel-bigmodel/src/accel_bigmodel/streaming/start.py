@@ -1,0 +1,49 @@
+"""Letting the hooks of a model get their weights from streams, one for each device."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.streaming.ahead import ReadAhead
+from accel_bigmodel.streaming.lanes import make_lane
+from accel_bigmodel.streaming.report import offload_report, offloading_hooks
+from accel_bigmodel.streaming.settings import Streaming
+from accel_bigmodel.streaming.stream import WeightStream
+from accel_bigmodel.streaming.units import make_unit
+
+
+def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None:
+    """Bring the weights of a hooked model in advance where its devices can, and let it report on that.
+
+    Args:
+        model: A model whose hooks keep weights elsewhere between forward passes; it gets the method `offload_report`.
+        settings: How far ahead, and how much memory.
+    """
+    by_device: dict[torch.device, dict[AlignDevicesHook, str]] = {}
+    for name, hook in offloading_hooks(model):
+        if hook.execution_device is not None:
+            by_device.setdefault(torch.device(hook.execution_device), {})[hook] = name
+    for device, names in by_device.items():
+        if device.type == "cpu":
+            names = _without_used_in_place(names)
+        lane = make_lane(device) if names else None
+        if lane is not None:
+            stream = WeightStream(lane, settings if settings is not None else Streaming(), names)
+            for hook in names:
+                hook.stream = stream
+    model.offload_report = functools.partial(offload_report, model)  # type: ignore[assignment]
+
+
+def _without_used_in_place(names: dict[AlignDevicesHook, str]) -> dict[AlignDevicesHook, str]:
+    """The hooks whose weights a CPU cannot use where they are; those with files of the others are read in advance."""
+    units = [(hook, make_unit(name, hook)) for hook, name in names.items()]
+    in_place = [(hook, unit) for hook, unit in units if unit is not None and unit.is_used_in_place]
+    reader = ReadAhead((hook, unit) for hook, unit in in_place if not unit.is_in_memory)
+    for hook in reader.hooks:
+        hook.stream = reader
+    used = {hook for hook, _ in in_place}
+    return {hook: name for hook, name in names.items() if hook not in used}
