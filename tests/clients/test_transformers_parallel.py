@@ -1,0 +1,194 @@
+"""Models of the transformers library, shared in every way there is."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accel_ops.modules import local_part
+from accel_state.mesh import ParallelismConfig
+from accel_state.settings.parallelism import TorchTensorParallelConfig
+from accelerate import Accelerator
+from tests.support.ranks import ranks
+
+transformers = pytest.importorskip("transformers", minversion="5.20")
+
+STEPS = 10
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+ADAMW = partial(torch.optim.AdamW, lr=3e-3)
+
+
+def llama(**options: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **options))
+
+
+def mixtral(**options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, **options)
+    return transformers.MixtralForCausalLM(config)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(5))
+    labels = tokens.clone()
+    labels[0, 11:] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def curve(accelerator: Accelerator, model: Any, optimizer: Any = None) -> list[float]:
+    """Losses of a model that sees whole sequences."""
+    model, optimizer = accelerator.prepare(model, ADAMW(model.parameters()) if optimizer is None else optimizer)
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**batch()).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_curve(model: Any) -> list[float]:
+    optimizer = ADAMW(model.parameters())
+    losses = []
+    for _ in range(STEPS):
+        loss = model(**batch()).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def same(losses: list[float], expected: list[float]) -> bool:
+    return losses == pytest.approx(expected, abs=1e-5) and losses[-1] < losses[0]
+
+
+def tensor_parallel(experts: bool = False) -> Accelerator:
+    handler = TorchTensorParallelConfig(expert_parallel=experts)
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler))
+
+
+@ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: bool) -> None:
+    model = llama(tie_word_embeddings=tied)
+    assert same(curve(tensor_parallel(), model), plain_curve(llama(tie_word_embeddings=tied)))
+    assert local_part(model.model.layers[0].self_attn.q_proj.weight).shape == (16, 32)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+
+
+@ranks(2)
+@pytest.mark.parametrize("experts", [False, True])
+def test_mixtures_of_experts(rank: int, world: int, experts: bool) -> None:
+    model = mixtral()
+    assert same(curve(tensor_parallel(experts), model), plain_curve(mixtral()))
+    held = local_part(model.model.layers[0].mlp.experts.gate_up_proj).shape
+    assert held == ((2, 128, 32) if experts else (4, 64, 32))
+
+
+@ranks(2)
+def test_a_model_that_was_loaded_in_parts_is_taken_as_it_is(rank: int, tmp_path: Path) -> None:
+    if rank == 0:
+        llama().save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path, tp_plan="auto")
+    assert same(curve(tensor_parallel(), model), plain_curve(llama()))
+
+
+@ranks(2)
+def test_whole_weights_come_back(tmp_path: Path) -> None:
+    accelerator = tensor_parallel()
+    model = accelerator.prepare(llama())
+    weights = accelerator.get_state_dict(model)
+    expected = llama().state_dict()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    accelerator.save_model(model, tmp_path)
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path / "pretrained", state_dict=weights, is_main_process=accelerator.is_main_process
+    )
+    accelerator.wait_for_everyone()
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "pretrained")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
+
+
+@ranks(2)
+def test_heads_that_cannot_be_divided_are_refused() -> None:
+    config = transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 1})
+    with pytest.raises(ValueError, match="tp_size=2 does not divide num_key_value_heads=1"):
+        tensor_parallel().prepare(transformers.LlamaForCausalLM(config))
+
+
+@ranks(2)
+def test_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(ValueError, match="expert_parallel=True needs a model with experts .* LlamaForCausalLM"):
+        tensor_parallel(experts=True).prepare(llama())
+
+
+@ranks(2)
+def test_sequences_traded_for_heads() -> None:
+    config = ParallelismConfig(sp_size=2, sp_backend="torch")
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    model = llama()
+    loader = torch.utils.data.DataLoader([batch()], batch_size=None, collate_fn=lambda one: one)
+    model, optimizer = accelerator.prepare(model, ADAMW(model.parameters()))
+    from accel_data.sequence_shard import SequenceShard
+
+    cut = SequenceShard(accelerator.process_index, 2)
+    losses = []
+    for _ in range(STEPS):
+        part = cut({**next(iter(loader)), "attention_mask": torch.ones(4, 16, dtype=torch.long)})
+        loss = accelerator.mean_over_tokens(model(**part).loss, (part["shift_labels"] != -100).sum())
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert same(losses, plain_curve(llama()))
+
+
+@ranks(2)
+def test_sequences_in_a_ring() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+    model = llama()
+    model, optimizer = accelerator.prepare(model, ADAMW(model.parameters()))
+    losses = []
+    for _ in range(STEPS):
+        inputs = batch()
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=-100)
+        inputs["position_ids"] = torch.arange(16).expand(4, 16)
+        inputs["attention_mask"] = torch.ones(4, 16, dtype=torch.long)
+        buffers = list(inputs.values())
+        with accelerator.maybe_context_parallel(buffers, [1] * len(buffers), no_restore_buffers=set(buffers)):
+            loss = model(**inputs).loss
+            loss = accelerator.mean_over_tokens(loss, (inputs["shift_labels"] != -100).sum())
+            accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert same(losses, plain_curve(llama()))
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [{"cp_size": 2}, {"sp_size": 2, "sp_backend": "torch"}])
+def test_attention_written_out_is_refused(rank: int, world: int, sizes: dict[str, Any]) -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    with pytest.raises(ValueError, match="LlamaForCausalLM uses attn_implementation='eager'"):
+        accelerator.prepare(llama(attn_implementation="eager"))
