@@ -25,6 +25,7 @@ PARTS = {
     "checkpoint": "Checkpoints",
     "loading": "Loading big models",
     "offload": "Models in parts",
+    "disk": "Models on disk",
 }
 PAGE = ROOT / "docs" / "performance.md"
 

@@ -1,10 +1,9 @@
-"""Models in parts, on one process: what hooks cost, weights on disk against weights in memory, and planning."""
+"""Models in parts, on one process: what hooks cost, and planning."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from pathlib import Path
 from tools.bench.reference import run_json
 from tools.bench.row import Row
 
-LAYERS, WIDTH, BATCH = 32, 2048, 16  # half a gigabyte
 TINY = 500
 BLOCKS = 300
 REPEATS = 7
@@ -21,15 +19,11 @@ REPEATS = 7
 def rows(reference: Path) -> list[Row]:
     """Measure ours and the reference, each against the same model without hooks beside it."""
     mine, theirs = run_json(sys.executable, __file__), run_json(reference, __file__)
-    tiny, disk, plan = "tiny", "disk", "plan"
+    tiny, plan = "tiny", "plan"
     return [
         Row(
             f"`cpu_offload` of {TINY} tiny modules, added per module and call",
             "us", mine[tiny], theirs[tiny], 0.0, mine[tiny], 15, "us",
-        ),
-        Row(
-            "forward pass on the CPU with 0.5 GB of weights on disk, warm cache; floor: in memory",
-            "ms", mine[disk][0], theirs[disk][0], mine[disk][1], mine[disk][0] / mine[disk][1], 1.3,
         ),
         Row(
             f"`infer_auto_device_map` of {mine['modules']:,} modules, tied",
@@ -45,7 +39,7 @@ def worker() -> None:
     import torch
     from torch import nn
 
-    from accelerate import cpu_offload, disk_offload, infer_auto_device_map
+    from accelerate import cpu_offload, infer_auto_device_map
 
     logging.disable(logging.WARNING)  # there are no accelerators here to plan for
     torch.set_num_threads(1)
@@ -55,13 +49,6 @@ def worker() -> None:
         plain = best(lambda: tiny(one))
         cpu_offload(tiny, "cpu")
         found["tiny"] = (best(lambda: tiny(one)) - plain) / TINY * 1e6
-        large = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
-        inputs = torch.randn(BATCH, WIDTH)
-        expected, resident = large(inputs), best(lambda: large(inputs))
-        with tempfile.TemporaryDirectory() as folder:
-            disk_offload(large, folder, "cpu")
-            found["disk"] = [best(lambda: large(inputs)) * 1e3, resident * 1e3]
-            assert torch.equal(large(inputs), expected)
     with torch.device("meta"):
         blocks = [
             nn.ModuleDict({**{name: nn.Linear(64, 64) for name in "qkvo"}, "mlp": nn.Sequential(*layers())})
