@@ -74,20 +74,20 @@ def worker(folder: Path) -> None:
         found["cold"] = measure_cold(build, path, inputs, is_ours, folder)
         resident = read(build, path)
         expected = resident(inputs)
-        floor = best(lambda: resident(inputs)) * 1e3
+        floor = best(resident, inputs) * 1e3
         before = folder_bytes(folder)
         model, seconds = offloaded(build, path, is_ours, folder / "whole")
         found["setup"] = seconds * 1e3
         found["written"] = (folder_bytes(folder) - before) / 1e6
         anonymous = anonymous_bytes()
         assert torch.equal(model(inputs), expected)
-        found["warm"] = [best(lambda: model(inputs)) * 1e3, floor]
+        found["warm"] = [best(model, inputs) * 1e3, floor]
         found["anonymous"] = max(0, anonymous_bytes() - anonymous) / 1e6
         del model
         gc.collect()
         model = half_offloaded(build, path, is_ours, folder / "half")
         assert torch.equal(model(inputs), expected)
-        found["half"] = [best(lambda: model(inputs)) * 1e3, floor]
+        found["half"] = [best(model, inputs) * 1e3, floor]
     print(json.dumps(found))
 
 
@@ -155,12 +155,12 @@ def measure_cold(build: Callable[[], Any], path: Path, inputs: Any, is_ours: boo
         model, _ = offloaded(build, path, is_ours, folder / f"cold-{attempt}")
         written = folder / f"cold-{attempt}"
         evict(path, *written.glob("*.dat"))
-        taken.append(seconds_of(lambda: model(inputs)))  # noqa: B023
+        taken.append(seconds_of(model, inputs))
         del model
         gc.collect()
         subprocess.run(["rm", "-rf", str(written)], check=True)
         evict(path)
-        floors.append(max(seconds_of(lambda: read_raw(path)), seconds_of(lambda: resident(inputs))))
+        floors.append(max(seconds_of(read_raw, path), seconds_of(resident, inputs)))
     return [min(taken) * 1e3, min(floors) * 1e3]
 
 
@@ -192,16 +192,16 @@ def anonymous_bytes() -> int:
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
-def seconds_of(function: Callable[[], object]) -> float:
+def seconds_of(function: Callable[..., object], *arguments: Any) -> float:
     """How long a call takes."""
     begin = time.perf_counter()
-    function()
+    function(*arguments)
     return time.perf_counter() - begin
 
 
-def best(function: Callable[[], object]) -> float:
+def best(function: Callable[..., object], *arguments: Any) -> float:
     """The shortest of several runs, in seconds."""
-    return min(seconds_of(function) for _ in range(REPEATS))
+    return min(seconds_of(function, *arguments) for _ in range(REPEATS))
 
 
 if __name__ == "__main__":

@@ -49,13 +49,13 @@ def build() -> nn.Module:
     return nn.Sequential(*[Block() for _ in range(BLOCKS)]).to(torch.bfloat16).requires_grad_(False)
 
 
-def seconds(function: Callable[[], Any]) -> float:
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     """The shortest of several runs, with nothing left to do on the GPU."""
     taken = []
     for _ in range(REPEATS):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        function()
+        function(*arguments)
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - begin)
     return min(taken)
@@ -76,7 +76,7 @@ def measure() -> list[dict[str, Any]]:
         resident = build()
     inputs = {batch: torch.randn(batch, WIDTH, dtype=torch.bfloat16, device=GPU) for batch in (1, 64)}
     with torch.no_grad():
-        computing = {batch: seconds(lambda x=x: resident(x)) for batch, x in inputs.items()}  # type: ignore[misc]
+        computing = {batch: seconds(resident, x) for batch, x in inputs.items()}
         expected = {batch: resident(x).cpu() for batch, x in inputs.items()}
     total = sum(parameter.nbytes for parameter in resident.parameters())
     model_in_memory = resident.to("cpu")
@@ -119,7 +119,7 @@ def measure_budget(
             for _ in range(3):
                 output = model(x)
             assert torch.equal(output.cpu(), expected[batch]), "another result than with all weights on the GPU"
-            taken = seconds(lambda x=x: model(x))  # type: ignore[misc]
+            taken = seconds(model, x)
             floor = max(computing[batch], (total - on_gpu) / speed)
             peak = torch.cuda.max_memory_allocated()
             found.append(
