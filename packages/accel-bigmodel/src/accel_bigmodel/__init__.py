@@ -34,6 +34,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "calculate_maximum_sizes compute_module_sizes convert_file_size_to_int dtype_byte_size get_max_layer_size "
             "named_module_tensors"
         ),
+        "accel_bigmodel.streaming.report": "OffloadReport offload_report",
+        "accel_bigmodel.streaming.settings": "Streaming",
         "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
         "accel_bigmodel.tied": (
             "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters "

@@ -179,6 +179,7 @@ def dispatch_model(
                 "The device map puts the whole model on disk: use disk_offload(model, offload_dir) for that."
             )
         model.to(device)
+        start_streaming(model)  # of nothing; but it can be asked where it is
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 

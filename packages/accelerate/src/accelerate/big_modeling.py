@@ -22,5 +22,6 @@ from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offlo
 from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
+from accel_bigmodel.streaming.settings import Streaming as Streaming
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
