@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
+
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel.checkpoint.write import write_model_folder
+from accel_bigmodel.device_map import room
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
@@ -191,3 +192,30 @@ def test_without_a_map_weights_are_only_loaded(tmp_path: Path) -> None:
     assert not hasattr(model, "hf_device_map")
     with pytest.raises(ValueError, match="'evenly' is unknown.*balanced"):
         load_checkpoint_and_dispatch(new_model(), tmp_path, device_map="evenly")
+
+
+def test_a_map_that_exceeds_memory_is_refused_before_anything_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_bytes", lambda device: 50)
+    write_model_folder(new_model().state_dict(), tmp_path / "model")
+    with init_empty_weights():
+        model = new_model()
+    with pytest.raises(ValueError, match=r"does not fit into memory: .* GB are to go to cpu, where .* GB too many"):
+        load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "cpu"}, dtype=torch.float64)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    load_checkpoint_and_dispatch(model, tmp_path / "model", {"": "cpu"})  # a view of the file takes no memory
+
+    model = new_model()
+    for device_map in ({"0": "cpu", "1": "meta", "2": "disk"}, {"": "meta"}):
+        with pytest.raises(ValueError, match="are to go to meta"):
+            dispatch_model(model, device_map, offload_dir=tmp_path / "offload", main_device="cpu")
+    assert not (tmp_path / "offload").exists()
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def test_only_what_is_elsewhere_has_to_move() -> None:
+    model = new_model()
+    size = sum(parameter.nbytes for parameter in model[2].parameters())
+    assert room.bytes_to_move(model, {"": "cpu"}) == {}
+    assert room.bytes_to_move(model, {"2": "meta", "1": "cpu"})[torch.device("meta")] >= size

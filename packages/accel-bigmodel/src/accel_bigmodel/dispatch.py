@@ -14,6 +14,7 @@ from torch import nn
 from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map
+from accel_bigmodel.device_map.room import bytes_to_move, check_memory
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
@@ -178,6 +179,7 @@ def dispatch_model(
             raise ValueError(
                 "The device map puts the whole model on disk: use disk_offload(model, offload_dir) for that."
             )
+        check_memory(bytes_to_move(model, device_map))
         model.to(device)
         start_streaming(model)  # of nothing; but it can be asked where it is
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
@@ -318,15 +320,16 @@ def _dispatch_parts(
         raise ValueError(
             f"The device map puts {on_disk[:5]} on disk, but there is no folder for their weights: give offload_dir."
         )
+    waiting = ("disk",) if main_device in ("cpu", "mps") else NOT_ACCELERATORS
+    offload = {name: device in waiting for name, device in device_map.items()}
+    devices = {name: main_device if device in NOT_ACCELERATORS else device for name, device in device_map.items()}
+    check_memory(bytes_to_move(model, {name: device for name, device in devices.items() if not offload[name]}))
     if state_dict is None and in_memory:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
     has_index = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, INDEX_NAME))
     if on_disk and offload_index is None and not has_index:
         assert offload_dir is not None
         offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
-    waiting = ("disk",) if main_device in ("cpu", "mps") else NOT_ACCELERATORS
-    offload = {name: device in waiting for name, device in device_map.items()}
-    devices = {name: main_device if device in NOT_ACCELERATORS else device for name, device in device_map.items()}
     weights = None
     if state_dict is not None or (on_disk and (offload_dir is not None or offload_index is not None)):
         weights = OffloadedWeightsLoader(state_dict, save_folder=offload_dir if on_disk else None, index=offload_index)

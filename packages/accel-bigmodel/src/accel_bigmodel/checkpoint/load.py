@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from accel_bigmodel.checkpoint.left_on_disk import check_room, leave_on_disk
 from accel_bigmodel.checkpoint.placing import (
     DISK,
     DeviceMap,
+    Placement,
     Wishes,
     carry_out,
     check_devices,
@@ -25,6 +26,7 @@ from accel_bigmodel.checkpoint.placing import (
     plan_placements,
 )
 from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.device_map.room import check_memory
 from accel_bigmodel.offload.folder import Index
 from accel_bigmodel.tied import (
     check_tied_parameters_in_config,
@@ -143,6 +145,7 @@ def load_checkpoint_in_model(
     wishes = Wishes(device_map, wished_dtype, keep_in_fp32_modules or (), offload_buffers)
     placements = plan_placements(model, contents, wishes)
     check_devices(placements)
+    check_memory(_bytes_by_device(placements))
     check_room(placements, contents, offload_folder)
     shown = os.environ.get("LOCAL_RANK", "0") == "0"
     index = leave_on_disk(placements, contents, offload_folder, offload_8bit_bnb, shown)
@@ -153,6 +156,15 @@ def load_checkpoint_in_model(
     loaded = {placement.name for placement in placements}
     retie_parameters(model, [sorted(group, key=lambda name: name not in loaded) for group in tied])
     return index
+
+
+def _bytes_by_device(placements: Iterable[Placement]) -> dict[torch.device, int]:
+    """New memory that tensors take; views of files are read when they are used, and can be dropped again."""
+    needed: dict[torch.device, int] = {}
+    for placement in placements:
+        if not (placement.is_viewed or placement.in_place or placement.is_offloaded):
+            needed[placement.device] = needed.get(placement.device, 0) + placement.num_bytes
+    return needed
 
 
 def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
