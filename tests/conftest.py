@@ -7,11 +7,13 @@ from collections.abc import Iterator
 
 import hypothesis
 import pytest
+import pytest_randomly
 
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
 hypothesis.settings.load_profile("any machine")
+pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
 
 
 @pytest.fixture(autouse=True)
