@@ -25,7 +25,7 @@ from accel_bigmodel import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_leaves, get_non_persistent_buffers
+from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_leaves, get_non_persistent_buffers, walk
 from accel_state.enums import CustomDtype
 from tests.bigmodel.test_device_map import small_model
 from tests.bigmodel.trees import models
@@ -221,3 +221,10 @@ def test_a_module_is_elsewhere_for_a_block() -> None:
     assert torch.equal(weight, values)
     with align_module_device(layer):
         assert layer.weight is weight
+
+
+@given(models())
+def test_walking_meets_the_modules_that_torch_does(model: nn.Module) -> None:
+    model.again = model.part0
+    assert list(walk(model)) == list(model.named_modules())
+    assert list(walk(model, repeat_shared=True)) == list(model.named_modules(remove_duplicate=False))

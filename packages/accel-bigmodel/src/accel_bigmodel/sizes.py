@@ -105,22 +105,57 @@ def compute_module_sizes(
     """
     target = _element_size(dtype) if dtype is not None else None
     special = {name: _element_size(wanted) for name, wanted in (special_dtypes or {}).items()}
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
     sizes: dict[str, int] = defaultdict(int)
-    for name, tensor in tensors:
-        own = dtype_byte_size(tensor.dtype)
-        if name in special:
-            element = special[name]
-        elif target is None or not (tensor.is_floating_point() or tensor.is_complex()):
-            element = own
-        else:
-            element = min(own, target)
-        size = int(tensor.numel() * element)
-        sizes[name] += size
-        while name:
-            name = name.rpartition(".")[0]
-            sizes[name] += size
+    seen: set[int] = set()
+    paths = []
+    for path, module in walk(model):
+        paths.append(path)
+        prefix = f"{path}." if path else ""
+        for key, tensor in _own_tensors(module, buffers_only):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            name = prefix + key
+            own = dtype_byte_size(tensor.dtype)
+            if name in special:
+                element = special[name]
+            elif target is None or not (tensor.is_floating_point() or tensor.is_complex()):
+                element = own
+            else:
+                element = min(own, target)
+            sizes[name] = size = int(tensor.numel() * element)
+            sizes[path] += size
+    for path in reversed(paths):  # those inside come after those around them
+        if path and path in sizes:
+            sizes[path.rpartition(".")[0]] += sizes[path]
     return sizes
+
+
+def walk(model: nn.Module, repeat_shared: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names, as `named_modules` gives them, without its recursion.
+
+    Args:
+        model: The outermost module.
+        repeat_shared: Give a module under each of its names.
+    """
+    seen: set[nn.Module] = set()
+    coming = [("", model)]
+    while coming:
+        path, module = coming.pop()
+        if not repeat_shared:
+            if module in seen:
+                continue
+            seen.add(module)
+        yield path, module
+        if module._modules:
+            prefix = f"{path}." if path else ""
+            coming += [(prefix + key, child) for key, child in reversed(module._modules.items()) if child is not None]
+
+
+def _own_tensors(module: nn.Module, buffers_only: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    if not buffers_only:
+        yield from ((key, tensor) for key, tensor in module._parameters.items() if tensor is not None)
+    yield from ((key, tensor) for key, tensor in module._buffers.items() if tensor is not None)
 
 
 def compute_module_total_buffer_size(

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.sizes import walk
+
 META = torch.device("meta")
 logger = logging.getLogger(__name__)
 
@@ -28,10 +30,13 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         find_tied_parameters(gpt2)  # [["lm_head.weight", "transformer.wte.weight"]]
         ```
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return sorted(sorted(group) for group in names.values() if len(group) > 1)
+    places: dict[int, list[tuple[str, str]]] = {}
+    for path, module in walk(model, repeat_shared=True):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((path, key))
+    groups = (group for group in places.values() if len(group) > 1)
+    return sorted(sorted(f"{path}.{key}" if path else key for path, key in group) for group in groups)
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
