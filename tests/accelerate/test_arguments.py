@@ -229,17 +229,17 @@ def test_plugins_that_are_not_here_are_refused(variable: str, monkeypatch: pytes
         Accelerator(cpu=True)
 
 
-def test_axes_of_parallelism_that_are_not_here_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"tp_size=2.*along 'tp'"):
+def test_axes_that_need_another_engine_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"tp_size=2 = 2 processes, but the run has 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
 @ranks(2)
 def test_a_way_of_training_without_an_engine_leaves_no_state_behind(rank: int, world: int) -> None:
     class Plugin(FullyShardedDataParallelPlugin):
-        works_on = frozenset({"cpu"})
+        distributed_type = DistributedType.XLA
 
-    with pytest.raises(NotImplementedError, match="distributed_type='FSDP'"):
+    with pytest.raises(NotImplementedError, match="distributed_type='XLA'"):
         Accelerator(fsdp_plugin=Plugin())
     assert Accelerator().distributed_type is DistributedType.MULTI_CPU
 

@@ -97,16 +97,18 @@ def test_a_subclass_may_override_how_one_kind_is_prepared() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["tensor_parallel_rank", "context_parallel_rank", "data_parallel_rank", "data_parallel_shard_rank"]
+    "name",
+    [
+        "tensor_parallel_rank",
+        "context_parallel_rank",
+        "pipeline_parallel_rank",
+        "data_parallel_rank",
+        "data_parallel_shard_rank",
+    ],
 )
 def test_ranks_on_axes_that_are_not_used_are_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"parallelism_config=ParallelismConfig\("):
         getattr(Accelerator(cpu=True), name)
-
-
-def test_there_is_no_pipeline() -> None:
-    with pytest.raises(NotImplementedError, match="pipeline"):
-        _ = Accelerator(cpu=True).pipeline_parallel_rank
 
 
 @ranks(2)

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accel_ops.filenames import FSDP_MODEL_NAME
 from accelerate.checkpoint.load import Checkpoint, Receivers, read_state
 from tests.support.keeping import Counter, Kept, make_kept
 
@@ -150,8 +149,6 @@ def test_a_class_in_a_custom_object_must_be_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        (f"{FSDP_MODEL_NAME}.bin", "FSDP"),
-        (f"{FSDP_MODEL_NAME}_0", "FSDP"),
         ("zero_to_fp32.py", "DeepSpeed"),
         ("latest_checkpointed_iteration.txt", "Megatron-LM"),
     ],

@@ -49,7 +49,8 @@ FIRST = ["--main_process_ip", "a", "--main_process_port", "1"]
         (["--tee", "9"], "tee must be .* got '9'"),
         (["--rdzv_conf", "timeout"], "rdzv_conf must be pairs"),
         (["--mixed_precision", "fp8"], "needs torchao"),
-        (["--use_parallelism_config"], "needs --use_fsdp"),
+        (["--use_parallelism_config", "--parallelism_config_dp_shard_size", "2"], "needs --use_fsdp"),
+        (["--use_parallelism_config", "--parallelism_config_sp_size", "2"], "needs --use_deepspeed, or .* torch"),
     ],
 )
 def test_settings(words: list[str], message: str) -> None:

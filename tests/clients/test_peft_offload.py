@@ -38,7 +38,10 @@ def spread_model(folder: Path, offload: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, device_map=PLACES, offload_folder=str(offload))
 
 
-def test_an_adapter_works_on_an_offloaded_base(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_works_on_an_offloaded_base(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where the library makes folders
     base, adapter = folders
     plain = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
     spread = peft.PeftModel.from_pretrained(

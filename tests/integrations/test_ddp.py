@@ -251,8 +251,8 @@ def test_other_axes_than_replicas_are_refused(rank: int) -> None:
     engine.context.state.parallelism_config = ParallelismConfig(dp_replicate_size=2)
     engine.check()
     assert engine.data_place().index == rank
-    engine.context.state.parallelism_config = ParallelismConfig(tp_size=2)
-    with pytest.raises(ValueError, match="tp"):
+    engine.context.state.parallelism_config = ParallelismConfig(dp_shard_size=2)
+    with pytest.raises(ValueError, match=r"dp_shard, but the 'ddp' engine .* FullyShardedDataParallelPlugin"):
         engine.check()
 
 

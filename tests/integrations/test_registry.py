@@ -20,7 +20,7 @@ from tests.integrations.training import new_engine
 
 
 def test_every_type_is_listed() -> None:
-    assert set(ENGINES) == {kind.value for kind in DistributedType}
+    assert set(ENGINES) == {kind.value for kind in DistributedType} | {"FSDP2"}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in DistributedType if ENGINES[kind.value] is not None])
@@ -29,7 +29,7 @@ def test_engines_load_by_name(kind: DistributedType, monkeypatch: pytest.MonkeyP
     assert issubclass(engine_class(kind), Engine)
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
 def test_engines_that_come_later_say_so(kind: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"'{kind}' comes with a later release.*MULTI_CPU"):
         engine_class(DistributedType(kind))
@@ -52,8 +52,8 @@ def test_other_packages_bring_engines(monkeypatch: pytest.MonkeyPatch) -> None:
         return [Entry()]
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
-    assert engine_class("FSDP") is SingleEngine
-    assert asked == [{"group": "accelerate.engines", "name": "FSDP"}]
+    assert engine_class("XLA") is SingleEngine
+    assert asked == [{"group": "accelerate.engines", "name": "XLA"}]
 
 
 def test_engines_are_closed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

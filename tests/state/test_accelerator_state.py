@@ -18,6 +18,7 @@ from accel_state.errors import MissingLibraryError
 from accel_state.mesh import ParallelismConfig
 from accel_state.processes import PartialState
 from accel_state.settings.compile import TorchDynamoPlugin
+from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accel_state.settings.plugin import Plugin
 from tests.support.ranks import ranks
 
@@ -276,10 +277,12 @@ def test_a_mesh_is_made(rank: int) -> None:
 
 
 @ranks(2)
-def test_shared_sequences_need_shared_parameters() -> None:
-    with pytest.raises(ValueError, match="cp_size=2 .* ACCELERATE_ALLOW_CP_STANDALONE=true"):
-        make(parallelism_config=ParallelismConfig(cp_size=2))
-    os.environ["ACCELERATE_ALLOW_CP_STANDALONE"] = "true"
+def test_version_1_of_fsdp_knows_no_shared_sequences() -> None:
+    with pytest.raises(ValueError, match="cp_size=2 .*fsdp_version=2"):
+        make(
+            parallelism_config=ParallelismConfig(cp_size=2),
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1),
+        )
     assert make(parallelism_config=ParallelismConfig(cp_size=2)).device_mesh is not None
 
 

@@ -17,11 +17,19 @@ from accelerate.checkpoint.keeper import CheckpointKeeper
 class PlainEngine:
     """Models are what they are."""
 
+    writes_states = False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
+
+    def full_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        optimizer.load_state_dict(state)
 
 
 class Counter:

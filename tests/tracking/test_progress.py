@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm as tqdm_class
 
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking import progress
 from accel_tracking.profiling import record_profile
-from accel_tracking.progress import tqdm
+from accel_tracking.progress import progress_bar, tqdm
 from tests.support.ranks import ranks
 
 
@@ -38,7 +42,7 @@ def test_the_old_first_argument_is_refused() -> None:
 
 def test_a_missing_library_names_its_install_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "is_tqdm_available", lambda: False)
-    with pytest.raises(ImportError, match="pip install tqdm"):
+    with pytest.raises(ImportError, match=r"pip install 'accelerate\[progress\]'"):
         tqdm(range(3))
 
 
@@ -79,3 +83,75 @@ def test_a_failing_block_keeps_its_error(tmp_path: Path) -> None:
 def test_importing_the_package_loads_no_torch_and_no_tqdm() -> None:
     program = "import sys, accel_tracking; print([m for m in ('torch', 'tqdm', 'numpy') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+# ---- samples of all processes ---------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_bar_counts_the_samples_of_all_processes(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21.0)), batch_size=4))
+    shown = io.StringIO()
+    bar = progress_bar(loader, desc="epoch", file=shown, mininterval=0)
+    assert len(list(bar)) == len(bar) == 3
+    if rank == 0:
+        assert (bar.bar.n, bar.bar.total) == (21, 21)
+        assert "samples/s" in shown.getvalue()
+    else:
+        assert bar.bar.disable
+        assert shown.getvalue() == ""
+
+
+def test_a_resumed_epoch_starts_where_it_was(tmp_path: Path) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(20.0)), batch_size=4))
+    bar = progress_bar(accelerator.skip_first_batches(loader, 2), file=io.StringIO())
+    assert bar.bar.initial in (0, 8)  # 8 where the loader says what it skips
+    list(bar)
+    assert bar.bar.n <= 20
+
+
+def test_streams_are_counted_by_what_is_in_their_batches() -> None:
+    def batches() -> Iterator[dict[str, torch.Tensor]]:
+        yield {"x": torch.ones(3, 2)}
+        yield {"x": torch.ones(2, 2)}
+
+    bar = progress_bar(batches(), file=io.StringIO())
+    assert len(list(bar)) == 2
+    assert (bar.bar.n, bar.bar.total) == (5, None)
+    things = progress_bar(["a", "b", "c"], file=io.StringIO())
+    list(things)
+    assert (things.bar.n, things.bar.total) == (3, 3)
+
+
+def test_only_the_outermost_bar_stays_and_values_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = io.StringIO()
+    outer = progress_bar(range(2), desc="epochs", file=shown, mininterval=0)
+    for _ in outer:
+        inner = progress_bar([torch.ones(4)], desc="batches", samples_per_batch=4, file=shown, mininterval=0)
+        for _ in inner:
+            inner.show(loss=torch.tensor(0.5), phase="train")
+        inner.write("done")
+    assert (outer.bar.pos, outer.bar.n) == (0, 2)
+    assert "loss=0.5, phase=train" in shown.getvalue()
+    assert capsys.readouterr().out == "done\ndone\n"
+
+
+def test_a_loop_that_is_left_early_closes_its_bar() -> None:
+    bar = progress_bar(range(10), file=io.StringIO())
+    for item in bar:
+        if item == 3:
+            break
+    del item
+    gc.collect()
+    assert len(tqdm_class._instances) == 0
+
+
+def test_a_bar_without_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="samples_per_batch=0"):
+        progress_bar([], samples_per_batch=0)

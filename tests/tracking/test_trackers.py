@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from accel_state.enums import LoggerType
 from accel_state.processes import PartialState
+from accel_tracking import registry
+from accel_tracking.network import is_network_failure
 from accel_tracking.registry import (
     LOGGER_TYPE_TO_CLASS,
     SERVICES,
@@ -19,6 +27,7 @@ from accel_tracking.registry import (
 )
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.tracker_set import TrackerSet
+from accel_tracking.values import plain_settings
 from tests.support.ranks import ranks
 from tests.tracking.memory_tracker import MemoryTracker
 
@@ -29,6 +38,10 @@ class FolderTracker(MemoryTracker):
 
     def __init__(self, run: str, folder: str, **settings: Any) -> None:
         super().__init__(run, folder=folder, **settings)
+
+
+class TheirTracker(MemoryTracker):
+    name = "theirs"
 
 
 class BrokenTracker(MemoryTracker):
@@ -110,11 +123,20 @@ def test_instances_come_back_in_order_and_once() -> None:
     assert filter_trackers(None) == []
 
 
-def test_registered_classes_are_found_by_name(registered: None) -> None:
-    assert get_available_trackers() == ["memory", "folder"]
+@pytest.fixture
+def no_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no library of a service were installed."""
+    for name, service in SERVICES.items():
+        if service.library:
+            monkeypatch.setitem(SERVICES, name, dataclasses.replace(service, is_available=lambda: False))
+
+
+def test_registered_classes_are_found_by_name(registered: None, no_services: None) -> None:
+    assert get_available_trackers() == ["local", "memory", "folder"]
     assert filter_trackers("memory") == ["memory"]
-    assert filter_trackers(LoggerType.ALL, logging_dir="logs") == ["memory", "folder"]
-    assert filter_trackers(["all", "memory"], logging_dir="logs") == ["memory", "folder"]
+    assert filter_trackers(LoggerType.ALL, logging_dir="logs") == ["local", "memory", "folder"]
+    assert filter_trackers(["memory", "all"], logging_dir="logs") == ["memory", "local", "folder"]
+    assert filter_trackers("all") == ["memory"]  # those that need no folder
 
 
 def test_a_class_that_needs_a_folder_says_so(registered: None) -> None:
@@ -122,19 +144,76 @@ def test_a_class_that_needs_a_folder_says_so(registered: None) -> None:
         filter_trackers("folder")
 
 
+@pytest.mark.parametrize("service", [name for name in SERVICES if name != "local"])
+def test_a_missing_library_names_the_command_that_installs_it(service: str, no_services: None) -> None:
+    for asked in (service, LoggerType(service)):
+        with pytest.raises(
+            ImportError, match=rf"log_with='{service}'.*pip install 'accelerate\[{SERVICES[service].extra}\]'"
+        ):
+            filter_trackers(asked, logging_dir="logs")
+
+
 @pytest.mark.parametrize("service", SERVICES)
-def test_services_of_later_releases_are_refused_by_name(service: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"log_with='{service}'.*not part of this release yet"):
-        filter_trackers(service)
-    with pytest.raises(NotImplementedError, match=service):
-        filter_trackers(LoggerType(service))
+def test_a_service_is_what_accelerate_1_offers(service: str) -> None:
+    tracker_class = registry.service_class(service)
+    assert tracker_class.name == service
+    assert tracker_class.main_process_only is (service not in ("wandb", "trackio", "swanlab"))
+    assert tracker_class.requires_logging_directory is (service in ("local", "tensorboard", "aim"))
+    wanted = SIGNATURES.get(service)
+    assert wanted is None or list(inspect.signature(tracker_class).parameters) == wanted.split()
 
 
-@pytest.mark.parametrize("wrong", ["tensorbord", 3, object()])
+SIGNATURES = {
+    "tensorboard": "run_name logging_dir kwargs",
+    "wandb": "run_name kwargs",
+    "trackio": "run_name kwargs",
+    "comet_ml": "run_name kwargs",
+    "aim": "run_name logging_dir kwargs",
+    "mlflow": "experiment_name logging_dir run_id tags nested_run run_name description",
+    "clearml": "run_name kwargs",
+    "dvclive": "run_name live kwargs",
+    "swanlab": "run_name kwargs",
+}
+
+
+def test_the_old_path_has_every_class() -> None:
+    program = (
+        "import sys, accelerate.tracking as t; from accel_tracking.registry import SERVICES;"
+        "assert set(t.LOGGER_TYPE_TO_CLASS) == set(SERVICES), t.LOGGER_TYPE_TO_CLASS;"
+        "assert all(getattr(t, c.__name__) is c and c.name == n for n, c in t.LOGGER_TYPE_TO_CLASS.items());"
+        "libraries = 'aim clearml comet_ml dvclive mlflow swanlab tensorboard trackio wandb torch.utils.tensorboard';"
+        "print([m for m in libraries.split() if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_another_package_names_its_tracker_by_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("theirs", f"{__name__}:TheirTracker", registry.ENTRY_POINTS)
+    monkeypatch.setattr(entry.__class__, "load", lambda self: TheirTracker)
+    monkeypatch.setattr(registry, "_entry_points", lambda name=None: [entry] if name in (None, "theirs") else [])
+    assert "theirs" in get_available_trackers()
+    trackers = TrackerSet(filter_trackers("theirs"))
+    trackers.start("digits")
+    assert trackers.get("theirs", unwrap=True) == [("made", "digits", {}), "start"]
+    trackers.finish()
+    with pytest.raises(ValueError, match="'theirs'"):
+        filter_trackers("nobody's")
+
+
+@pytest.mark.parametrize("wrong", ["nothing-like-it", 3, object(), ["wandb"], ""])
 def test_what_is_no_tracker_is_refused_with_its_value(wrong: object) -> None:
     with pytest.raises(ValueError, match="is not a tracker") as caught:
         filter_trackers([wrong])
     assert repr(wrong) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("tensorbord", "tensorboard"), ("WandB", "wandb"), ("comet", "comet_ml")]
+)
+def test_a_misspelled_name_gets_a_guess(wrong: str, right: str) -> None:
+    with pytest.raises(ValueError, match=f"Did you mean '{right}'"):
+        filter_trackers(wrong)
 
 
 def test_a_class_instead_of_an_instance_gets_a_hint() -> None:
@@ -200,7 +279,7 @@ def test_one_failing_tracker_does_not_keep_others_from_finishing() -> None:
     first, last = MemoryTracker(), MemoryTracker()
     trackers = TrackerSet([first, BrokenTracker(), last])
     trackers.start("digits")
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.warns(RuntimeWarning, match="'broken' failed in finish.*disk full"):
         trackers.finish()
     assert (first.calls[-1], last.calls[-1]) == ("finish", "finish")
 
@@ -215,3 +294,99 @@ def test_only_the_main_process_tracks(rank: int, world: int, tmp_path: Path) -> 
     trackers.finish()
     assert len(tracker.calls) == (5 if rank == 0 else 0)
     assert trackers.active == ([tracker] if rank == 0 else [])
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+class FailingTracker(MemoryTracker):
+    name = "failing"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        raise ConnectionResetError("the service hung up")
+
+
+def test_a_tracker_that_fails_warns_once_and_training_goes_on() -> None:
+    healthy = MemoryTracker()
+    trackers = TrackerSet([FailingTracker(), healthy])
+    trackers.start("digits")
+    with pytest.warns(RuntimeWarning, match="'failing' failed in log.*the service hung up"):
+        trackers.log({"loss": 1.0}, step=0)
+    for step in (1, 2):
+        trackers.log({"loss": 1.0}, step=step)  # silent: warnings are errors here
+    assert [call[1] for call in healthy.calls[1:]] == [0, 1, 2]
+    with pytest.warns(RuntimeWarning, match="failed in 3 calls"):
+        trackers.finish()
+
+
+class UnreachableTracker(MemoryTracker):
+    name = "unreachable"
+
+    def start(self) -> None:
+        try:
+            raise TimeoutError("no answer")
+        except TimeoutError as error:
+            raise RuntimeError("cannot start the run") from error
+
+
+def test_a_service_that_cannot_be_reached_is_left_out() -> None:
+    healthy = MemoryTracker()
+    trackers = TrackerSet([UnreachableTracker(), healthy])
+    with pytest.warns(RuntimeWarning, match="without the tracker 'unreachable'.*cannot start the run"):
+        trackers.start("digits", {"rate": 0.1})
+    trackers.get("unreachable").log({"loss": 1.0})  # ignored
+    trackers.log({"loss": 1.0})
+    trackers.finish()
+    assert healthy.calls[-1] == "finish"
+    assert trackers.active == [healthy]
+
+
+def test_other_errors_at_the_start_are_errors() -> None:
+    class Wrong(MemoryTracker):
+        def start(self) -> None:
+            raise PermissionError("no key")
+
+    with pytest.raises(PermissionError, match="no key"):
+        TrackerSet([Wrong()]).start("digits")
+
+
+@pytest.mark.parametrize("name", ["CommError", "ConnectTimeout", "MaxRetryError"])
+def test_network_errors_of_libraries_are_known_by_name(name: str) -> None:
+    error = type(name, (Exception,), {})("nobody there")
+    assert is_network_failure(error)
+    assert not is_network_failure(ValueError("bad key"))
+
+
+def test_mistakes_of_the_program_are_errors_everywhere() -> None:
+    trackers = TrackerSet([])
+    with pytest.raises(TypeError, match=r"log\(0\.5\) needs a dictionary"):
+        trackers.log(0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="step='three' is not an integer"):
+        trackers.log({}, step="three")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="log_kwargs=.*dictionary of dictionaries"):
+        trackers.log({}, log_kwargs={"wandb": 3})  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="init_kwargs="):
+        trackers.start("digits", init_kwargs=["wandb"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="project_name=None"):
+        trackers.start(None)  # type: ignore[arg-type]
+
+
+def test_steps_of_other_types_become_integers() -> None:
+    tracker = MemoryTracker()
+    trackers = TrackerSet([tracker])
+    trackers.start("digits")
+    for step in (torch.tensor(3), 4.0, True):
+        trackers.log({}, step=step)  # type: ignore[arg-type]
+    assert [call[1] for call in tracker.calls[1:]] == [3, 4, 1]
+    trackers.finish()
+
+
+def test_settings_that_are_no_dictionary_are_refused() -> None:
+    with pytest.raises(TypeError, match="The settings of a run are a dictionary, not 3"):
+        plain_settings(3)
+
+
+def test_an_aborted_run_is_finished_by_trackers_that_know_no_better() -> None:
+    tracker = MemoryTracker()
+    tracker.abort("KeyError")
+    assert tracker.calls == ["finish"]

@@ -19,6 +19,7 @@ from tools.bench.row import Row, table
 PARTS = {
     "step": "What the accelerator adds to a training step",
     "ddp": "Data parallel training",
+    "sharded": "Sharded training",
     "collectives": "Collectives",
     "dataloading": "Data loading",
     "startup": "Starting",

@@ -12,7 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_state.mesh import DataPlace, ParallelismConfig, data_place_of
-from accel_state.settings.parallelism import TorchContextParallelConfig, TorchTensorParallelConfig
+from accel_state.settings.parallelism import (
+    PipelineParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from tests.support.ranks import ranks
 
 
@@ -71,9 +75,8 @@ def test_handlers_are_made_for_the_axes_in_use(monkeypatch: pytest.MonkeyPatch) 
         ({"dp_shard_size": -1}, "dp_shard_size=-1"),
         ({"cp_size": 2.0}, "cp_size=2.0"),
         ({"cp_size": 2, "sp_size": 4}, "cp_size=2 and sp_size=4 both divide the sequence"),
-        ({"dp_replicate_size": 2, "tp_size": 4}, "dp_replicate_size=2 with tp_size=4 .* dp_shard_size"),
         ({"cp_backend": "ring"}, "cp_backend='ring' .* 'torch'"),
-        ({"sp_backend": "torch"}, "sp_backend='torch' .* 'deepspeed'"),
+        ({"sp_backend": "ring"}, "sp_backend='ring' .* 'deepspeed'.* 'torch'"),
         ({"tp_size": 2, "tp_handler": TorchContextParallelConfig()}, "a TorchTensorParallelConfig"),
     ],
 )
@@ -155,6 +158,8 @@ def test_sequence_parallelism_leaves_the_groups_to_deepspeed(fake_rank: Callable
         {"dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 4, "tp_size": 4},
         {"dp_shard_size": 8, "sp_size": 8},
         {"tp_size": 64},
+        {"pp_size": 4, "dp_replicate_size": 16},
+        {"pp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 4},
     ],
 )
 def test_every_slice_of_the_data_is_read_by_one_group(sizes: dict[str, int]) -> None:
@@ -172,6 +177,32 @@ def test_the_mesh_and_the_arithmetic_agree(fake_rank: Callable[[int, int], None]
     mesh = config.get_device_mesh("cpu")
     assert mesh is not None
     assert data_place_of(mesh) == config.data_place(rank, 64)
+
+
+@pytest.mark.parametrize("rank", [0, 5, 31, 32, 63])
+def test_stages_are_the_slowest_axis(fake_rank: Callable[[int, int], None], rank: int) -> None:
+    fake_rank(rank, 64)
+    config = ParallelismConfig(pp_size=2, dp_replicate_size=4, dp_shard_size=4, tp_size=2)
+    mesh = config.get_device_mesh("cpu")
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
+    assert mesh.get_local_rank("pp") == rank // 32
+    assert data_place_of(mesh) == config.data_place(rank, 64) == DataPlace(rank % 32 // 2, 16)
+    assert (config.pp_enabled, config.non_dp_dim_names) == (True, ["tp", "pp"])
+
+
+def test_a_pipeline_is_described_by_its_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ParallelismConfig().pp_handler is None
+    assert ParallelismConfig(pp_size=2).pp_handler == PipelineParallelConfig()
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", "4")
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SCHEDULE", "1f1b")
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_NUM_MICROBATCHES", "8")
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SPLIT_POINTS", "h.2, h.4,h.6")
+    config = ParallelismConfig()
+    assert config.total_size == config.pp_size == 4
+    assert config.pp_handler == PipelineParallelConfig("1f1b", 8, ["h.2", "h.4", "h.6"], 1)
+    weighed = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(loss_weight=len))
+    assert json.loads(json.dumps(weighed.to_json()))["pp_handler"]["loss_weight"] == "len"
 
 
 def test_a_mesh_of_the_user_says_which_data_to_read(fake_rank: Callable[[int, int], None]) -> None:
@@ -196,7 +227,7 @@ def test_a_data_place_lies_in_its_range(index: int, count: int) -> None:
 
 def test_it_can_be_written_down_and_compared() -> None:
     config = ParallelismConfig(tp_size=2)
-    assert json.loads(json.dumps(config.to_json()))["tp_handler"] == {"enable_async_tp": False}
+    assert json.loads(json.dumps(config.to_json()))["tp_handler"]["enable_async_tp"] is False
     assert config.to_json()["cp_handler"] is None
     assert config == ParallelismConfig(tp_size=2) != ParallelismConfig(tp_size=4)
     assert "tp_size=2" in repr(config)

@@ -8,6 +8,7 @@ import pytest
 
 from accel_state.settings.parallelism import (
     DeepSpeedSequenceParallelConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
@@ -57,3 +58,27 @@ def test_tensor_parallel_settings() -> None:
 def test_sizes_are_positive(size: Any) -> None:
     with pytest.raises(ValueError, match="TorchTensorParallelPlugin.tp_size="):
         TorchTensorParallelPlugin(tp_size=size)
+
+
+def test_stages_per_rank_go_with_the_schedule() -> None:
+    assert PipelineParallelConfig("interleaved1f1b").stages_per_rank == 2
+    assert PipelineParallelConfig("1F1B") == PipelineParallelConfig("1f1b", stages_per_rank=1)
+    with pytest.raises(ValueError, match="schedule='gpipe', stages_per_rank=2.*needs at least 2"):
+        PipelineParallelConfig(stages_per_rank=2)
+    with pytest.raises(ValueError, match="needs at least 2 stages per rank"):
+        PipelineParallelConfig("interleaved1f1b", stages_per_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "gpip"}, "schedule='gpip'.*Did you mean 'gpipe'"),
+        ({"num_microbatches": 0}, "num_microbatches=0 .* at least 1"),
+        ({"split_points": []}, r"split_points=\[\]"),
+        ({"split_points": [2]}, r"split_points=\[2\] .* names of the modules"),
+        ({"loss_weight": 3}, "loss_weight=3 .* a function"),
+    ],
+)
+def test_pipelines_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PipelineParallelConfig(**settings)

@@ -60,6 +60,12 @@ COMMANDS: dict[str, Command] = {
     "merge-weights": Command(
         "accel_cli.merge", "merge_command_parser", "merge_command", "Merge the weights of a sharded checkpoint."
     ),
+    "runs": Command(
+        "accel_cli.runs.command",
+        "runs_command_parser",
+        "runs_command",
+        "List, show, compare and export recorded runs.",
+    ),
     "slurm": Command(
         "accel_cli.slurm.command", "slurm_command_parser", "slurm_command", "Write or submit a SLURM job for a launch."
     ),

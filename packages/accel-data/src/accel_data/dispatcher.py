@@ -16,6 +16,7 @@ from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.gradient_state import GradientState
+from accel_state.mesh import SAME_BATCH_AXES
 from accel_state.processes import PartialState
 
 
@@ -203,7 +204,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
 def _places_in(mesh: Any) -> list[int]:
     """The data index of every rank of a mesh."""
     names = list(mesh.mesh_dim_names or ())
-    sharing = [axis for axis, name in enumerate(names) if name in ("tp", "cp", "sp")]
+    sharing = [axis for axis, name in enumerate(names) if name in SAME_BATCH_AXES]
     grid = torch.as_tensor(mesh.mesh)
     data_axes = [axis for axis in range(grid.ndim) if axis not in sharing]
     ordered = grid.permute(*data_axes, *sharing).reshape(-1, max(1, _product(grid, sharing)))

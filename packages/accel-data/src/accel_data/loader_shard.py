@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ class EpochMixin:
     """How a loader runs through an epoch, and what it says about the data of all processes together."""
 
     iteration: int
+    cut: Callable[[Any], Any] | None = None
+    """What each batch goes through before it is handed out, for processes that hold parts of its sequences."""
 
     def __iter__(self) -> Any:  # an iterator of batches, which torch's class would not admit
         self._synchronize()
         self.set_epoch(self.iteration)
         self.begin()  # type: ignore[attr-defined]
         try:
-            yield from self._batches()
+            yield from self._batches() if self.cut is None else map(self.cut, self._batches())
         finally:
             self.end()  # type: ignore[attr-defined]
         self.iteration += 1

@@ -131,7 +131,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             kwargs["batch_sampler"] = skipping
     if issubclass(kind, DataLoaderAdapter):
         kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
-    return kind(dataloader.dataset, **kwargs)
+    rest = kind(dataloader.dataset, **kwargs)
+    if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
+        rest.cut = dataloader.cut
+    return rest
 
 
 def _kind(dataloader: Any) -> type:

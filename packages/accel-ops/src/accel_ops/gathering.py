@@ -16,18 +16,19 @@ import torch.distributed as dist
 from accel_ops.messages import HEADER_WORDS, WORD_BYTES, Message, Sizes, aligned, join_small, message_of
 from accel_ops.nested import flatten, rebuild
 from accel_ops.packing import SMALL_BYTES, as_bytes, pack_into, signature_of, unpack
-from accel_ops.transport import Transport, transport_of
+from accel_ops.transport import TorchTransport, Transport, transport_of
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 
 
-def gather_leaves(data: Any, operation: str, state: PartialState) -> Any:
+def gather_leaves(data: Any, operation: str, state: PartialState, group: Any = None) -> Any:
     """Join each leaf over all processes along its first dimension, which may differ between them.
 
     Args:
         data: Nested tensors; a 0-dim leaf counts as one of shape (1,).
         operation: On whose behalf, for errors.
         state: The process; there must be several.
+        group: The processes that take part; all of them when None.
 
     Returns:
         The same structure, on the devices of the leaves given.
@@ -37,14 +38,15 @@ def gather_leaves(data: Any, operation: str, state: PartialState) -> Any:
         DistributedOperationException: On all processes, when structures, dtypes or other sizes differ.
     """
     leaves, structure = flatten(data, operation)  # without leaves too: others may have some, and would wait
-    transport = transport_of(state)
+    transport = transport_of(state) if group is None else TorchTransport(group)
+    world = state.num_processes if group is None else dist.get_world_size(group)
     wire = transport.wire_device(state)
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
     message = message_of(structure, signature_of(moved))
     with torch.no_grad():
-        joined = _exchange(moved, message, wire, transport, state)
+        joined = _exchange(moved, message, wire, transport, world)
     if joined is None:
-        _report_mismatch(data, operation, state)
+        _report_mismatch(data, operation, world, group)
     if moved is not leaves:
         joined = [
             part if part.device == leaf.device else part.to(leaf.device)
@@ -54,16 +56,16 @@ def gather_leaves(data: Any, operation: str, state: PartialState) -> Any:
 
 
 def _exchange(
-    leaves: list[torch.Tensor], message: Message, wire: torch.device, transport: Transport, state: PartialState
+    leaves: list[torch.Tensor], message: Message, wire: torch.device, transport: Transport, world: int
 ) -> list[torch.Tensor] | None:
     """The joined leaves; None when what the processes brought does not fit together."""
-    slots = transport.all_gather(message.slot(leaves, wire), state.num_processes)
+    slots = transport.all_gather(message.slot(leaves, wire), world)
     words = _words(slots, HEADER_WORDS + (message.num_leaves if message.lists_sizes else 1))
     if any(row[:HEADER_WORDS] != words[0][:HEADER_WORDS] for row in words):
         return None
     if not message.lists_sizes:  # too many leaves for a slot: their sizes are part of the data
         longest = aligned(max(row[HEADER_WORDS] for row in words))
-        buffers = transport.all_gather(message.everything(leaves, longest), state.num_processes)
+        buffers = transport.all_gather(message.everything(leaves, longest), world)
         sizes = tuple([tuple(row[HEADER_WORDS:]) for row in _words(buffers, HEADER_WORDS + message.num_leaves)])
         return _join(buffers[:, message.data_start :], message, sizes)
     sizes = tuple([tuple(row[HEADER_WORDS:]) for row in words])
@@ -106,10 +108,10 @@ def _join(rows: torch.Tensor, message: Message, sizes: Sizes) -> list[torch.Tens
     return [torch.cat(parts) for parts in zip(*per_process, strict=True)]
 
 
-def _report_mismatch(data: Any, operation: str, state: PartialState) -> NoReturn:
+def _report_mismatch(data: Any, operation: str, world: int, group: Any) -> NoReturn:
     """Raise the same error on all processes, with what each of them brought."""
-    brought: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(brought, describe(data))
+    brought: list[Any] = [None] * world
+    dist.all_gather_object(brought, describe(data), group=group)
     listed = "\n".join(f"  - process {rank}: {text}" for rank, text in enumerate(brought))
     raise DistributedOperationException(
         f"{operation} needs the same structure, dtypes and sizes (but for the first dimension) on every process, but "

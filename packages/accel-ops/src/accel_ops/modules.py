@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
@@ -40,6 +41,25 @@ def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter is a distributed tensor."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: its part of a distributed one, sharing its memory; the tensor itself else."""
+    kind = sys.modules.get("torch.distributed.tensor")
+    if kind is None or not isinstance(tensor, kind.DTensor):
+        return tensor
+    part: torch.Tensor = tensor._local_tensor
+    return part
+
+
+def whole(tensor: Any) -> Any:
+    """A distributed tensor put together on all of its processes, which must all call this; others as they are."""
+    return tensor if not isinstance(tensor, torch.Tensor) or local_part(tensor) is tensor else tensor.full_tensor()  # type: ignore[attr-defined]
+
+
+def is_on(model: nn.Module, device: torch.device) -> bool:
+    """Whether all parameters and buffers are on a device."""
+    return all(tensor.device == device for tensor in chain(model.parameters(), model.buffers()))
 
 
 def is_peft_model(model: nn.Module) -> bool:

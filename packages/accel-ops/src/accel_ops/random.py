@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accel_ops.collectives import broadcast
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices import DEVICE_KINDS, DeviceKind
 from accel_state.enums import RNGType
 from accel_state.libraries import is_numpy_available
@@ -20,11 +21,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed (`int`): The seed.
-        device_specific (`bool`): Add the rank, so that processes draw different numbers.
+        device_specific (`bool`): Add the rank, so that processes draw different numbers; those that share the layers of
+            a model (tensor parallelism) count as one, because they must drop out the same.
         deterministic (`bool`): Make torch use deterministic algorithms, or fail where there is none.
     """
     if device_specific:
-        seed += PartialState().process_index
+        seed += PartialState().process_index // _num_alike()
     random.seed(seed)
     if is_numpy_available():
         import numpy as np
@@ -37,6 +39,12 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             seed_all(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def _num_alike() -> int:
+    """How many neighbours in rank must draw the same numbers."""
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    return 1 if config is None else config.tp_size
 
 
 def _generators() -> list[DeviceKind]:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_ops.modules import local_part
+
 if TYPE_CHECKING:
     from typing import Protocol
 
@@ -36,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What tensors that share memory have in common: device, address and length in bytes of their storage."""
+    """What tensors that share memory have in common: device, address and length in bytes of their storage.
+
+    Of a distributed tensor, the memory of this process's part counts.
+    """
+    tensor = local_part(tensor)
     if tensor.device.type == "meta":
         return tensor.device, id(tensor), 0  # without memory nothing can be shared
     storage = tensor.untyped_storage()

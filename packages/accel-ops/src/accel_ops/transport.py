@@ -42,7 +42,14 @@ class Transport(Protocol):
 
 @final
 class TorchTransport:
-    """`torch.distributed` with whatever backend the default group has."""
+    """`torch.distributed` with whatever backend its group has.
+
+    Args:
+        group: The processes; all of them when None.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
 
     def wire_device(self, state: PartialState) -> torch.device:
         """The CPU where the backend can reach it, as gloo and MPI can; the process's device otherwise."""
@@ -53,19 +60,19 @@ class TorchTransport:
         """Collect a buffer of shape (n,) as (world, n)."""
         _count()
         gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
-        getattr(dist, ALL_GATHER)(gathered, buffer)
+        getattr(dist, ALL_GATHER)(gathered, buffer, group=self._group)
         return gathered.view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
         """Sum a buffer over processes, in place."""
         _count()
-        dist.all_reduce(buffer)
+        dist.all_reduce(buffer, group=self._group)
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
         """Receive the buffer of process `source`, in place."""
         _count()
-        dist.broadcast(buffer, src=source)
+        dist.broadcast(buffer, group=self._group, group_src=source)
         return buffer
 
 

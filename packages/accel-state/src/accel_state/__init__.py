@@ -28,7 +28,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_state.settings.fsdp": "FullyShardedDataParallelPlugin",
         "accel_state.settings.handlers": "AutocastKwargs GradScalerKwargs InitProcessGroupKwargs KwargsHandler",
         "accel_state.settings.parallelism": (
-            "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
+            "DeepSpeedSequenceParallelConfig PipelineParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
             "TorchTensorParallelPlugin"
         ),
         "accel_state.settings.profile": "ProfileKwargs",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
-from accel_state.environment import parse_choice_from_env, parse_flag_from_env
+from accel_state.environment import parse_choice_from_env
 from accel_state.errors import missing_library
 from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
@@ -184,10 +184,10 @@ class AcceleratorState(ProcessPlace):
 
     def _check_parallelism(self, config: ParallelismConfig) -> None:
         config.check_world_size(self.num_processes)
-        if config.cp_enabled and not self.is_fsdp2 and not parse_flag_from_env("ACCELERATE_ALLOW_CP_STANDALONE"):
+        if config.cp_enabled and self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
             raise ValueError(
-                f"cp_size={config.cp_size} shares sequences between processes that must also share the parameters: pass "
-                "a FullyShardedDataParallelPlugin(fsdp_version=2), or set ACCELERATE_ALLOW_CP_STANDALONE=true."
+                f"cp_size={config.cp_size} cannot be combined with version 1 of FSDP, which knows no other axes: pass "
+                "FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for whole parameters."
             )
 
     def _use_xla_bf16(self) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from accel_state.settings.option import at_least, one_of, option, resolve_options, wrong_value
 from accel_state.settings.parallelism import (
     DeepSpeedSequenceParallelConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
@@ -17,10 +18,10 @@ from accel_state.settings.parallelism import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MESH_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes from the slowest to the fastest varying: neighbours in rank share layers, the most talkative axis."""
 DATA_AXES = ("dp_replicate", "dp_shard")
-SAME_BATCH_AXES = frozenset({"cp", "sp", "tp"})
+SAME_BATCH_AXES = frozenset({"pp", "cp", "sp", "tp"})
 """Processes that differ only along these axes work on the same batch."""
 JOINED_AXES = {"dp": "dp_dim_names", "dp_shard_cp": "dp_shard_cp_dim_names", "dp_cp": "dp_cp_dim_names"}
 """Axes that are several axes flattened into one, with the property that names those."""
@@ -47,8 +48,8 @@ def data_place_of(mesh: DeviceMesh) -> DataPlace:
     """The data slice of this process by its coordinates in a mesh.
 
     Args:
-        mesh: A mesh with named axes. Processes that differ only along "tp", "cp" or "sp" read the same slice; every
-            other axis divides the data, the first one slowest.
+        mesh: A mesh with named axes. Processes that differ only along "pp", "tp", "cp" or "sp" read the same
+            slice; every other axis divides the data, the first one slowest.
 
     Raises:
         ValueError: When the axes have no names, or this process is not part of the mesh.
@@ -76,14 +77,14 @@ def _size(axis: str, what: str) -> Any:
     )
 
 
-def _backend(axis: str, only: str) -> Any:
+def _backend(axis: str, default: str, *others: str) -> Any:
     return option(
         None,
-        choices=(only,),
+        choices=(default, *others),
         env=f"PARALLELISM_CONFIG_{axis.upper()}_BACKEND",
         flag=f"--parallelism_config_{axis}_backend",
         help=f"Library that implements the {axis} axis.",
-        fallback=only,
+        fallback=default,
     )
 
 
@@ -100,10 +101,13 @@ class ParallelismConfig:
         cp_size (`int`): Processes that share every sequence, by ring attention (context parallelism).
         cp_backend (`"torch"`): Implementation of context parallelism.
         sp_size (`int`): Processes that share every sequence, by exchanging heads (sequence parallelism).
-        sp_backend (`"deepspeed"`): Implementation of sequence parallelism.
+        sp_backend (`"deepspeed"` or `"torch"`): Implementation of sequence parallelism; "torch" needs no DeepSpeed and
+            works for any model whose attention is `scaled_dot_product_attention`.
         tp_handler (`TorchTensorParallelConfig`, *optional*): Details; made with its defaults when the axis is used.
         cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
         sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
+        pp_size (`int`): Processes that hold consecutive parts of the model (pipeline parallelism).
+        pp_handler (`PipelineParallelConfig`, *optional*): Likewise.
 
     Example:
         ```python
@@ -118,10 +122,12 @@ class ParallelismConfig:
     cp_size: int = _size("cp", "share every sequence by ring attention")
     cp_backend: Literal["torch"] = _backend("cp", "torch")
     sp_size: int = _size("sp", "share every sequence by exchanging heads")
-    sp_backend: Literal["deepspeed"] = _backend("sp", "deepspeed")
+    sp_backend: Literal["deepspeed", "torch"] = _backend("sp", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int = _size("pp", "hold consecutive parts of the model")
+    pp_handler: PipelineParallelConfig | None = None
 
     device_mesh = cast("DeviceMesh | None", None)  # no annotation: an attribute, not a field
 
@@ -131,18 +137,14 @@ class ParallelismConfig:
         self._check_sizes()
         self._fill_handler("tp", TorchTensorParallelConfig)
         self._fill_handler("cp", TorchContextParallelConfig)
-        self._fill_handler("sp", DeepSpeedSequenceParallelConfig)
+        if self.sp_backend == "deepspeed":
+            self._fill_handler("sp", DeepSpeedSequenceParallelConfig)
+        self._fill_handler("pp", PipelineParallelConfig)
 
     def _check_sizes(self) -> None:
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(
                 f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide the sequence: set one of them to 1."
-            )
-        if self.dp_replicate_size > 1 and self.dp_shard_size == 1 and (self.tp_size > 1 or self.cp_size > 1):
-            raise ValueError(
-                f"dp_replicate_size={self.dp_replicate_size} with tp_size={self.tp_size} and cp_size={self.cp_size} "
-                "needs sharded parameters: give the data-parallel processes to dp_shard_size, or set dp_shard_size "
-                "above 1 beside dp_replicate_size."
             )
 
     def _fill_handler(self, axis: str, handler_class: type) -> None:
@@ -166,7 +168,10 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as plain values that JSON can hold; handlers become dictionaries, unused ones None."""
-        return asdict(self)
+        values = asdict(self)
+        if self.pp_handler is not None and self.pp_handler.loss_weight is not None:
+            values["pp_handler"]["loss_weight"] = getattr(self.pp_handler.loss_weight, "__qualname__", "a function")
+        return values
 
     # ---- sizes ------------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """How many processes work on one batch."""
-        return self.tp_size * self.cp_size * self.sp_size
+        return self.pp_size * self.tp_size * self.cp_size * self.sp_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -217,6 +222,11 @@ class ParallelismConfig:
         """Whether sequences are shared by exchanging heads."""
         return self.sp_size > 1
 
+    @property
+    def pp_enabled(self) -> bool:
+        """Whether processes hold consecutive parts of the model."""
+        return self.pp_size > 1
+
     # ---- names of axes ----------------------------------------------------------------------------------------------
 
     @property
@@ -227,17 +237,22 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Axes in use along which the batch is the same."""
-        return self._used("tp", "cp", "sp")
+        return self._used("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
         """Axes in use over which parameters are sharded."""
-        return self._used("dp_shard", "cp")
+        return self._used("dp_shard", "cp", *self._own_sequence_axis)
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Axes in use over which gradients, and hence losses, are averaged."""
-        return self._used("dp_replicate", "dp_shard", "cp")
+        return self._used("dp_replicate", "dp_shard", "cp", *self._own_sequence_axis)
+
+    @property
+    def _own_sequence_axis(self) -> tuple[str, ...]:
+        """The sequence axis where it is part of the mesh; DeepSpeed makes groups of its own for it."""
+        return ("sp",) if self.sp_backend == "torch" else ()
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -274,8 +289,8 @@ class ParallelismConfig:
             device_type: For example "cuda" or "cpu".
 
         Returns:
-            The mesh, its axes in the order of `MESH_AXES`. None when no axis is in use, and for sequence parallelism,
-            for which DeepSpeed makes its own groups.
+            The mesh, its axes in the order of `MESH_AXES`. None when no axis is in use, and for sequence parallelism
+            by DeepSpeed, which makes its own groups.
 
         Raises:
             ValueError: When the sizes do not fit the number of processes.
@@ -283,7 +298,7 @@ class ParallelismConfig:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        if self.total_size == 1 or self.sp_enabled:
+        if self.total_size == 1 or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
         if dist.is_initialized():
             self.check_world_size(dist.get_world_size())
@@ -342,5 +357,6 @@ class ParallelismConfig:
             ValueError: When the sizes do not fit the number of processes.
         """
         self.check_world_size(num_processes)
-        per_batch = self.non_data_parallel_size
-        return DataPlace(process_index // per_batch, num_processes // per_batch)
+        pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are neighbours
+        per_batch = self.non_data_parallel_size // self.pp_size
+        return DataPlace(process_index % pipeline // per_batch, pipeline // per_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def record_profile(settings: ProfileKwargs) -> Iterator[torch.profiler.profile]:
+def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[torch.profiler.profile]:
     """Profile a block; when it ends well, write `profile_<rank>.json` if the settings name a folder.
 
     Args:
         settings (`ProfileKwargs`): What to record, and where the Chrome traces go.
+        summary (`bool`): Whether the main process then says in a few lines where the time went, on standard error.
 
     Yields:
         The running `torch.profiler.profile`.
@@ -35,16 +37,27 @@ def record_profile(settings: ProfileKwargs) -> Iterator[torch.profiler.profile]:
     """
     with settings.build() as profiler:
         yield profiler
-    if settings.output_trace_dir is not None:
-        state = PartialState()
-        folder = Path(settings.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        if profiler.profiler is None:  # torch's own check is an assertion
+    state = PartialState()
+    if profiler.profiler is None:  # torch's own check is an assertion
+        if settings.output_trace_dir is not None:
             warnings.warn(
-                f"Nothing was recorded for {folder}: schedule_option={settings.schedule_option!r} had not reached its "
-                "first active step. Call profiler.step() more often, or shorten wait and warmup.",
+                f"Nothing was recorded for {settings.output_trace_dir}: schedule_option={settings.schedule_option!r} "
+                "had not reached its first active step. Call profiler.step() more often, or shorten wait and warmup.",
                 stacklevel=4,
             )
-        else:
-            profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=state.process_index)))
+    elif settings.output_trace_dir is not None:
+        folder = Path(settings.output_trace_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=state.process_index)))
+    if summary and state.is_main_process:
+        _say_summary(profiler)
+    if settings.output_trace_dir is not None:
         state.wait_for_everyone()  # all traces are there when any process goes on
+
+
+def _say_summary(profiler: torch.profiler.profile) -> None:
+    from accel_tracking.profiling_summary import summarize
+
+    found = summarize(profiler)
+    if found is not None:
+        sys.stderr.write(f"{found}\n")

@@ -3,46 +3,139 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
+from accel_state import libraries
 from accel_state.enums import LoggerType
+from accel_state.errors import missing_library
 from accel_tracking.tracker import GeneralTracker
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}
-"""Tracker classes that can be asked for by name."""
+ENTRY_POINTS = "accelerate.trackers"
+"""Group of entry points in which other packages name their tracker classes."""
 
-SERVICES = tuple(member.value for member in LoggerType if member is not LoggerType.ALL)
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A tracker of this package.
+
+    Attributes:
+        module: Where its class is defined; loads no library of others.
+        class_name: Name of the class.
+        is_available: Whether its library is installed.
+        library: The library as `pip install` knows it.
+        extra: The extra of `accelerate` that brings the library; empty when none is needed.
+    """
+
+    module: str
+    class_name: str
+    is_available: Callable[[], bool] = lambda: True
+    library: str = ""
+    extra: str = ""
+
+
+def _service(name: str, class_name: str, is_available: Callable[[], bool], library: str = "") -> Service:
+    library = library or name
+    return Service(f"accel_tracking.trackers.{name}", class_name, is_available, library, library)
+
+
+SERVICES: dict[str, Service] = {
+    "local": Service("accel_tracking.trackers.local", "LocalTracker"),
+    "aim": _service("aim", "AimTracker", libraries.is_aim_available),
+    "tensorboard": _service("tensorboard", "TensorBoardTracker", libraries.is_tensorboard_available),
+    "wandb": _service("wandb", "WandBTracker", libraries.is_wandb_available),
+    "trackio": _service("trackio", "TrackioTracker", libraries.is_trackio_available),
+    "comet_ml": _service("comet_ml", "CometMLTracker", libraries.is_comet_ml_available, library="comet-ml"),
+    "mlflow": _service("mlflow", "MLflowTracker", libraries.is_mlflow_available),
+    "clearml": _service("clearml", "ClearMLTracker", libraries.is_clearml_available),
+    "dvclive": _service("dvclive", "DVCLiveTracker", libraries.is_dvclive_available),
+    "swanlab": _service("swanlab", "SwanLabTracker", libraries.is_swanlab_available),
+}
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}
+"""Tracker classes that are loaded, by name; what is put here comes before services and entry points of that name."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     """Let `Accelerator(log_with=tracker_class.name)` find a tracker class of your own.
 
     `Accelerator.init_trackers` makes the instance: from the run's name, the logging folder when
-    `requires_logging_directory`, and the `init_kwargs` for this name.
+    `requires_logging_directory`, and the `init_kwargs` for this name. A package registers its class without being
+    imported by an entry point in the group `accelerate.trackers`.
 
     Raises:
         ValueError: When it is not a subclass of `GeneralTracker` with a `name`.
     """
+    LOGGER_TYPE_TO_CLASS[_checked(tracker_class).name] = tracker_class
+
+
+def _checked(tracker_class: Any) -> type[GeneralTracker]:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"{tracker_class!r} cannot be registered: pass a subclass of GeneralTracker.")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str):
         raise ValueError(f"{tracker_class!r} has name={name!r}: give the class a `name` that is a text.")
-    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+    return tracker_class
+
+
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """The class of a tracker, by its name.
+
+    Raises:
+        ValueError: When there is none of this name.
+        ImportError: When the library it needs is not installed, with the command that installs it.
+    """
+    if name in LOGGER_TYPE_TO_CLASS and not _is_ours(name):
+        return LOGGER_TYPE_TO_CLASS[name]
+    if name in SERVICES:
+        service = SERVICES[name]
+        if not service.is_available():
+            raise missing_library(service.library, extra=service.extra, why=f"log_with={name!r}")
+        return service_class(name)
+    for entry in _entry_points(name):
+        return _checked(entry.load())
+    raise _unknown(name)
+
+
+def service_class(name: str) -> type[GeneralTracker]:
+    """The class of one of this package's trackers, its library installed or not."""
+    service = SERVICES[name]
+    found: type[GeneralTracker] = getattr(import_module(service.module), service.class_name)
+    return found
+
+
+def load_services() -> None:
+    """Put the classes of all services into `LOGGER_TYPE_TO_CLASS`; none of their libraries is loaded."""
+    for name in SERVICES:
+        LOGGER_TYPE_TO_CLASS.setdefault(name, service_class(name))
+
+
+def _is_ours(name: str) -> bool:
+    return name in SERVICES and LOGGER_TYPE_TO_CLASS[name].__module__ == SERVICES[name].module
 
 
 def get_available_trackers() -> list[str]:
-    """Names that can be passed as `log_with` here."""
-    return list(LOGGER_TYPE_TO_CLASS)
+    """Names that can be passed as `log_with` here: those whose library is installed, and registered ones."""
+    services = [name for name, service in SERVICES.items() if service.is_available()]
+    registered = [name for name in LOGGER_TYPE_TO_CLASS if not _is_ours(name)]
+    return list(dict.fromkeys([*services, *(entry.name for entry in _entry_points()), *registered]))
+
+
+def _entry_points(name: str | None = None) -> Sequence[Any]:
+    from importlib.metadata import entry_points
+
+    found = entry_points(group=ENTRY_POINTS)
+    return list(found if name is None else found.select(name=name))
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[GeneralTracker | str]:
     """Check what a user wants to log with.
 
     Args:
-        log_with: A tracker instance, the name of a registered class, "all" for every registered class, or a list or
-            tuple of these; None for nothing.
+        log_with: A tracker instance, a tracker's name, "all" for every tracker that is installed and has what it
+            needs, or a list or tuple of these; None for nothing.
         logging_dir (`str` or path, *optional*): Where trackers that need a folder may write.
 
     Returns:
@@ -50,45 +143,49 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 
     Raises:
         ValueError: For something that is neither tracker nor name, or a class that needs a folder when there is none.
-        NotImplementedError: For a service this release cannot log to.
+        ImportError: When the library that a named tracker needs is not installed.
     """
     if log_with is None:
         return []
     entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
     chosen: list[GeneralTracker | str] = []
     for entry in entries:
-        for tracker in _resolve(entry):
-            if isinstance(tracker, str):
-                _check_folder(tracker, logging_dir)
+        for tracker in _resolve(entry, logging_dir):
             if tracker not in chosen:
                 chosen.append(tracker)
     return chosen
 
 
-def _resolve(entry: Any) -> Sequence[GeneralTracker | str]:
+def _resolve(entry: Any, logging_dir: str | os.PathLike[str] | None) -> Sequence[GeneralTracker | str]:
     if isinstance(entry, GeneralTracker):
         return [entry]
     name = entry.value if isinstance(entry, LoggerType) else entry
     if name == LoggerType.ALL.value:
-        return list(LOGGER_TYPE_TO_CLASS)
-    if isinstance(name, str) and name in LOGGER_TYPE_TO_CLASS:
-        return [name]
-    if isinstance(name, str) and name in SERVICES:
-        raise NotImplementedError(
-            f"log_with={name!r}: logging to this service is not part of this release yet. Pass an instance of a "
-            "GeneralTracker subclass of your own instead, or register its class with register_tracker_class."
-        )
-    hint = f" Pass an instance: {name.__name__}(...)." if isinstance(name, type) else ""
-    known = ", ".join(map(repr, [LoggerType.ALL.value, *LOGGER_TYPE_TO_CLASS, *SERVICES]))
-    raise ValueError(
-        f"log_with={name!r} is not a tracker.{hint} It takes instances of GeneralTracker subclasses and these "
-        f"names: {known}."
-    )
-
-
-def _check_folder(name: str, logging_dir: str | os.PathLike[str] | None) -> None:
-    if logging_dir is None and getattr(LOGGER_TYPE_TO_CLASS[name], "requires_logging_directory", False):
+        return [name for name in get_available_trackers() if logging_dir is not None or not _needs_folder(name)]
+    if not isinstance(name, str):
+        raise _unknown(name)
+    if _needs_folder(name) and logging_dir is None:
         raise ValueError(
             f"log_with={name!r} needs a folder to write to: pass project_dir to Accelerator, or logging_dir in its "
             "ProjectConfiguration."
         )
+    return [name]
+
+
+def _needs_folder(name: str) -> bool:
+    return bool(getattr(tracker_class(name), "requires_logging_directory", False))
+
+
+def _unknown(name: Any) -> ValueError:
+    """The error for what is no tracker, with a guess at what was meant."""
+    hint = f" Pass an instance: {name.__name__}(...)." if isinstance(name, type) else ""
+    known = [LoggerType.ALL.value, *SERVICES, *(entry.name for entry in _entry_points()), *LOGGER_TYPE_TO_CLASS]
+    if isinstance(name, str):
+        from difflib import get_close_matches
+
+        close = get_close_matches(name.lower(), known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ValueError(
+        f"log_with={name!r} is not a tracker.{hint} It takes instances of GeneralTracker subclasses and these "
+        f"names: {', '.join(map(repr, dict.fromkeys(known)))}."
+    )

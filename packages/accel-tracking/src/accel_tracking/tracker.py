@@ -112,3 +112,11 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """End the run: write out and close what is open."""
+
+    def abort(self, reason: str) -> None:
+        """End the run of a process that fails; like `finish`, unless the service can tell the two apart.
+
+        Args:
+            reason (`str`): The error that ends the process, or "SIGTERM".
+        """
+        self.finish()

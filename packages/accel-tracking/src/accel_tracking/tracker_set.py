@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 from accel_state.processes import PartialState
-from accel_tracking.registry import LOGGER_TYPE_TO_CLASS
+from accel_tracking import termination
+from accel_tracking.network import is_network_failure
+from accel_tracking.registry import tracker_class
 from accel_tracking.tracker import GeneralTracker
 
 
 class TrackerSet:
     """Calls a run's trackers on the main process; elsewhere every method does nothing.
+
+    Once started, a tracker that fails does not end the training: its first failure is a warning, the others are
+    counted. Trackers that nobody finishes are finished when the process ends, after an error and on SIGTERM too.
 
     Args:
         wanted: What `filter_trackers` returned.
@@ -27,6 +33,9 @@ class TrackerSet:
         self.logging_dir = logging_dir
         self.active: list[GeneralTracker] = []
         """The started trackers; empty on processes other than the main one."""
+        self.unreachable: set[str] = set()
+        """Names of trackers whose service could not be reached at the start."""
+        self._num_failures: dict[str, int] = {}
 
     def start(
         self,
@@ -36,43 +45,64 @@ class TrackerSet:
     ) -> None:
         """Start every wanted tracker and give it the run's settings.
 
+        A tracker whose service cannot be reached is left out, with a warning.
+
         Args:
             project_name (`str`): Name of the run.
             config (`dict`, *optional*): Its settings.
             init_kwargs (`dict`, *optional*): Per tracker name, further constructor arguments.
+
+        Raises:
+            TypeError: When `project_name` is no text, or `init_kwargs` no dictionary of dictionaries.
+            ImportError: When the library of a tracker is not installed.
         """
+        if not isinstance(project_name, str):
+            raise TypeError(f"project_name={project_name!r} is not the name of a run: pass a text.")
+        arguments = _arguments_by_name(init_kwargs, "init_kwargs", "init_trackers")
         if not PartialState().is_main_process:
             return
         for entry in self.wanted:
-            tracker = entry
-            if isinstance(tracker, str):
-                tracker = self._make(tracker, project_name, (init_kwargs or {}).get(tracker, {}))
-            tracker.start()
-            if config is not None:
-                tracker.store_init_configuration(config)
+            name = entry if isinstance(entry, str) else entry.name
+            try:
+                tracker = (
+                    self._make(entry, project_name, arguments.get(entry, {})) if isinstance(entry, str) else entry
+                )
+                tracker.start()
+                if config is not None:
+                    tracker.store_init_configuration(config)
+            except Exception as error:
+                if not is_network_failure(error):
+                    raise
+                self.unreachable.add(name)
+                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error)
+                continue
             if tracker not in self.active:
                 self.active.append(tracker)
+        if self.active:
+            termination.remove_last_call(self._last_call)
+            termination.add_last_call(self._last_call)
 
     def _make(self, name: str, project_name: str, arguments: Mapping[str, Any]) -> GeneralTracker:
-        tracker_class: Any = LOGGER_TYPE_TO_CLASS[name]  # its constructor is the subclass's own
-        if tracker_class.requires_logging_directory:
-            return tracker_class(project_name, self.logging_dir, **arguments)
-        return tracker_class(project_name, **arguments)
+        made_by: Any = tracker_class(name)  # its constructor is the subclass's own
+        if made_by.requires_logging_directory:
+            return made_by(project_name, self.logging_dir, **arguments)
+        return made_by(project_name, **arguments)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """A started tracker by name.
 
         Returns:
             The tracker, or with `unwrap` the object of the library behind it. On processes other than the main one,
-            and before trackers are started, a tracker that ignores every call.
+            before trackers are started, and for one whose service could not be reached, a tracker that ignores every
+            call.
 
         Raises:
             ValueError: On the main process, when trackers were started but none of this name.
         """
-        if self.active:
-            for tracker in self.active:
-                if tracker.name == name:
-                    return tracker.tracker if unwrap else tracker
+        for tracker in self.active:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if self.active and name not in self.unreachable:
             names = ", ".join(repr(tracker.name) for tracker in self.active)
             raise ValueError(f"There is no tracker {name!r} in this run: choose from {names}.")
         return GeneralTracker(_blank=True)
@@ -87,14 +117,70 @@ class TrackerSet:
 
         Args:
             values (`dict`): Values by name.
-            step (`int`, *optional*): The training step they belong to.
+            step (`int`, *optional*): The training step they belong to; a tensor with one integer will do.
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
+
+        Raises:
+            TypeError: When `values` is no dictionary, or `step` no integer.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(f'log({values!r}) needs a dictionary: pass {{"loss": ...}}.')
+        if step is not None and type(step) is not int:
+            step = _whole(step)
+        arguments = _arguments_by_name(log_kwargs, "log_kwargs", "log") if log_kwargs else {}
         for tracker in self.active:
-            tracker.log(values, step=step, **(log_kwargs or {}).get(tracker.name, {}))
+            try:
+                tracker.log(values, step=step, **arguments.get(tracker.name, {}))
+            except Exception as error:
+                self._note_failure(tracker, "log", error)
+
+    def _note_failure(self, tracker: GeneralTracker, action: str, error: Exception) -> None:
+        seen = self._num_failures.get(tracker.name, 0)
+        self._num_failures[tracker.name] = seen + 1
+        if not seen:
+            _warn(f"Training goes on although the tracker {tracker.name!r} failed in {action}()", error)
 
     def finish(self) -> None:
         """Finish all started trackers, the later ones too when one fails."""
-        with ExitStack() as endings:
-            for tracker in reversed(self.active):
-                endings.callback(tracker.finish)
+        termination.remove_last_call(self._last_call)
+        self._end(lambda tracker: tracker.finish())
+
+    def _last_call(self, reason: str | None) -> None:
+        self._end((lambda tracker: tracker.finish()) if reason is None else (lambda tracker: tracker.abort(reason)))
+
+    def _end(self, action: Callable[[GeneralTracker], None]) -> None:
+        for tracker in list(self.active):
+            try:
+                action(tracker)
+            except Exception as error:
+                _warn(f"The tracker {tracker.name!r} failed in finish(); what it had not yet sent may be lost", error)
+            if (lost := self._num_failures.pop(tracker.name, 0)) > 1:
+                _warn(
+                    f"The tracker {tracker.name!r} failed in {lost} calls of log(), of which only the first was shown"
+                )
+
+
+def _arguments_by_name(given: Any, argument: str, method: str) -> Mapping[str, Mapping[str, Any]]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(part, Mapping) for part in given.values()):
+        raise TypeError(
+            f"{argument}={given!r} of {method}() has another form than "
+            '{"name of a tracker": {"argument": value}}: pass a dictionary of dictionaries.'
+        )
+    return given
+
+
+def _whole(step: Any) -> int:
+    """A step as a plain integer; `3.0` counts as one."""
+    if isinstance(step, float) and step.is_integer():
+        return int(step)
+    try:
+        return index(step)
+    except TypeError:
+        raise TypeError(f"step={step!r} is not an integer: pass the number of the training step.") from None
+
+
+def _warn(what: str, error: Exception | None = None) -> None:
+    why = f": {type(error).__name__}: {error}" if error is not None else "."
+    warnings.warn(what + why, RuntimeWarning, stacklevel=4)

@@ -43,5 +43,6 @@ from accelerate import state as state
 from accelerate import tracking as tracking
 from accelerate import utils as utils
 from accelerate.accelerator import Accelerator as Accelerator
+from accelerate.inference import prepare_pippy as prepare_pippy
 
 __version__: str

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_data.skipping import skip_first_batches
-from accel_integrations.engines.ddp import sync_in_backward
 from accel_integrations.engines.engine import EngineContext
+from accel_integrations.engines.late_sync import sync_in_backward
 from accel_integrations.engines.registry import make_engine
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
@@ -23,6 +23,7 @@ from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
+from accel_state.mesh import MESH_AXES
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
 from accel_tracking.profiling import record_profile
@@ -410,8 +411,8 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Position in the pipeline; this release has no pipelines."""
-        raise NotImplementedError("pipeline_parallel_rank: there is no pipeline parallelism in this release.")
+        """Position among the processes that hold consecutive parts of the model."""
+        return self._axis_rank("pp")
 
     def _axis_rank(self, axis: str) -> int:
         config, mesh = self.parallelism_config, self.torch_device_mesh
@@ -421,6 +422,20 @@ class Accelerator:
                 f"parallelism_config=ParallelismConfig({axis}_size=...) with a size above 1 to Accelerator."
             )
         return mesh.get_local_rank(axis)
+
+    def print_parallelism(self) -> None:
+        """Print the mesh, who works with whom along each axis, and what each process holds; call it on all processes.
+
+        Prepare models and optimizers before; optimizers have their state once they have stepped.
+        """
+        from accel_integrations.parallel.picture import draw_mesh, holding_of
+
+        config = self.parallelism_config
+        sizes = {"dp_replicate": self.num_processes}
+        if config is not None and config.total_size > 1:
+            sizes = {axis: getattr(config, f"{axis}_size") for axis in MESH_AXES}
+        mine = holding_of(self._models, [optimizer.optimizer for optimizer in self._optimizers])
+        self.print(draw_mesh(sizes, collectives.gather_object([mine])))
 
     # ---- doing things on some processes -------------------------------------------------------------------------
 
@@ -495,7 +510,13 @@ class Accelerator:
             model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
             ```
         """
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            args = self._prepare_cp(*args)
         return self._preparer.prepare(args, device_placement, self)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """What is to be prepared, under context parallelism; other libraries put a function of theirs in its place."""
+        return args
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -742,14 +763,55 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """A block in which sequences are shared between processes; without context parallelism, any block.
+        """A block in which every process works on its part of the sequences; without context parallelism, any block.
+
+        Forward and backward belong into it. Labels are cut as they are, so shift them before.
 
         Args:
-            buffers (list of `torch.Tensor`, *optional*): The tensors to cut along the sequence.
+            buffers (list of `torch.Tensor`, *optional*): The tensors to cut along the sequence, in place.
             buffer_seq_dims (list of `int`, *optional*): For each, which dimension is the sequence.
             no_restore_buffers (set of `torch.Tensor`, *optional*): Those that need not be whole again afterwards.
+
+        Raises:
+            ValueError: For buffers that cannot be cut evenly.
+
+        Example:
+            ```py
+            buffers = [batch["input_ids"], batch["shift_labels"], batch["position_ids"]]
+            with accelerator.maybe_context_parallel(buffers, [1, 1, 1], no_restore_buffers=set(buffers)):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+            ```
         """
-        yield
+        if self.parallelism_config is None or not self.parallelism_config.cp_enabled:
+            yield
+            return
+        from accel_integrations.parallel.context import shared_sequences
+
+        with shared_sequences(self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers):
+            yield
+
+    def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        """The mean loss over the tokens of all processes, however many each of them has.
+
+        Where sequences are shared, the parts have different numbers of tokens that count, and the mean of the
+        processes' means is not that of all tokens. Call `backward` on the result.
+
+        Args:
+            loss (`torch.Tensor`): 0-dim, the mean over this process's tokens.
+            num_tokens (0-dim `torch.Tensor` or `int`): How many of them count.
+
+        Returns:
+            0-dim, equal on all processes.
+
+        Example:
+            ```py
+            loss = cross_entropy(model(inputs), targets)  # targets of -100 do not count
+            loss = accelerator.mean_over_tokens(loss, (targets != -100).sum())
+            accelerator.backward(loss)
+            ```
+        """
+        return self.engine.mean_over_tokens(loss, num_tokens)
 
     # ---- triggers -----------------------------------------------------------------------------------------------
 
@@ -793,7 +855,7 @@ class Accelerator:
                 metric.add(predictions, targets)
             ```
         """
-        return gather_for_metrics(input_data, use_gather_object, self.gradient_state)
+        return gather_for_metrics(input_data, use_gather_object, self.gradient_state, self.parallelism_config)
 
     def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
         """Add up tensors of all processes, or average them.
@@ -946,10 +1008,15 @@ class Accelerator:
     ) -> None:
         """Start the trackers given as `log_with`, on the main process.
 
+        A tracker whose service cannot be reached is left out, with a warning.
+
         Args:
             project_name (`str`): Name of the run.
             config (`dict`, *optional*): Its settings, stored with it.
             init_kwargs (`dict`, *optional*): Per tracker name, further arguments of its constructor.
+
+        Raises:
+            TypeError: When `project_name` is no text, or `init_kwargs` no dictionary of dictionaries.
         """
         self._tracker_set.start(project_name, config, init_kwargs)
 
@@ -969,12 +1036,15 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand numbers to all started trackers.
+        """Hand numbers to all started trackers; one that fails warns once, and training goes on.
 
         Args:
             values (`dict`): Values by name.
             step (`int`, *optional*): The training step they belong to.
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
+
+        Raises:
+            TypeError: When `values` is no dictionary, or `step` no integer.
         """
         self._tracker_set.log(values, step, log_kwargs)
 
@@ -986,13 +1056,16 @@ class Accelerator:
             self.engine.close()
             self.state.destroy_process_group()
 
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
+    def profile(
+        self, profile_handler: ProfileKwargs | None = None, summary: bool = True
+    ) -> AbstractContextManager[torch.profiler.profile]:
         """A block whose operations are recorded; with `output_trace_dir`, each process writes a Chrome trace there.
 
         Args:
             profile_handler (`ProfileKwargs`, *optional*): Overrides the accelerator's own.
+            summary (`bool`): Whether the main process then shows on standard error where the time went.
         """
-        return record_profile(profile_handler or self.profile_handler or ProfileKwargs())
+        return record_profile(profile_handler or self.profile_handler or ProfileKwargs(), summary)
 
 
 @contextmanager

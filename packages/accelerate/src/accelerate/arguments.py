@@ -19,7 +19,7 @@ from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
 
 if TYPE_CHECKING:
-    from accel_state.mesh import ParallelismConfig
+    pass
 
 
 class NotGiven:
@@ -49,7 +49,7 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         TypeError: For a value of another class.
-        NotImplementedError: For plugins and axes of parallelism that have no implementation yet.
+        NotImplementedError: For plugins that have no implementation yet.
     """
     resolved = dict(given)
     for argument, (variable, where) in PLUGINS.items():
@@ -59,8 +59,10 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
             continue
         plugin_class = _plugin_class(where, argument if value is not None else f"{variable}=true")
         resolved[argument] = plugin_class() if value is None else _checked(argument, value, plugin_class)
-    if resolved.get("parallelism_config") is not None:
-        _check_axes(resolved["parallelism_config"])
+    tensor_parallel = resolved.get("torch_tp_plugin")
+    if tensor_parallel is not None and resolved.get("parallelism_config") is None and tensor_parallel.tp_size > 1:
+        config_class = _plugin_class(PLUGINS["parallelism_config"][1], "torch_tp_plugin")
+        resolved["parallelism_config"] = config_class(tp_size=tensor_parallel.tp_size)
     return resolved
 
 
@@ -74,15 +76,6 @@ def _plugin_class(where: str, asked_by: str) -> Any:
         raise NotImplementedError(
             f"{asked_by} asks for the {name}, which is not part of this release: leave it out."
         ) from None
-
-
-def _check_axes(config: ParallelismConfig) -> None:
-    later = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
-    if later:
-        raise NotImplementedError(
-            f"parallelism_config={config!r} divides the work along {', '.join(map(repr, later))}, which this release "
-            "does not implement: use dp_replicate_size only, or leave the configuration out."
-        )
 
 
 def resolve_handlers(given: Iterable[KwargsHandler] | KwargsHandler | None) -> Handlers:

@@ -6,24 +6,33 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from accel_ops.collectives import gather, gather_object
+from accel_ops.gathering import gather_leaves
 from accel_ops.nested import recursively_apply
 from accel_state.logging import get_logger
+from accel_state.processes import PartialState
 
 if TYPE_CHECKING:
     from accel_state.gradient_state import GradientState
+    from accel_state.mesh import ParallelismConfig
 
 logger = get_logger(__name__)
 
 
-def gather_for_metrics(input_data: Any, use_gather_object: bool, state: GradientState) -> Any:
+def gather_for_metrics(
+    input_data: Any, use_gather_object: bool, state: GradientState, config: ParallelismConfig | None = None
+) -> Any:
     """Gather a batch's results and drop those of samples that only filled the last batch up.
+
+    Processes that share a batch have the same results, of which one is taken.
 
     Args:
         input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
         use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
         state: Knows the data loader that is being iterated.
+        config: Knows which processes share a batch; none do when it is None.
 
     Returns:
         Tensors in the structure given, concatenated over processes; objects as one list.
@@ -32,7 +41,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool, state: Gradient
     if real is not None:  # this process's part of a stream has ended before others': it repeats samples
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
-    gathered = gather_object(input_data) if as_objects else gather(input_data)
+    gathered = _gather_batches(input_data, as_objects, config)
     if not state.end_of_dataloader:
         return gathered
     remainder = state.remainder
@@ -43,6 +52,21 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool, state: Gradient
     if as_objects:
         return gathered[:remainder] if isinstance(gathered, list) else gathered
     return _first(gathered, remainder)
+
+
+def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | None) -> Any:
+    """Join what the processes have that read different data."""
+    if config is None or config.non_data_parallel_size == 1 or config.device_mesh is None:
+        return gather_object(data) if as_objects else gather(data)
+    mesh = config.axis_mesh("dp")
+    if mesh is None:  # all share the batch
+        return data if as_objects else recursively_apply(torch.atleast_1d, data)
+    group = mesh.get_group()
+    if not as_objects:
+        return gather_leaves(data, "gather_for_metrics", PartialState(), group)
+    found: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(found, data, group=group)
+    return [item for items in found for item in items]
 
 
 def _first(data: Any, count: int) -> Any:

@@ -13,13 +13,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_data.prepare import prepare_data_loader
-from accel_integrations.compile import compile_model
+from accel_integrations.parallel.transform import make_transforms
+from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
+    from accel_integrations.parallel.transform import Transform
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
@@ -27,13 +29,6 @@ if TYPE_CHECKING:
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
 PREPARED_MARK = "_is_accelerate_prepared"  # read by other libraries
-
-
-class Transform(Protocol):
-    """A change of a model in place that shares its work along one axis of the mesh."""
-
-    def apply(self, model: nn.Module, mesh: Any) -> nn.Module:
-        """Change the model; returns the one to go on with."""
 
 
 class PreparesEach(Protocol):
@@ -64,8 +59,6 @@ class Preparer:
         device_placement: Whether objects are moved to the device unless a call says otherwise.
     """
 
-    transforms: Sequence[Transform] = ()  # in the order in which they are applied
-
     def __init__(
         self,
         engine: Engine,
@@ -82,6 +75,10 @@ class Preparer:
         self.loader_settings = loader_settings
         self.rng_types = rng_types
         self.device_placement = device_placement
+        self.replaced = ReplacedParameters()
+        self.transforms: Sequence[Transform] = (
+            make_transforms(state.parallelism_config) if engine.accepts_transforms else ()
+        )
 
     def prepare(
         self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, each: PreparesEach
@@ -114,12 +111,18 @@ class Preparer:
         self.check_device_map(model)
         place = self._placed(device_placement) and not is_dispatched(model)
 
+        mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
-            model = transform.apply(model, self.state.device_mesh)
-        model = self.engine.precision.convert(model)
-        model = self.engine.precision.wrap_forward(model)
-        model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=place)
-        model = compile_model(model, self.state.dynamo_plugin)
+            transform.check(model, mesh)
+        with self.replaced.recording(model):
+            for transform in self.transforms:  # tensor, context, sequence: what runs inside of the forward
+                model = transform.apply(model, mesh)
+            model = self.engine.precision.convert(model)
+            model = self.engine.precision.wrap_forward(model)
+            model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=place)
+        for optimizer in self.prepared.optimizers:
+            self.replaced.rebind(optimizer)
+        model = self.engine.compile_model(model, self.state.dynamo_plugin)
         return self._keep_model(model)
 
     def _keep_model(self, model: nn.Module) -> nn.Module:
@@ -134,6 +137,7 @@ class Preparer:
         known = _find(self.prepared.optimizers, optimizer, lambda known: known.optimizer)
         if known is not None:
             return known
+        self.replaced.rebind(optimizer)
         if not getattr(optimizer, PREPARED_MARK, False):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
         return _keep(self.prepared.optimizers, optimizer)
@@ -174,8 +178,17 @@ class Preparer:
                 use_stateful_dataloader=settings.use_stateful_dataloader,
                 torch_device_mesh=self.state.device_mesh,
             )
-            data_loader = self.engine.finish_loader(data_loader)
+            data_loader = self._cut_sequences(self.engine.finish_loader(data_loader))
         return _keep(self.prepared.dataloaders, data_loader)
+
+    def _cut_sequences(self, data_loader: Any) -> Any:
+        """Have a loader hand out this process's part of sequences, where processes trade them for heads."""
+        config = self.state.parallelism_config
+        if config is not None and config.sp_enabled and self.state.device_mesh is not None:
+            from accel_data.sequence_shard import SequenceShard
+
+            data_loader.cut = SequenceShard(self.state.device_mesh.get_local_rank("sp"), config.sp_size)
+        return data_loader
 
     def check_device_map(self, model: nn.Module) -> None:
         """Refuse to train, on several processes, a model whose layers were put on several devices.

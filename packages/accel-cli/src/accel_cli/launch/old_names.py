@@ -9,7 +9,7 @@ from typing import Any
 from accel_cli.launch.command import finish
 from accel_cli.launch.flags.fp8 import FP8
 from accel_cli.launch.flags.group import OptionGroup
-from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, SEQUENCE
+from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, PIPELINE, SEQUENCE
 from accel_cli.launch.flags.table import GROUPS
 from accel_cli.launch.libraries import check_libraries
 from accel_cli.launch.plan import Plan, environment, make_plan
@@ -60,7 +60,7 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables of combined parallelism to `current_env`, and return it."""
-    return _add(current_env, args, PARALLELISM, CONTEXT, SEQUENCE)
+    return _add(current_env, args, PARALLELISM, CONTEXT, SEQUENCE, PIPELINE)
 
 
 def _add(current_env: dict[str, str], args: Namespace, *groups: OptionGroup) -> dict[str, str]:

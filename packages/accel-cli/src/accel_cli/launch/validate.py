@@ -208,9 +208,18 @@ def _check_precision(settings: Namespace) -> None:
 
 
 def _check_parallelism(settings: Namespace) -> None:
-    if settings.use_parallelism_config and not (settings.use_fsdp or settings.use_deepspeed):
+    if not settings.use_parallelism_config:
+        return
+    if settings.parallelism_config_dp_shard_size > 1 and not (settings.use_fsdp or settings.use_deepspeed):
         raise UsageError(
-            "--use_parallelism_config needs --use_fsdp --fsdp_version 2, or --use_deepspeed for sequence parallelism."
+            f"--parallelism_config_dp_shard_size {settings.parallelism_config_dp_shard_size} needs --use_fsdp "
+            "--fsdp_version 2, which shards parameters; for whole copies use --parallelism_config_dp_replicate_size."
+        )
+    by_deepspeed = settings.parallelism_config_sp_backend == "deepspeed"
+    if settings.parallelism_config_sp_size > 1 and by_deepspeed and not settings.use_deepspeed:
+        raise UsageError(
+            f"--parallelism_config_sp_size {settings.parallelism_config_sp_size} needs --use_deepspeed, or "
+            "--parallelism_config_sp_backend torch."
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from accel_integrations.checkpoints.sharded_metadata import (
     METADATA_NAME,
     StoredBytes,
+    StoredChunk,
     StoredObject,
     StoredTensor,
     read_contents,
@@ -115,12 +116,7 @@ class ShardedModel:
         stored = self.tensors[name]
         whole: torch.Tensor | None = None
         for chunk in stored.chunks:
-            part = _read(chunk.place)
-            if not isinstance(part, torch.Tensor) or part.dtype != stored.dtype or tuple(part.shape) != chunk.sizes:
-                raise ValueError(
-                    f"{chunk.place.file} is damaged: the part of {name!r} at byte {chunk.place.begin} is not of dtype "
-                    f"{stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint"
-                )
+            part = read_part(stored, chunk)
             if chunk.sizes == stored.shape:
                 return part.detach().contiguous()
             if whole is None:
@@ -136,10 +132,32 @@ class ShardedModel:
             ValueError: It is damaged, or more than plain data.
             OSError: It cannot be read.
         """
-        return _read(self.objects[name].place)
+        return read_value(self.objects[name].place)
 
 
-def _read(place: StoredBytes) -> Any:
+def read_part(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
+    """Read one part of a tensor into main memory.
+
+    Raises:
+        ValueError: It is damaged.
+        OSError: It cannot be read.
+    """
+    part = read_value(chunk.place)
+    if not isinstance(part, torch.Tensor) or part.dtype != stored.dtype or tuple(part.shape) != chunk.sizes:
+        raise ValueError(
+            f"{chunk.place.file} is damaged: the part of {'.'.join(stored.path)!r} at byte {chunk.place.begin} is not of "
+            f"dtype {stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint"
+        )
+    return part
+
+
+def read_value(place: StoredBytes) -> Any:
+    """Read one saved object, as data only.
+
+    Raises:
+        ValueError: It is damaged, or more than plain data.
+        OSError: It cannot be read.
+    """
     with place.file.open("rb") as file:
         file.seek(place.begin)
         buffer = io.BytesIO(file.read(place.num_bytes))

@@ -1,65 +1,146 @@
-"""Checkpoints of sharded training, as other libraries ask for them: known by name, not in this release yet."""
+"""Checkpoints of sharded training, as other libraries ask for them: one object at a time, without a transaction.
+
+`Accelerator.save_state` and `load_state` do more: their checkpoints appear in full or not at all, and are verified.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accel_integrations.checkpoints.load_states import LoadedStates, read_model_state, read_optimizer_state
+from accel_integrations.checkpoints.state_forms import write_model, write_optimizer
+from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
+from accel_ops.durable import make_folder
 
 
 def save_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
-    model: Any,
-    output_dir: str,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> NoReturn:
-    """Refuse: training with FSDP is not in this release."""
-    _refuse("save_fsdp_model")
+) -> None:
+    """Write a prepared model in the form that the plugin names; all processes call this.
+
+    Args:
+        fsdp_plugin: Says the form, as `state_dict_type`.
+        accelerator: Whose processes write.
+        model: As `prepare` returned it.
+        output_dir: Folder, made if missing, that all processes see.
+        model_index: Its position among the prepared models.
+        adapter_only: Write only what learns, of a model with an adapter.
+        use_dcp: Without effect: sharded states are always written by torch.distributed.checkpoint.
+    """
+    _say_unused(use_dcp)
+    folder = _make_folder(accelerator, output_dir)
+    write_model(model, folder, fsdp_plugin.state_dict_type.name, model_index, adapter_only=adapter_only)
+    accelerator.wait_for_everyone()
 
 
 def load_fsdp_model(
     fsdp_plugin: Any,
     accelerator: Any,
-    model: Any,
-    input_dir: str,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> NoReturn:
-    """Refuse: training with FSDP is not in this release."""
-    _refuse("load_fsdp_model")
+) -> None:
+    """Load what `save_fsdp_model` wrote, by any number of processes; all processes call this.
+
+    Args:
+        fsdp_plugin: Without effect: the form is that of the files.
+        accelerator: Whose processes read.
+        model: As `prepare` returned it.
+        input_dir: The folder that was written to, or in it the folder of the sharded model.
+        model_index: Its position among the prepared models.
+        adapter_only: Read only what learns.
+        use_dcp: Without effect.
+
+    Raises:
+        ValueError: There is no such state, it is damaged, or it does not fit: then with all differences.
+    """
+    _say_unused(use_dcp)
+    state = read_model_state(open_model_state(Path(input_dir), model_index), model, adapter_only=adapter_only)
+    LoadedStates(models=[(model, state)], strict=not adapter_only).apply()
+    accelerator.wait_for_everyone()
 
 
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
     optimizer: Any,
-    model: Any,
-    output_dir: str,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
     use_dcp: bool = True,
-) -> NoReturn:
-    """Refuse: training with FSDP is not in this release."""
-    _refuse("save_fsdp_optimizer")
+) -> None:
+    """Write the state of an optimizer; as `save_fsdp_model`.
+
+    Args:
+        fsdp_plugin: Says the form, as `state_dict_type`.
+        accelerator: Whose processes write.
+        optimizer: As `prepare` returned it, or plain.
+        model: Whose parameters it has, as `prepare` returned it.
+        output_dir: Folder, made if missing, that all processes see.
+        optimizer_index: Its position among the prepared optimizers.
+        use_dcp: Without effect.
+    """
+    _say_unused(use_dcp)
+    folder = _make_folder(accelerator, output_dir)
+    plain = getattr(optimizer, "optimizer", optimizer)
+    write_optimizer(model, plain, folder, fsdp_plugin.state_dict_type.name, optimizer_index)
+    accelerator.wait_for_everyone()
 
 
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
     optimizer: Any,
-    model: Any,
-    input_dir: str,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
     optimizer_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> NoReturn:
-    """Refuse: training with FSDP is not in this release."""
-    _refuse("load_fsdp_optimizer")
+) -> None:
+    """Load what `save_fsdp_optimizer` wrote; as `load_fsdp_model`.
+
+    Args:
+        fsdp_plugin: Without effect: the form is that of the files.
+        accelerator: Whose processes read.
+        optimizer: As `prepare` returned it, or plain.
+        model: Whose parameters it has, as `prepare` returned it.
+        input_dir: The folder that was written to, or in it the folder of the sharded state.
+        optimizer_index: Its position among the prepared optimizers.
+        adapter_only: Without effect: an optimizer has the state of what learns only.
+        use_dcp: Without effect.
+
+    Raises:
+        ValueError: There is no such state, it is damaged, or it does not fit.
+    """
+    _say_unused(use_dcp)
+    plain = getattr(optimizer, "optimizer", optimizer)
+    state = read_optimizer_state(open_optimizer_state(Path(input_dir), optimizer_index), plain, model)
+    LoadedStates(optimizers=[(plain, model, state)]).apply()
+    accelerator.wait_for_everyone()
 
 
-def _refuse(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: training with FSDP comes with a later release. Train with DDP, and store checkpoints with "
-        "Accelerator.save_state."
-    )
+def _make_folder(accelerator: Any, path: str | os.PathLike[str]) -> Path:
+    folder = make_folder(path)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def _say_unused(use_dcp: bool) -> None:
+    if not use_dcp:
+        warnings.warn(
+            "use_dcp=False has no effect: sharded states are always written by torch.distributed.checkpoint. Leave it out.",
+            stacklevel=3,
+        )

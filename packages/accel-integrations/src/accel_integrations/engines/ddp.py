@@ -5,18 +5,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.ddp_hooks import register_hook
-from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.engine import Engine, EngineContext
+from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
+from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
+from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
+from accel_integrations.precision.loss_scale import Float16Precision
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_ops.collectives import reduce
-from accel_ops.modules import model_has_dtensor
+from accel_ops.modules import is_on, model_has_dtensor
+
+if TYPE_CHECKING:
+    from accel_integrations.precision.precision import Precision
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
+AXES = ("dp_replicate", "cp", "sp", "tp")
 
 
 @final
@@ -26,38 +37,61 @@ class DDPEngine(Engine):
     name = "ddp"
     averages_parameters = True
 
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self._averagers: WeakKeyDictionary[nn.Module, GradientAverager] = WeakKeyDictionary()
+
     def check(self) -> None:
-        """Refuse a mesh with axes other than that of the replicas.
+        """Refuse a mesh with axes along which parameters would have to be sharded, or that another library makes.
 
         Raises:
             ValueError: Naming the axes.
         """
         config = self.context.state.parallelism_config
-        if config is not None and config.total_size != config.dp_replicate_size:
-            axes = [axis for axis in config.active_mesh_dims if axis != "dp_replicate"]
+        if config is None:
+            return
+        if config.sp_enabled and config.sp_backend == "deepspeed":
             raise ValueError(
-                f"ParallelismConfig asks for {', '.join(axes)}, but the 'ddp' engine only knows replicas: set "
-                "dp_replicate_size to the number of processes and leave the other sizes at 1."
+                f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is 'ddp': pass a "
+                "DeepSpeedPlugin, or choose sp_backend='torch'."
             )
+        axes = [axis for axis in config.active_mesh_dims if axis not in AXES]
+        if axes:
+            raise ValueError(
+                f"ParallelismConfig asks for {', '.join(axes)}, but the 'ddp' engine keeps parameters whole along "
+                f"{', '.join(AXES)}, the axes it knows: pass a FullyShardedDataParallelPlugin(fsdp_version=2) for "
+                "dp_shard, or give these processes to dp_replicate_size."
+            )
+
+    def make_precision(self, wanted: str) -> Precision:
+        """As everywhere, but processes that share layers agree on the steps that float16 makes them skip."""
+        precision = super().make_precision(wanted)
+        config = self.context.state.parallelism_config
+        if wanted == "fp16" and config is not None and config.tp_enabled:
+            return Float16Precision(self.context.state.device.type, self.context.handlers, AgreeingGradScaler)
+        return precision
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Move the model to the device, and replicate it if it has anything to learn.
-
-        Models of distributed tensors exchange what they must by themselves and are not replicated.
-        """
+        """Move the model to the device, and replicate it if it has anything to learn."""
         device = self.context.state.device
-        if device_placement:
-            model = model.to(device)
+        if device_placement and not (model_has_dtensor(model) and is_on(model, device)):
+            model = model.to(device)  # which distributed tensors would only suffer: what looks at them stops it
         learns = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation or not learns or model_has_dtensor(model):
+        if evaluation or not learns:
+            return model
+        if model_has_dtensor(model):
+            if self.averaging_group is not None:
+                self._averagers[model] = GradientAverager(model, self.averaging_group)
+            else:  # the tensors exchange what they must by themselves
+                add_up_gradients(model)
             return model
         settings = self.context.handlers.ddp
         options = settings.to_kwargs() if settings is not None else {}
         if device.type not in DEVICES_WITHOUT_INDEX:
             options = {"device_ids": [device.index], "output_device": device.index, **options}
-        replica = DistributedDataParallel(model, **options)
+        replica = DistributedDataParallel(model, process_group=self.averaging_group, **options)
         if settings is not None:
             register_hook(replica, settings)
         return replica
@@ -66,6 +100,8 @@ class DDPEngine(Engine):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Keep gradients local during backward; for models that were not replicated, do nothing."""
+        if self._averagers and (averager := self._averagers.get(self.unwrap(model))) is not None:
+            return averager.no_sync()
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
@@ -117,14 +153,33 @@ class DDPEngine(Engine):
         return shards
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over all processes."""
+        """Add a weight up over the replicas."""
+        if self.averaging_group is not None:
+            return sum_over_group(weight, self.averaging_group)
         total: torch.Tensor = reduce(weight.to(self.context.state.device), reduction="sum")
         return total
 
     @property
     def num_averaged(self) -> int:
-        """All processes."""
-        return self.context.state.num_processes
+        """All processes but those that share the layers of one replica."""
+        config = self.context.state.parallelism_config
+        if config is None or config.total_size == 1:
+            return self.context.state.num_processes
+        return config.total_size // config.tp_size
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole model's tensors on every process; distributed ones are gathered."""
+        return whole_state_dict(super().full_state_dict(model))
+
+    def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The state dict that the optimizer of the whole model would have; all processes must call this."""
+        return whole_optimizer_state(optimizer)
+
+    def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Restore what `full_optimizer_state` returned, here or in a run of another size."""
+        load_whole_optimizer_state(optimizer, state)
 
 
 def _replica_in(model: Any) -> Any:

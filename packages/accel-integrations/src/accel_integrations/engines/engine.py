@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel_integrations import gradients
 from accel_integrations.averaging import WindowAverage
+from accel_integrations.compile import compile_model
+from accel_integrations.parallel.loss import mean_over_tokens
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -19,12 +22,15 @@ from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.mesh import DataPlace
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient_state import GradientState
+    from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.handlers import Handlers
 
 
@@ -54,6 +60,8 @@ class Engine(ABC):
     """False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
+    writes_states: ClassVar[bool] = False
+    """True where all processes together write models and optimizers into a checkpoint, by `write_states`."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -110,6 +118,10 @@ class Engine(ABC):
         self.precision.watch(optimizer)
         return wrapped
 
+    def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """Compile a prepared model as the settings say."""
+        return compile_model(model, plugin)
+
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Wrap a learning-rate scheduler, tied to the prepared optimizers it drives."""
         prepared = self.context.prepared.optimizers
@@ -161,11 +173,11 @@ class Engine(ABC):
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
         """Scale gradients so that their joint norm is at most `max_norm`; returns the norm before (0-dim)."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return gradients.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient element to `[-clip_value, clip_value]`."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        gradients.clip_grad_value_(parameters, clip_value)
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Sum of a window's weight over the processes whose gradients are averaged (0-dim float32 in and out)."""
@@ -176,11 +188,40 @@ class Engine(ABC):
         """Over how many processes this engine averages gradients."""
         return 1
 
+    @property
+    def averaging_group(self) -> Any:
+        """The process group in which this engine averages gradients; None for all processes."""
+        config = self.context.state.parallelism_config
+        mesh = None if config is None else config.axis_mesh("dp_cp")
+        return None if mesh is None else mesh.get_group()
+
+    def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        """The mean loss (0-dim) over the tokens of all processes whose gradients are averaged."""
+        return mean_over_tokens(loss, num_tokens, self.averaging_group, self.num_averaged)
+
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's tensors under their plain names, on every process that needs them."""
         return self.unwrap(model).state_dict()
+
+    def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The state dict that the optimizer of the whole model would have; all processes must call this."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Restore what `full_optimizer_state` returned, here or in a run of another size."""
+        optimizer.load_state_dict(state)
+
+    def write_states(self, folder: Path) -> list[str]:
+        """Write the states of all prepared models and optimizers into a checkpoint, on all processes.
+
+        Called where `writes_states` is set.
+
+        Returns:
+            Relative names of the files that this process wrote.
+        """
+        raise NotImplementedError(f"The {self.name!r} engine leaves it to its caller to write states.")
 
     def close(self) -> None:
         """Finish what needs the process group, which is about to end; must not wait for other processes."""

@@ -22,12 +22,13 @@ ENGINES: dict[str, str | None] = {
     "MULTI_XPU": DATA_PARALLEL,
     "MULTI_HPU": DATA_PARALLEL,
     "MULTI_NEURON": DATA_PARALLEL,
-    "FSDP": None,
+    "FSDP": "accel_integrations.engines.fsdp1:FSDP1Engine",
+    "FSDP2": "accel_integrations.engines.fsdp2:FSDP2Engine",
     "DEEPSPEED": None,
     "MEGATRON_LM": None,
     "XLA": None,
 }
-"""Engine class by the distributed type of the run; None for those that come with a later release. What the table has
+"""Engine class by the distributed type of the run, of which FSDP has two versions; None for those that come with a later release. What the table has
 no class for is looked for among the `accelerate.engines` entry points of installed packages, by the same names."""
 
 ENTRY_POINTS = "accelerate.engines"
@@ -64,7 +65,23 @@ def make_engine(context: EngineContext) -> Engine:
         NotImplementedError: When there is none for the run's distributed type.
         ValueError: For settings that it cannot combine.
     """
-    engine = engine_class(context.state.distributed_type)(context)
+    config = context.state.parallelism_config
+    pipelined = config is not None and config.pp_enabled
+    engine = _make_pipelined(context) if pipelined else _engine_class_of(context)(context)
     engine.check()
     shutdown.on_close(engine.close)
     return engine
+
+
+def _engine_class_of(context: EngineContext) -> type[Engine]:
+    state = context.state
+    return engine_class("FSDP2" if state.is_fsdp2 else state.distributed_type)
+
+
+def _make_pipelined(context: EngineContext) -> Engine:
+    from accel_integrations.engines.pipelined import PipelinedEngine
+    from accel_integrations.engines.single import SingleEngine
+
+    replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
+    inner = SingleEngine if replicated else _engine_class_of(context)  # copies average their gradients themselves
+    return PipelinedEngine(inner(context))

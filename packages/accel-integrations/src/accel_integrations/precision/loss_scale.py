@@ -54,16 +54,19 @@ class Float16Precision(Precision):
     Args:
         device_type: The type of device to compute on.
         handlers: May hold how autocast and the scaler behave.
+        scaler_class: `torch.amp.GradScaler`, or one for gradients that are divided between processes.
     """
 
     name = "fp16"
     scaler: torch.amp.GradScaler
 
-    def __init__(self, device_type: str, handlers: Handlers) -> None:
+    def __init__(
+        self, device_type: str, handlers: Handlers, scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    ) -> None:
         self._device_type = device_type
         self._handler = handlers.autocast
         options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
-        self.scaler = torch.amp.GradScaler(device_type, **options)
+        self.scaler = scaler_class(device_type, **options)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._must_update = False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 
@@ -30,7 +31,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
-        self._steps_per_call = 1 if split_batches else PartialState().num_processes
+        self._steps_per_call = 1 if split_batches else _num_batches_at_a_time()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as often as one process alone would have stepped for the same data."""
@@ -66,3 +67,10 @@ class AcceleratedScheduler:
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
         """As of the wrapped scheduler."""
         return self.scheduler.print_lr(*args, **kwargs)
+
+
+def _num_batches_at_a_time() -> int:
+    """How many different batches are worked on together."""
+    num_processes = PartialState().num_processes
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    return num_processes if config is None else config.data_place(0, num_processes).count

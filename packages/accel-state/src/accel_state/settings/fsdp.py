@@ -247,6 +247,7 @@ class FullyShardedDataParallelPlugin(Plugin):
 
     def __post_init__(self) -> None:
         self._made_configs: set[str] = set()
+        self.precision_from_run = False  # whether mixed_precision_policy follows the run's mixed_precision
         given = {name for name in (*VERSION_1_ONLY, "reshard_after_forward") if getattr(self, name) is not None}
         ram_efficient_given = self.cpu_ram_efficient_loading is not None
         resolve_options(self, BOTH_VERSIONS)
@@ -263,6 +264,7 @@ class FullyShardedDataParallelPlugin(Plugin):
     def attach(self, state: AcceleratorState) -> None:
         """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
         if state.mixed_precision != "no":
+            self.precision_from_run = self.mixed_precision_policy is None
             self.set_mixed_precision(state.mixed_precision)
         if state.device.type == "cpu":  # torch returns wrong optimizer states when it "offloads" from the CPU
             for name in self._made_configs:

@@ -1,13 +1,13 @@
-"""How the axes of a parallelism mesh are used: tensor, context and sequence parallelism."""
+"""How the axes of a parallelism mesh are used: tensor, context, sequence and pipeline parallelism."""
 
 from __future__ import annotations
 
 import re
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accel_state.settings.option import BOOLEAN, Kind, at_least, option, resolve_options, wrong_value
+from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, option, resolve_options, wrong_value
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
 
 if TYPE_CHECKING:
@@ -30,6 +30,14 @@ ATTENTION = Kind(
     _parse_attention,
     lambda value: isinstance(value, str),
     ATTENTION_CHOICES,
+)
+SPLIT_POINTS = Kind(
+    "'auto', or the names of the modules at which the second and every further stage begin",
+    lambda text: "auto" if text.lower() == "auto" else [word.strip() for word in text.split(",") if word.strip()],
+    lambda value: (
+        value == "auto"
+        or (isinstance(value, (list, tuple)) and len(value) > 0 and all(isinstance(name, str) for name in value))
+    ),
 )
 LENGTH = Kind(
     "a whole number of at least 0, or none",
@@ -62,9 +70,15 @@ class TorchTensorParallelConfig:
 
     Args:
         enable_async_tp (`bool`): Overlap the exchange with computation; not available yet.
+        plan (`dict`, *optional*): How layers are cut, by the names of modules: `{"layers.*.mlp.up": "colwise", ...}`. A
+            model's own plan counts when it is left out.
+        expert_parallel (`bool`): Give whole experts to the processes instead of cutting every one of them, for
+            mixture-of-experts models of transformers.
     """
 
     enable_async_tp: bool = option(False, kind=BOOLEAN)
+    plan: dict[str, Any] | None = None
+    expert_parallel: bool = option(False, kind=BOOLEAN)
 
     def __post_init__(self) -> None:
         resolve_options(self)
@@ -80,6 +94,8 @@ class TorchContextParallelConfig:
 
     Args:
         cp_comm_strategy (`"allgather"` or `"alltoall"`): How keys and values travel between the processes.
+        cp_load_balance (`bool`): Give every process an early and a late piece of each sequence, so that all have the
+            same work under a causal mask. Attention without causal mask needs False.
     """
 
     cp_comm_strategy: str | None = option(
@@ -90,6 +106,7 @@ class TorchContextParallelConfig:
         help="How keys and values travel between the processes of context parallelism.",
         fallback="allgather",
     )
+    cp_load_balance: bool = option(True, kind=BOOLEAN)
 
     def __post_init__(self) -> None:
         resolve_options(self)
@@ -139,4 +156,66 @@ class DeepSpeedSequenceParallelConfig:
                 "DeepSpeedSequenceParallelConfig.sp_seq_length",
                 None,
                 "the length in tokens (or PARALLELISM_CONFIG_SP_SEQ_LENGTH), because sp_seq_length_is_variable=False",
+            )
+
+
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
+
+
+@dataclass
+class PipelineParallelConfig:
+    """How a model is cut into stages over the "pp" axis, and in which order its microbatches run.
+
+    Args:
+        schedule (`"gpipe"`, `"1f1b"` or `"interleaved1f1b"`): `"gpipe"` runs all forwards, then all backwards, and
+            fits any training loop. The others start the backward of a microbatch as soon as its forward is through,
+            which needs less memory; for them the model itself must return the loss.
+        num_microbatches (`int`, *optional*): Into how many parts a batch is cut; as many as there are stages when
+            None.
+        split_points (`"auto"` or list of `str`): Names of the modules at which the second and every further stage
+            begin, for instance `["transformer.h.2"]`; `"auto"` gives all stages about as many bytes of parameters.
+        stages_per_rank (`int`, *optional*): How many stages each process holds; 2 for `"interleaved1f1b"`, which
+            needs at least that many, and 1 for the others when None.
+        broadcast_outputs (`bool`, *optional*): Whether every process gets all outputs of the last stage, rather than
+            the loss alone; when None, wherever there is no loss among them, or no gradients are computed.
+        loss_weight (`Callable`, *optional*): Given the arguments of a microbatch as a dictionary, how much its loss
+            counts, for instance its number of tokens. All microbatches count the same when None.
+    """
+
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b"] = option(
+        None,
+        choices=PIPELINE_SCHEDULES,
+        env="PARALLELISM_CONFIG_PP_SCHEDULE",
+        flag="--parallelism_config_pp_schedule",
+        help="In which order the microbatches of a pipeline run.",
+        fallback="gpipe",
+    )
+    num_microbatches: int | None = option(
+        None,
+        kind=at_least(1),
+        env="PARALLELISM_CONFIG_PP_NUM_MICROBATCHES",
+        flag="--parallelism_config_pp_num_microbatches",
+        help="Into how many parts a pipeline cuts a batch.",
+    )
+    split_points: Any = option(
+        None,
+        kind=SPLIT_POINTS,
+        env="PARALLELISM_CONFIG_PP_SPLIT_POINTS",
+        flag="--parallelism_config_pp_split_points",
+        help="Modules at which stages begin, with commas between them, or auto.",
+        fallback="auto",
+    )
+    stages_per_rank: int | None = option(None, kind=at_least(1), help="How many stages each process holds.")
+    broadcast_outputs: bool | None = option(None, kind=BOOLEAN)
+    loss_weight: Any = option(None, kind=FUNCTION)
+
+    def __post_init__(self) -> None:
+        resolve_options(self)
+        interleaved = self.schedule == "interleaved1f1b"
+        if self.stages_per_rank is None:
+            self.stages_per_rank = 2 if interleaved else 1
+        if interleaved is not (self.stages_per_rank > 1):
+            raise ValueError(
+                f"PipelineParallelConfig(schedule={self.schedule!r}, stages_per_rank={self.stages_per_rank}): "
+                "'interleaved1f1b' needs at least 2 stages per rank, 'gpipe' and '1f1b' have exactly 1."
             )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
+from accel_integrations.checkpoints.load_states import LoadedStates, read_states
+from accel_integrations.checkpoints.stored_states import is_divided
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
-from accelerate.checkpoint.agreement import Ranks, find_storage
+from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
 from accelerate.checkpoint.load import (
     Checkpoint,
     Receivers,
@@ -38,12 +41,35 @@ from accelerate.checkpoint.save import write_custom_object, write_own_state, wri
 from accelerate.checkpoint.transaction import FileWriter, Transaction
 
 if TYPE_CHECKING:
+    from accel_integrations.engines.engine import Engine
     from accelerate.accelerator import Accelerator
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeOptimizer:
+    """An optimizer as that of the whole model would be, however the engine has divided it."""
+
+    engine: Engine
+    optimizer: Any
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def collect(cls, engine: Engine, optimizer: Any) -> WholeOptimizer:
+        """With its state; all processes must call this."""
+        return cls(engine, optimizer, engine.full_optimizer_state(optimizer))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that was collected."""
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Give every process its part."""
+        self.engine.load_optimizer_state(self.optimizer, state)
 
 
 class CheckpointKeeper:
@@ -92,14 +118,16 @@ class CheckpointKeeper:
         target = Path(os.path.abspath(folder))
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, target)
+        ranks.together("find one folder for all", lambda: self._check_storage(storage, target))
         ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
         with Transaction(ranks, storage, target) as transaction:
             weights: list[dict[str, Any]] = []
-            ranks.together("collect the weights", lambda: self._collect(weights, transaction.folder))
+            optimizers: list[WholeOptimizer] = []
+            ranks.together("collect the weights", lambda: self._collect(weights, optimizers, transaction.folder))
             transaction.write(
                 lambda files: self._write(
-                    files, weights, storage.writes_shared(project.save_on_each_node), safe_serialization
+                    files, weights, optimizers, storage.writes_shared(project.save_on_each_node), safe_serialization
                 )
             )
             transaction.publish(accelerator.step, project.iteration)
@@ -126,6 +154,14 @@ class CheckpointKeeper:
             )
         return Path(output_dir).expanduser()
 
+    def _check_storage(self, storage: Storage, target: Path) -> None:
+        """Refuse to divide a state between folders that do not see each other: none could be loaded."""
+        if self._accelerator.engine.writes_states and storage.owner != 0:
+            raise ValueError(
+                f"The machine of process {storage.owner} does not see what process 0 writes beside {target}, but all "
+                "processes write one state together: save into a folder that all machines share."
+            )
+
     def _make_room(self, target: Path) -> None:
         """Refuse a taken automatic name, and clean up after killed runs."""
         if not self._accelerator.project_configuration.automatic_checkpoint_naming:
@@ -144,21 +180,30 @@ class CheckpointKeeper:
                 stacklevel=4,
             )
 
-    def _collect(self, weights: list[dict[str, Any]], folder: Path) -> None:
-        models = self._accelerator._models
-        weights.extend(self._accelerator.engine.full_state_dict(model) for model in models)
+    def _collect(self, weights: list[dict[str, Any]], optimizers: list[WholeOptimizer], folder: Path) -> None:
+        models, engine = self._accelerator._models, self._accelerator.engine
+        if not engine.writes_states:
+            weights.extend(engine.full_state_dict(model) for model in models)
+            optimizers.extend(WholeOptimizer.collect(engine, one) for one in self._accelerator._optimizers)
         for hook in list(self._save_hooks.values()):
             hook(models, weights, os.fspath(folder))
 
     def _write(
-        self, files: FileWriter, weights: list[dict[str, Any]], writes_shared: bool, safe_serialization: bool
+        self,
+        files: FileWriter,
+        weights: list[dict[str, Any]],
+        optimizers: list[WholeOptimizer],
+        writes_shared: bool,
+        safe_serialization: bool,
     ) -> None:
         accelerator = self._accelerator
+        if accelerator.engine.writes_states:
+            files.adopt(accelerator.engine.write_states(files.folder))
         if writes_shared:
             write_shared_state(
                 files,
                 weights,
-                accelerator._optimizers,
+                optimizers,
                 accelerator._schedulers,
                 accelerator._dataloaders,
                 accelerator.scaler,
@@ -212,8 +257,9 @@ class CheckpointKeeper:
         here = [rank for rank, local in enumerate(locals_) if rank - local == ranks.rank - ranks.local_rank]
         logger.info("Loading the training state from %s", folder)
 
+        divided: list[LoadedStates] = []
         receivers = Receivers(
-            accelerator._optimizers,
+            [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
             accelerator._schedulers,
             accelerator._dataloaders,
             accelerator.scaler,
@@ -223,10 +269,10 @@ class CheckpointKeeper:
         loaded: list[tuple[Checkpoint, TrainingState]] = []
 
         def read() -> None:
-            checkpoint = Checkpoint.open(folder)
+            checkpoint = Checkpoint.open(folder, with_divided=True)
             state = read_state(
                 checkpoint,
-                receivers,
+                replace(receivers, optimizers=()) if self._is_divided(checkpoint) else receivers,
                 ranks.rank,
                 map_location=location,
                 load_kwargs=load_kwargs,
@@ -240,19 +286,36 @@ class CheckpointKeeper:
         def check() -> None:
             for hook in list(self._load_hooks.values()):
                 hook(models, os.fspath(folder))
+            strict = load_model_func_kwargs.get("strict", True)
+            if self._is_divided(checkpoint):
+                divided.append(self._read_divided(checkpoint, models, strict))
+                return
             models[:] = [accelerator.engine.unwrap(model) for model in models]
-            check_weights(checkpoint, models, state, load_model_func_kwargs.get("strict", True))
+            check_weights(checkpoint, models, state, strict)
 
         ranks.together(f"use the checkpoint {folder}", check)
         if ranks.is_first:
             warn_of_other_world_size(checkpoint, ranks.count)
-        apply_weights(models, state, **load_model_func_kwargs)
+        if divided:
+            divided[0].apply()
+            receivers = replace(receivers, optimizers=())
+        else:
+            apply_weights(models, state, **load_model_func_kwargs)
         apply_state(receivers, state)
         if state.step is not None:
             accelerator.step = state.step
         if project.automatic_checkpoint_naming and project.project_dir is not None:
             last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
+
+    def _is_divided(self, checkpoint: Checkpoint) -> bool:
+        """Whether models and optimizers are read part by part: where they were so written, or are so held now."""
+        return self._accelerator.engine.writes_states or is_divided(checkpoint.names)
+
+    def _read_divided(self, checkpoint: Checkpoint, models: Sequence[nn.Module], strict: bool) -> LoadedStates:
+        prepared = self._accelerator._prepared
+        wanted = [whole for model, whole in zip(prepared.models, prepared.wrapped, strict=True) if model in models]
+        return read_states(checkpoint.folder, wanted, prepared.optimizers, owners=prepared.wrapped, strict=strict)
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         """The folder to load from, on process 0, with nothing left to finish in it."""

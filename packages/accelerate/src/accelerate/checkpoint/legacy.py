@@ -14,6 +14,7 @@ TRAINING_FILES = re.compile(
     r"(?:model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.(?:safetensors|bin)"
     rf"|{RNG_STATE_NAME}_\d+\.pkl|{CUSTOM_OBJECT_NAME}_\d+\.pkl|{re.escape(SCALER_NAME)}"
 )
+DIVIDED = re.compile(rf"{FSDP_MODEL_NAME}(?:_\d+)?(?:_rank\d+)?(?:\.bin)?")
 OTHER_ENGINES = {
     "FSDP": re.compile(rf"{FSDP_MODEL_NAME}.*|.*\.distcp"),
     "DeepSpeed": re.compile(r"zero_to_fp32\.py|zero_pp_rank_.*"),
@@ -21,14 +22,20 @@ OTHER_ENGINES = {
 }
 
 
-def list_legacy_files(folder: Path) -> list[str]:
+def list_legacy_files(folder: Path, *, with_divided: bool = False) -> list[str]:
     """The files of a checkpoint that has no manifest, each of which is at least not cut off.
+
+    Args:
+        folder: Where they are.
+        with_divided: Whether to list those of sharded training too, by the names of their folders.
 
     Raises:
         ValueError: The folder is no checkpoint, is one of another engine, or holds a file that is not complete.
     """
     present = sorted(entry.name for entry in os.scandir(folder))
     for engine, pattern in OTHER_ENGINES.items():
+        if with_divided and engine == "FSDP":
+            continue
         if alien := next((name for name in present if pattern.fullmatch(name)), None):
             raise ValueError(
                 f"{folder} is a checkpoint of {engine}, as {alien!r} shows, and this run does not use {engine}: load it with "
@@ -41,10 +48,11 @@ def list_legacy_files(folder: Path) -> list[str]:
             f"{folder} is no checkpoint: it holds {shown} instead of a manifest.json or files like model.safetensors and "
             "random_states_0.pkl. Give the folder that save_state returned"
         )
+    divided = [name for name in present if with_divided and DIVIDED.fullmatch(name)]
     for name in names:
         if problem := _find_cut(folder / name):
             raise ValueError(f"The checkpoint {folder} is not complete: {name!r} {problem}. Load another checkpoint")
-    return names
+    return names + divided
 
 
 def _find_cut(path: Path) -> str | None:

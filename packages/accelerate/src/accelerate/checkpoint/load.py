@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_integrations.parallel.whole_state import cut_like
 from accel_ops.filenames import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -24,6 +25,7 @@ from accel_ops.filenames import (
     WEIGHTS_NAME,
 )
 from accel_ops.files import load
+from accel_ops.modules import model_has_dtensor
 from accel_ops.random import restore_rng_state
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
@@ -49,8 +51,12 @@ class Checkpoint:
     manifest: Manifest | None
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: Path, *, with_divided: bool = False) -> Checkpoint:
         """Look at a folder.
+
+        Args:
+            folder: Where it is.
+            with_divided: Whether states in the forms of sharded training can be read too.
 
         Raises:
             ValueError: It is missing, no checkpoint, not complete, or a checkpoint of another engine.
@@ -60,7 +66,7 @@ class Checkpoint:
             raise ValueError(f"The checkpoint folder {folder} {reason}: give the folder that save_state returned")
         manifest = Manifest.read(folder)
         if manifest is None:
-            return cls(folder, frozenset(list_legacy_files(folder)), None)
+            return cls(folder, frozenset(list_legacy_files(folder, with_divided=with_divided)), None)
         manifest.check_sizes(folder)
         return cls(folder, frozenset(manifest.files), manifest)
 
@@ -341,6 +347,9 @@ def apply_weights(models: Sequence[nn.Module], state: TrainingState, **load_mode
     for model, weights in zip(models, state.weights, strict=False):
         if load_model_kwargs.get("assign"):  # the model would live in the checkpoint's file
             weights = {name: value.clone() for name, value in weights.items()}
+        if model_has_dtensor(model):
+            own = model.state_dict()
+            weights = {name: cut_like(value, own[name]) if name in own else value for name, value in weights.items()}
         model.load_state_dict(weights, **load_model_kwargs)
 
 

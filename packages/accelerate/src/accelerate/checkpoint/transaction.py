@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +21,14 @@ from accelerate.checkpoint.manifest import FileRecord, Manifest
 class FileWriter(Protocol):
     """Takes the objects of a training state, each under a file name."""
 
+    folder: Path
+
     def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
         """Write one file."""
+        ...
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Take over files that somebody else wrote into the folder."""
         ...
 
 
@@ -36,6 +42,11 @@ class FolderWriter:
         """Write one file, down to the disk."""
         with write_atomically(self.folder / name) as file:
             serialize(obj, file, safe_serialization)
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """See that files which somebody else wrote are on the disk."""
+        for name in names:
+            fsync_file(self.folder / name)
 
 
 class StagedWriter:
@@ -56,6 +67,13 @@ class StagedWriter:
         with DurableFile(self.folder / name, sync=self._sync_later) as file:
             serialize(obj, file, safe_serialization)
         self.records[name] = FileRecord(file.num_bytes, file.checksum)
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Take over files that somebody else wrote into the folder."""
+        for name in names:
+            path = self.folder / name
+            self._pending.append(self._disk.submit(fsync_file, path))
+            self.records[name] = FileRecord(path.stat().st_size, checksum_file(path))
 
     def finish(self) -> dict[str, FileRecord]:
         """Wait until everything is on the disk and return the records.

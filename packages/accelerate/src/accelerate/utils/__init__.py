@@ -35,6 +35,11 @@ EXPORTS = {
         "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
     ),
     "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
+    "accel_integrations.engines.fsdp_old_names": (
+        "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac "
+        "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
+        "get_fsdp2_grad_scaler"
+    ),
     "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
     "accel_integrations.precision.old_names": "get_grad_scaler get_mixed_precision_context_manager",
     "accel_integrations.unwrap": "extract_model_from_parallel",
@@ -109,7 +114,7 @@ EXPORTS = {
     "accel_state.settings.megatron": "MegatronLMPlugin",
     "accel_state.settings.megatron_models": "add_model_config_to_megatron_parser",
     "accel_state.settings.parallelism": (
-        "DeepSpeedSequenceParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
+        "DeepSpeedSequenceParallelConfig PipelineParallelConfig TorchContextParallelConfig TorchTensorParallelConfig "
         "TorchTensorParallelPlugin"
     ),
     "accel_state.settings.profile": "ProfileKwargs",

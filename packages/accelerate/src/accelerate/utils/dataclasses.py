@@ -45,6 +45,7 @@ from accel_state.settings.megatron_models import parse_gpt2_config as parse_gpt2
 from accel_state.settings.megatron_models import parse_llama_config as parse_llama_config
 from accel_state.settings.megatron_models import parse_t5_config as parse_t5_config
 from accel_state.settings.parallelism import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
+from accel_state.settings.parallelism import PipelineParallelConfig as PipelineParallelConfig
 from accel_state.settings.parallelism import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_state.settings.parallelism import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_state.settings.parallelism import TorchTensorParallelPlugin as TorchTensorParallelPlugin

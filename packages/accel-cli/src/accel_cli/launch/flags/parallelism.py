@@ -26,7 +26,7 @@ PARALLELISM = OptionGroup(
         _row("cp_size", "Processes that share one sequence, inside the attention.", **_size),
         _row("cp_backend", "Who does that.", default="torch", choices=("torch",)),
         _row("sp_size", "Processes that share one sequence, outside the attention.", **_size),
-        _row("sp_backend", "Who does that.", default="deepspeed", choices=("deepspeed",)),
+        _row("sp_backend", "Who does that.", default="deepspeed", choices=("deepspeed", "torch")),
     ),
     shown_with="--use_parallelism_config",
     handed_when=lambda settings: settings.use_parallelism_config,
@@ -55,4 +55,19 @@ SEQUENCE = OptionGroup(
     shown_with="--use_parallelism_config",
     handed_when=lambda settings: settings.use_parallelism_config and settings.parallelism_config_sp_size > 1,
     counts_with="--use_parallelism_config and --parallelism_config_sp_size",
+)  # fmt: skip
+
+PIPELINE = OptionGroup(
+    TITLE,
+    (
+        _row("pp_size", "Processes that hold consecutive parts of the model.", **_size),
+        _row("pp_schedule", "In which order its microbatches run.", metavar="NAME",
+             choices=("gpipe", "1f1b", "interleaved1f1b")),
+        _row("pp_num_microbatches", "Into how many parts a batch is cut.", type=int, metavar="N"),
+        _row("pp_split_points", "Modules at which stages begin, with commas between them, or auto.",
+             metavar="NAMES"),
+    ),
+    shown_with="--use_parallelism_config",
+    handed_when=lambda settings: settings.use_parallelism_config and settings.parallelism_config_pp_size > 1,
+    counts_with="--use_parallelism_config and --parallelism_config_pp_size",
 )  # fmt: skip

@@ -22,11 +22,11 @@ from accel_cli.launch.flags.general import (
 )
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.megatron import MEGATRON_LM
-from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, SEQUENCE
+from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, PIPELINE, SEQUENCE
 
 GROUPS: tuple[OptionGroup, ...] = (
     COMMAND, HARDWARE, RESOURCES, PARADIGM, PROCESSES, TPU, DEEPSPEED, FSDP, MEGATRON_LM, FP8, PARALLELISM, CONTEXT,
-    SEQUENCE, AWS, MPI, RETIRED, SCRIPT,
+    SEQUENCE, PIPELINE, AWS, MPI, RETIRED, SCRIPT,
 )  # fmt: skip
 
 # where two flags set one value, the first one knows its default

@@ -1,0 +1,99 @@
+"""This process's part of the sequences of a batch, with right positions and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from accel_ops.nested import recursively_apply
+
+LEADING = ("input_ids", "inputs_embeds", "labels")  # whose second dimension says how long the sequences are
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceShard:
+    """Cuts batches along the sequence, for processes that work on one batch together.
+
+    Tensors of shape (batch, sequence, ...) are cut; those without a dimension as long as the sequence stay whole. In a
+    dictionary as transformers' models take it, two entries are made before: `position_ids`, because a part does not
+    begin at position 0, and, from `labels`, `shift_labels`, of which each belongs to the token at its own place: the
+    label of a part's last token is in the next part. `labels` itself is left out, so that no model shifts it again. A
+    padding mask stays out too where it says nothing but that sequences are padded at their end.
+
+    Args:
+        index: Which part, from 0.
+        count: How many parts.
+
+    Example:
+        ```python
+        cut = SequenceShard(index=1, count=2)
+        cut({"input_ids": torch.arange(8).view(1, 8)})["position_ids"]  # tensor([[4, 5, 6, 7]])
+        ```
+    """
+
+    index: int
+    count: int
+
+    def __call__(self, batch: Any) -> Any:
+        """The part of a batch.
+
+        Raises:
+            ValueError: When sequences cannot be cut evenly.
+        """
+        length = _sequence_length(batch)
+        if length is None:
+            return batch
+        if length % self.count:
+            raise ValueError(
+                f"Sequences of {length} tokens cannot be cut into {self.count} equal parts: pad them, for example with "
+                f"pad_to_multiple_of={self.count} of the tokenizer or collator."
+            )
+        if isinstance(batch, Mapping):
+            batch = _with_positions_and_labels(dict(batch), length)
+        return recursively_apply(lambda tensor: self._part(tensor, length), batch)
+
+    def _part(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        if tensor.ndim < 2 or tensor.shape[1] != length:
+            return tensor
+        size = length // self.count
+        return tensor[:, self.index * size : (self.index + 1) * size].contiguous()
+
+
+def _sequence_length(batch: Any) -> int | None:
+    """The second dimension of what leads the batch; None where nothing has one."""
+    if isinstance(batch, Mapping):
+        leading = [batch[name] for name in LEADING if name in batch] or list(batch.values())
+    elif isinstance(batch, (list, tuple)):
+        leading = list(batch)
+    else:
+        leading = [batch]
+    for tensor in leading:
+        if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2:
+            return int(tensor.shape[1])
+    return None
+
+
+def _with_positions_and_labels(batch: dict[str, Any], length: int) -> dict[str, Any]:
+    leading = next((batch[name] for name in LEADING if isinstance(batch.get(name), torch.Tensor)), None)
+    if leading is None:
+        return batch
+    if batch.get("position_ids") is None:
+        positions = torch.arange(length, device=leading.device)
+        batch["position_ids"] = positions.expand(leading.shape[0], length)
+    labels = batch.pop("labels", None)
+    if labels is not None and batch.get("shift_labels") is None:
+        last = labels.new_full((labels.shape[0], 1), IGNORED_LABEL)
+        batch["shift_labels"] = torch.cat([labels[:, 1:], last], dim=1)
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        if bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
+                "over parts of sequences cannot take into account: pad at the end (padding_side='right')."
+            )
+        del batch["attention_mask"]
+    return batch

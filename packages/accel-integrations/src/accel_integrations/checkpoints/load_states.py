@@ -1,0 +1,250 @@
+"""From states on the disk to prepared models and optimizers: all is read and compared before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_integrations.checkpoints.state_forms import (
+    learning_names,
+    model_of,
+    model_state,
+    without_compilation,
+)
+from accel_integrations.checkpoints.stored_states import (
+    Keys,
+    StoredState,
+    open_model_state,
+    open_optimizer_state,
+)
+from accel_integrations.prepared.names import plain_name
+
+
+@dataclass
+class LoadedStates:
+    """What this process needs of a checkpoint, read but not applied yet.
+
+    Attributes:
+        models: With each prepared model, its state.
+        optimizers: With each plain optimizer, its model and its state by parameter names.
+        strict: Whether models take only states with exactly their names.
+    """
+
+    models: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    optimizers: list[tuple[torch.optim.Optimizer, nn.Module, dict[str, Any]]] = field(default_factory=list)
+    strict: bool = True
+
+    def apply(self) -> None:
+        """Give all models and optimizers their states."""
+        for model, state in self.models:
+            _apply_model(model, state, self.strict)
+        for optimizer, model, state in self.optimizers:
+            _apply_optimizer(optimizer, model, state)
+
+
+def read_states(
+    folder: Path,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    *,
+    owners: Sequence[nn.Module] | None = None,
+    strict: bool = True,
+) -> LoadedStates:
+    """Read what prepared models and optimizers need of a checkpoint, saved by any number of processes.
+
+    Args:
+        folder: The checkpoint.
+        models: As prepared, in the order in which they were when it was saved.
+        optimizers: Likewise.
+        owners: The models that optimizers have parameters of; `models` when None.
+        strict: Whether the names of models must be the same on both sides.
+
+    Raises:
+        ValueError: There is no such state, it is damaged, or it does not fit: then with all differences.
+    """
+    loaded = LoadedStates(strict=strict)
+    for index, model in enumerate(models):
+        loaded.models.append((model, read_model_state(open_model_state(folder, index), model, strict=strict)))
+    for index, prepared in enumerate(optimizers):
+        optimizer = getattr(prepared, "optimizer", prepared)
+        model = model_of(optimizer, models if owners is None else owners)
+        state = read_optimizer_state(open_optimizer_state(folder, index), optimizer, model)
+        loaded.optimizers.append((optimizer, model, state))
+    return loaded
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+def read_model_state(
+    stored: StoredState, model: nn.Module, *, strict: bool = True, adapter_only: bool = False
+) -> dict[str, Any]:
+    """Read this process's part of a model's state.
+
+    Args:
+        stored: The state on the disk.
+        model: As prepared.
+        strict: Whether names must be the same on both sides.
+        adapter_only: Read only what learns.
+
+    Raises:
+        ValueError: The state does not fit; all differences are listed.
+    """
+    own = model_state(model)
+    if adapter_only:
+        own = {name: own[name] for name in learning_names(model) if name in own}
+    sources = _sources(stored, own, model)
+    _check_model(stored, own, sources, model, strict and not adapter_only)
+    return {
+        name: stored.fill(keys, own[name]) if isinstance(own[name], torch.Tensor) else stored.read_object(keys)
+        for name, keys in sources.items()
+    }
+
+
+def _sources(stored: StoredState, own: Mapping[str, Any], model: nn.Module) -> dict[str, Keys]:
+    """Where each entry of a model's state is on the disk; tied parameters may be there under one of their names."""
+    present = {".".join(keys): keys for keys in (*stored.shapes, *stored.objects)}
+    aliases: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(parameter, []).append(plain_name(name).removeprefix("module."))
+    found: dict[str, Keys] = {}
+    for names in aliases.values():
+        saved = next((name for name in names if name in present), None)
+        if saved is not None:
+            found |= {name: present[saved] for name in names if name in own}
+    return found | {name: present[name] for name in own if name in present}
+
+
+def _check_model(
+    stored: StoredState, own: Mapping[str, Any], sources: Mapping[str, Keys], model: nn.Module, strict: bool
+) -> None:
+    problems = [
+        f"{name!r} is {stored.shapes[keys]}, the model has {tuple(own[name].shape)}"
+        for name, keys in sources.items()
+        if isinstance(own[name], torch.Tensor) and stored.shapes.get(keys) != tuple(own[name].shape)
+    ]
+    if strict:
+        used = set(sources.values())
+        problems += [f"{name!r} is missing" for name in own if name not in sources]
+        problems += [
+            f"{'.'.join(keys)!r} is not in the model" for keys in (*stored.shapes, *stored.objects) if keys not in used
+        ]
+    if problems:
+        raise ValueError(
+            f"The weights in {stored.where} do not fit {type(model).__name__}: {'; '.join(problems)}. Build the model as "
+            "it was when saved, or pass strict=False to leave out what only one side has."
+        )
+
+
+def _apply_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(without_compilation(model), state, options=StateDictOptions(strict=strict))
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """Read this process's part of an optimizer's state.
+
+    Args:
+        stored: The state on the disk, by names of parameters; or by their numbers, as plain optimizers store it.
+        optimizer: The plain one.
+        model: Whose parameters it has, as prepared.
+
+    Returns:
+        As `state_forms.optimizer_state`.
+
+    Raises:
+        ValueError: The state does not fit.
+    """
+    own = model_state(model)
+    groups = _read_groups(stored)
+    names = _names_by_number(optimizer, model, groups)
+    state: dict[str, dict[str, Any]] = {}
+    for keys in stored.shapes:
+        if keys[0] != "state":
+            continue
+        name, entry = names.get(keys[1], keys[1]), ".".join(keys[2:])
+        like = own.get(name)
+        is_alike = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shapes[keys] and like.dim() > 0
+        state.setdefault(name, {})[entry] = stored.fill(keys, like) if is_alike else stored.read_whole(keys)  # type: ignore[arg-type]
+    for keys in stored.objects:
+        if keys[0] == "state" and len(keys) > 2:
+            state.setdefault(names.get(keys[1], keys[1]), {})[".".join(keys[2:])] = stored.read_object(keys)
+    if unknown := sorted(name for name in state if name not in own):
+        raise ValueError(
+            f"The optimizer state in {stored.where} is that of another model than {type(model).__name__}, which has no "
+            f"{', '.join(map(repr, unknown))}. Prepare the same objects as when it was saved, in the same order."
+        )
+    for group in groups:
+        group["params"] = [names.get(str(each), str(each)) for each in group["params"]]
+    return {"state": state, "param_groups": groups}
+
+
+def _read_groups(stored: StoredState) -> list[dict[str, Any]]:
+    """The groups, whether they were stored as one object or entry by entry."""
+    if ("param_groups",) in stored.objects:
+        return [dict(group) for group in stored.read_object(("param_groups",))]
+    groups: dict[int, dict[str, Any]] = {}
+    for keys in (*stored.shapes, *stored.objects):
+        if keys[0] != "param_groups":
+            continue
+        value = stored.read_whole(keys) if keys in stored.shapes else stored.read_object(keys)
+        group = groups.setdefault(int(keys[1]), {})
+        if len(keys) == 3:
+            group[keys[2]] = value
+        else:
+            group.setdefault(keys[2], {})[int(keys[3])] = value
+    found = [groups[index] for index in sorted(groups)]
+    for group in found:
+        for key, value in group.items():
+            if isinstance(value, dict) and value and all(isinstance(index, int) for index in value):
+                values = [value[index] for index in sorted(value)]
+                group[key] = tuple(values) if key == "betas" else values
+    return found
+
+
+def _names_by_number(
+    optimizer: torch.optim.Optimizer, model: nn.Module, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Names for the numbers by which a plain optimizer's state speaks of parameters."""
+    saved = [number for group in groups for number in group["params"]]
+    if not saved or not all(isinstance(number, int) for number in saved):
+        return {}
+    by_parameter = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    names = [by_parameter[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return {str(number): name.removeprefix("module.") for number, name in zip(saved, names, strict=False)}
+
+
+def _apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    if _is_version_1(model):
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        set_optimizer_state_dict(without_compilation(model), optimizer, state)
+        return
+    names = {parameter: plain_name(name).removeprefix("module.") for name, parameter in model.named_parameters()}
+    saved_groups = {name: group for group in state["param_groups"] for name in group["params"]}
+    groups: list[dict[str, Any]] = []
+    number_of: dict[str, int] = {}
+    for group in optimizer.param_groups:
+        members = [names[parameter] for parameter in group["params"]]
+        number_of |= {name: number for number, name in enumerate(members, len(number_of))}
+        saved = next((saved_groups[name] for name in members if name in saved_groups), group)
+        options = {key: value for key, value in saved.items() if key != "params"}
+        own = {key: value for key, value in group.items() if key not in options and key != "params"}
+        groups.append({**own, **options, "params": [number_of[name] for name in members]})
+    values = {number_of[name]: value for name, value in state["state"].items() if name in number_of}
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _is_version_1(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(without_compilation(model), FullyShardedDataParallel)

@@ -1,0 +1,275 @@
+"""Reading the states of models and optimizers back, each process its own parts, however many processes wrote them."""
+
+from __future__ import annotations
+
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+
+from accel_integrations.checkpoints.sharded import read_part
+from accel_integrations.checkpoints.sharded_metadata import METADATA_NAME, StoredObject, StoredTensor, read_contents
+from accel_integrations.checkpoints.state_forms import MODEL, OPTIMIZER, StateKind
+from accel_ops.files import load
+from accel_ops.modules import local_part
+from accel_ops.tensor_files import read_tensors
+
+Keys = tuple[str, ...]
+
+
+class StoredState(ABC):
+    """A nested state on the disk.
+
+    Attributes:
+        where: Its file or folder.
+        shapes: Shape of every tensor, by the keys that lead to it.
+        objects: Keys of everything else.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self.shapes: dict[Keys, tuple[int, ...]] = {}
+        self.objects: list[Keys] = []
+
+    @abstractmethod
+    def dtype(self, keys: Keys) -> torch.dtype:
+        """Of a tensor."""
+
+    @abstractmethod
+    def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
+        """Copy the part of a tensor that begins at `offsets` into a tensor of shape `sizes`."""
+
+    @abstractmethod
+    def read_object(self, keys: Keys) -> Any:
+        """What is no tensor, as data only."""
+
+    def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
+        """A tensor's values, distributed as another one is; its dtype is the stored one.
+
+        Args:
+            keys: Which tensor.
+            like: Of the same shape.
+        """
+        filled = torch.empty_like(like, dtype=self.dtype(keys))
+        part = local_part(filled)
+        if part is filled:
+            self.read(keys, (0,) * filled.dim(), tuple(filled.shape), filled)
+            return filled
+        for chunk in filled.__create_chunk_list__():  # type: ignore[attr-defined]
+            if part.numel():
+                self.read(keys, tuple(chunk.offsets), tuple(chunk.sizes), part)
+        return filled
+
+    def read_whole(self, keys: Keys) -> torch.Tensor:
+        """A tensor in main memory."""
+        return self.fill(keys, torch.empty(self.shapes[keys]))
+
+
+@final
+class ShardedState(StoredState):
+    """A folder of `.distcp` files.
+
+    Args:
+        where: The folder.
+        key: What is above everything in it.
+
+    Raises:
+        ValueError: It is damaged, or nothing is below `key`.
+        OSError: Files are missing or cannot be read.
+    """
+
+    def __init__(self, where: Path, key: str) -> None:
+        super().__init__(where)
+        self._tensors: dict[Keys, StoredTensor] = {}
+        self._objects: dict[Keys, StoredObject] = {}
+        tensors, objects = read_contents(where)
+        for tensor in tensors:
+            if tensor.path[0] == key:
+                self._tensors[tensor.path[1:]] = tensor
+        for other in objects:
+            if other.path[0] == key:
+                self._objects[other.path[1:]] = other
+        if (tensors or objects) and not (self._tensors or self._objects):
+            raise ValueError(f"{where} holds no {key!r} state: use another checkpoint")
+        self.shapes = {keys: tensor.shape for keys, tensor in self._tensors.items()}
+        self.objects = list(self._objects)
+
+    def dtype(self, keys: Keys) -> torch.dtype:
+        """Of a tensor."""
+        return self._tensors[keys].dtype
+
+    def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
+        """Copy from the chunks that overlap with the part."""
+        for chunk in self._tensors[keys].chunks:
+            begins = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+            ends = [
+                min(a + size, b + length)
+                for a, size, b, length in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
+            ]
+            if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+                continue
+            stored = read_part(self._tensors[keys], chunk)
+            into[_window(begins, ends, offsets)].copy_(stored[_window(begins, ends, chunk.offsets)])
+
+    def read_object(self, keys: Keys) -> Any:
+        """Load it as data only."""
+        from accel_integrations.checkpoints.sharded import read_value
+
+        return read_value(self._objects[keys].place)
+
+
+@final
+class FileState(StoredState):
+    """One file with whole tensors, as `torch.save` or safetensors writes it.
+
+    Args:
+        where: The file; tensors are mapped rather than read where that is possible.
+
+    Raises:
+        ValueError: It is damaged, or holds no dictionary.
+    """
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(where)
+        if where.suffix == ".safetensors":
+            content: Any = read_tensors(where)
+        else:
+            content = load(where, map_location="cpu", mmap=zipfile.is_zipfile(where))
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{where} holds a {type(content).__name__} instead of a state: load another checkpoint")
+        self._values = dict(_walk(content, ()))
+        for keys, value in self._values.items():
+            if isinstance(value, torch.Tensor):
+                self.shapes[keys] = tuple(value.shape)
+            else:
+                self.objects.append(keys)
+
+    def dtype(self, keys: Keys) -> torch.dtype:
+        """Of a tensor."""
+        dtype: torch.dtype = self._values[keys].dtype
+        return dtype
+
+    def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
+        """Copy from the mapped file."""
+        ends = [begin + size for begin, size in zip(offsets, sizes, strict=True)]
+        into.copy_(self._values[keys][_window(offsets, ends, (0,) * len(ends))])
+
+    def read_object(self, keys: Keys) -> Any:
+        """What the file holds."""
+        return self._values[keys]
+
+
+@final
+class OwnState(StoredState):
+    """A file with the parts of tensors that one process held.
+
+    Args:
+        where: The file.
+
+    Raises:
+        ValueError: It is damaged, or another number of processes wrote it.
+    """
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(where)
+        content = load(where, map_location="cpu", mmap=zipfile.is_zipfile(where))
+        if not isinstance(content, Mapping) or set(content) != {"parts", "shapes", "num_processes"}:
+            raise ValueError(f"{where} holds no part of a state as LOCAL_STATE_DICT: load another checkpoint")
+        present = dist.get_world_size() if dist.is_initialized() else 1
+        if content["num_processes"] != present:
+            raise ValueError(
+                f"{where} is the part of one of {content['num_processes']} processes, but there are {present} now: launch "
+                "as many as when it was saved, or save as SHARDED_STATE_DICT, which any number can load."
+            )
+        self._parts = dict(_walk(content["parts"], ()))
+        self.shapes = {tuple(keys): tuple(shape) for keys, shape in content["shapes"]}
+        self.objects = [keys for keys in self._parts if keys not in self.shapes]
+
+    def dtype(self, keys: Keys) -> torch.dtype:
+        """Of a tensor."""
+        dtype: torch.dtype = self._parts[keys].dtype
+        return dtype
+
+    def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
+        """The part of this process, which must be as large as when it was saved."""
+        filled = torch.empty_like(like, dtype=self.dtype(keys))
+        self.read(keys, (), local_part(filled).shape, local_part(filled))
+        return filled
+
+    def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
+        """Copy the part that there is."""
+        if self._parts[keys].shape != into.shape:
+            raise ValueError(
+                f"{self.where} holds a part of shape {tuple(self._parts[keys].shape)} of {'.'.join(keys)!r}, of which this "
+                f"process has {tuple(into.shape)} now: shard the model as it was when saved"
+            )
+        into.copy_(self._parts[keys])
+
+    def read_object(self, keys: Keys) -> Any:
+        """What the file holds."""
+        return self._parts[keys]
+
+
+def _window(begins: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - zero, b - zero) for a, b, zero in zip(begins, ends, origin, strict=True))
+
+
+def _walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+    """The leaves of nested dictionaries; lists are leaves."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _walk(inner, (*keys, str(key)))
+    elif not isinstance(value, Mapping):
+        yield keys, value
+
+
+# ---- finding them ---------------------------------------------------------------------------------------------------
+
+OTHER_MODEL_FILES = (("model", ".safetensors"), ("pytorch_model", ".bin"))
+
+
+def is_divided(names: Collection[str]) -> bool:
+    """Whether the files of a checkpoint hold models in a form of sharded training."""
+    return any(name.startswith(MODEL.stem) for name in names)
+
+
+def open_model_state(folder: Path, index: int) -> StoredState:
+    """The state of a model in a checkpoint, in whichever form.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    candidates = [MODEL.file_name(index)]
+    candidates += [f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}" for stem, suffix in OTHER_MODEL_FILES]
+    return _open(folder, MODEL, index, candidates)
+
+
+def open_optimizer_state(folder: Path, index: int) -> StoredState:
+    """The state of an optimizer in a checkpoint, in whichever form.
+
+    Raises:
+        ValueError: There is none, or it is damaged.
+    """
+    return _open(folder, OPTIMIZER, index, [OPTIMIZER.file_name(index)])
+
+
+def _open(folder: Path, kind: StateKind, index: int, file_names: Sequence[str]) -> StoredState:
+    sharded = folder / kind.folder_name(index)
+    for candidate in (sharded, folder):  # others name the inner folder
+        if (candidate / METADATA_NAME).is_file():
+            return ShardedState(candidate, kind.key)
+    own = folder / kind.rank_file_name(index, dist.get_rank() if dist.is_initialized() else 0)
+    first = folder / kind.rank_file_name(index, 0)
+    if own.is_file() or first.is_file():
+        return OwnState(own if own.is_file() else first)
+    for name in file_names:
+        if (folder / name).is_file():
+            return FileState(folder / name)
+    raise ValueError(
+        f"The checkpoint {folder} holds no state of {kind.key} {index}: neither the folder {sharded.name!r} nor any of "
+        f"{', '.join(map(repr, file_names))} is in it. Prepare the same objects as when it was saved, in the same order"
+    )

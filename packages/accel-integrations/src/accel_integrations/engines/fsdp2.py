@@ -1,0 +1,166 @@
+"""Sharded training, version 2: `fully_shard` turns parameters into distributed tensors, in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_integrations.checkpoints.state_forms import full_model_state, write_states
+from accel_integrations.compile import compile_model, compile_regions_fsdp2
+from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
+from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
+from accel_integrations.precision.loss_scale import Float16Precision
+from accel_ops.modules import has_compiled_regions, is_compiled_module
+
+if TYPE_CHECKING:
+    from accel_integrations.precision.precision import Precision
+    from accel_state.settings.compile import TorchDynamoPlugin
+    from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
+
+
+@final
+class FSDP2Engine(Engine):
+    """`torch.distributed.fsdp.fully_shard`, over all processes or over the sharding axes of the mesh."""
+
+    name = "fsdp2"
+    writes_states = True
+
+    def check(self) -> None:
+        """Refuse a mesh in which processes would hold whole copies, or sequences that another library shares.
+
+        Raises:
+            ValueError: Naming the sizes.
+        """
+        check_mesh(self)
+
+    def make_precision(self, wanted: str) -> Precision:
+        """As everywhere, but all processes agree on the steps that float16 makes them skip."""
+        if wanted == "fp16":
+            state = self.context.state
+            return Float16Precision(state.device.type, self.context.handlers, AgreeingGradScaler)
+        return super().make_precision(wanted)
+
+    @property
+    def plugin(self) -> FullyShardedDataParallelPlugin:
+        """The settings."""
+        plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
+        return plugin
+
+    @cached_property
+    def sharding(self) -> Sharding | None:
+        """How models are sharded; None where the mesh has no axis for it."""
+        state = self.context.state
+        mesh = sharding_mesh(state.parallelism_config, state.device.type)
+        return None if mesh is None else Sharding(self.plugin, mesh, state.device)
+
+    # ---- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        """Shard the model, also one that is only evaluated: it may be too large to be held whole."""
+        if self.sharding is None or is_sharded(model) or not any(True for _ in model.parameters()):
+            return model.to(self.context.state.device) if device_placement else model
+        if self.context.state.mixed_precision != "no":
+            upcast_trainable(model)
+        return self.sharding.shard(model)
+
+    def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+        """Compile repeated blocks in place: what shards them holds on to the modules it was given."""
+        if plugin.use_regional_compilation and not (is_compiled_module(model) or has_compiled_regions(model)):
+            compile_regions_fsdp2(model, **plugin.to_kwargs())
+            return model
+        return compile_model(model, plugin)
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep the gradients of this process whole and to itself during backward."""
+        return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Not possible: every forward needs all processes."""
+        return refuse_join(self.name)
+
+    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Add a weight up over the processes whose gradients are averaged."""
+        return sum_over_group(weight, self.averaging_group)
+
+    @property
+    def num_averaged(self) -> int:
+        """All processes but those that share layers."""
+        return num_averaged(self)
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole model's tensors in main memory, on the main process; nothing on the others."""
+        return full_model_state(self.unwrap(model))
+
+    def write_states(self, folder: Path) -> list[str]:
+        """Write all prepared models and optimizers, in the form that the plugin names."""
+        prepared, form = self.context.prepared, self.plugin.state_dict_type
+        return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any part of a model went through `fully_shard`."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def check_mesh(engine: Engine) -> None:
+    """Refuse a mesh that does not go with sharded parameters.
+
+    Raises:
+        ValueError: Naming the sizes.
+    """
+    config = engine.context.state.parallelism_config
+    if config is None:
+        return
+    if config.sp_enabled and config.sp_backend == "deepspeed":
+        raise ValueError(
+            f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is "
+            f"{engine.name!r}: pass a DeepSpeedPlugin instead of the FSDP one, or choose sp_backend='torch'."
+        )
+    if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
+        raise ValueError(
+            f"dp_replicate_size={config.dp_replicate_size} with dp_shard_size=1 gives every process a whole copy of "
+            "the model, but an FSDP plugin asks for sharded ones: raise dp_shard_size, or leave the plugin out."
+        )
+
+
+def num_averaged(engine: Engine) -> int:
+    """Over how many processes an engine with sharded parameters averages gradients."""
+    state = engine.context.state
+    config = state.parallelism_config
+    if config is None or config.total_size == 1:
+        return state.num_processes
+    return config.total_size // (config.tp_size * config.pp_size)
+
+
+def refuse_join(name: str) -> AbstractContextManager[None]:
+    """Warn that processes with sharded parameters cannot go on without one another."""
+    warnings.warn(
+        f"join_uneven_inputs() has no effect with the {name!r} engine: processes that hold parts of the model need each "
+        "other in every forward. Give all of them equally many batches (even_batches=True).",
+        stacklevel=4,
+    )
+    return nullcontext()
+
+
+@contextmanager
+def _without_sync(model: Any) -> Iterator[None]:
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)

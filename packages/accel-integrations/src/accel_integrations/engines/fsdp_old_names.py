@@ -1,0 +1,143 @@
+"""What other libraries call while they shard models themselves, under the old names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
+from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
+from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
+from accel_integrations.prepared.names import plain_name
+from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Have pretrained models loaded from now on get their values on the main process only."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ[RAM_EFFICIENT_VARIABLE] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have pretrained models loaded from now on get their values on every process."""
+    os.environ[RAM_EFFICIENT_VARIABLE] = "False"
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], Any]:
+    """A function that makes parameters of modules, such that those which are one in a model stay one.
+
+    Args:
+        param_init_fn: Gives a module's own parameters memory.
+        model: The model, whose parameters may be on the meta device.
+        device: Where tied parameters are made.
+
+    Returns:
+        The function to use in place of `param_init_fn`; that itself where nothing is tied.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    ties = [places for places in owners.values() if len(places) > 1]
+    if not ties:
+        return param_init_fn
+
+    def init_and_tie(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        for places in ties:
+            if not any(owner is module for owner, _ in places):
+                continue
+            made = [getattr(owner, name) for owner, name in places]
+            kept = next((one for one in made if not one.is_meta), made[0].to(device))
+            for owner, name in places:
+                setattr(owner, name, kept)
+        return result
+
+    return init_and_tie
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Named parameters under the names that the user's model gives, without those of wrappers inside it."""
+    pairs = named_params.items() if isinstance(named_params, Mapping) else named_params
+    return {plain_name(name): value for name, value in pairs}
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """Says of the modules in a model whether they are to be sharded by themselves; None for none of them.
+
+    Args:
+        fsdp2_plugin: The settings.
+        model: The model.
+
+    Raises:
+        ValueError: When a class to wrap does not occur in the model.
+    """
+    policy = resolve_policy(fsdp2_plugin, model)
+    if policy is None:
+        return None
+    blocks = set(find_blocks(model, policy))
+    return lambda module: module in blocks
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Have the blocks of a model compute activations again in backward instead of keeping them."""
+    plugin = accelerator.state.fsdp_plugin
+    blocks = find_blocks(model, resolve_policy(plugin, model))
+    checkpoint_blocks(model, blocks, offload=plugin.activation_checkpointing_offload)
+    return model
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model in place, without recording it as prepared; nothing happens to one that is sharded already."""
+    sharded: nn.Module = accelerator.engine.prepare_model(model)
+    return sharded
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
+    """Give a sharded model the values that the main process has whole; all processes call this.
+
+    Args:
+        accelerator: Whose processes share the model.
+        model: Sharded by `fully_shard`; tensors on the meta device get memory.
+        full_sd: Whole tensors by name; only that of the main process counts.
+        cpu_offload: Whether parameters are kept in main memory.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload, strict=False)
+    set_model_state_dict(model, dict(full_sd) if accelerator.is_main_process else {}, options=options)
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
+    """Give an optimizer new parameters in place of old ones.
+
+    Args:
+        optimizer: Plain or prepared.
+        mapping: New parameters by the old ones, or by their `data_ptr()`.
+
+    Raises:
+        KeyError: For a parameter that the mapping does not know.
+    """
+    for group in optimizer.param_groups:
+        group["params"] = [_successor(old, mapping) for old in group["params"]]
+
+
+def _successor(old: torch.Tensor, mapping: Mapping[Any, torch.Tensor]) -> torch.Tensor:
+    for key in (old, old.data_ptr()):
+        if key in mapping:
+            return mapping[key]
+    raise KeyError(f"There is no new parameter for one of shape {tuple(old.shape)}: prepare its model before")
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> AgreeingGradScaler:
+    """A loss scaler for sharded gradients; takes what `torch.amp.GradScaler` takes."""
+    return AgreeingGradScaler(**kwargs)

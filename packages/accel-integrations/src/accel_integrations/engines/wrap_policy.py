@@ -1,0 +1,73 @@
+"""Which modules of a model are sharded by themselves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward of their own, before which to gather parameters
+
+
+def resolve_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
+    """The plugin's wrapping policy, made to fit a model; the plugin stays as it is, for other models.
+
+    Args:
+        plugin: The settings.
+        model: Is searched for the classes that the settings name.
+
+    Returns:
+        A function or an object of torch's, None where only the model as a whole is to be sharded.
+
+    Raises:
+        ValueError: When a class to wrap does not occur in the model.
+    """
+    fitted = copy.copy(plugin)
+    fitted.set_auto_wrap_policy(model)
+    return fitted.auto_wrap_policy
+
+
+def find_blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
+    """The modules inside a model that a policy wants to shard by themselves, each after those inside it.
+
+    Args:
+        model: The model, which is not among the result.
+        policy: As torch's: a function of `module`, `recurse` and `nonwrapped_numel`, an object of torch's policy
+            classes, or None for no modules.
+    """
+    if policy is None:
+        return []
+    if not callable(policy) or hasattr(policy, "_run_policy"):
+        chosen = policy._run_policy(model, set(), {})
+        return [module for module in _children_first(model) if module in chosen and module is not model]
+    blocks: list[nn.Module] = []
+    _collect(model, policy, blocks, set(), is_root=True)
+    return blocks
+
+
+def _collect(
+    module: nn.Module, policy: Callable[..., bool], blocks: list[nn.Module], seen: set[nn.Module], *, is_root: bool
+) -> int:
+    """Add the blocks inside of a module, and itself; returns how many of its elements are in blocks now."""
+    if module in seen:
+        return 0
+    seen.add(module)
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(_collect(child, policy, blocks, seen, is_root=False) for child in module.children())
+    if is_root or isinstance(module, CONTAINERS):
+        return wrapped
+    if not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        return wrapped
+    blocks.append(module)
+    return numel
+
+
+def _children_first(module: nn.Module) -> list[nn.Module]:
+    return list(dict.fromkeys([inner for child in module.children() for inner in _children_first(child)] + [module]))

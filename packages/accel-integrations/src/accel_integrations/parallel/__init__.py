@@ -1,0 +1,1 @@
+"""Ways in which processes share one model or one batch: transforms along the axes of the mesh."""

@@ -1,0 +1,155 @@
+"""Context parallelism: the processes of the "cp" axis hold a part of every sequence each, and pass keys around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from accel_integrations.parallel.patched_attention import (
+    Attention,
+    AttentionPatch,
+    check_attention,
+    drop_masks,
+    refuse_mask,
+    watch_attention,
+)
+from accel_integrations.parallel.transform import Transform
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.mesh import ParallelismConfig
+
+SETTING = "Context parallelism (cp_size)"
+
+
+def _checked(attention: Attention) -> Attention:
+    """Torch's attention on parts of sequences, with readable errors for what it cannot do."""
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> torch.Tensor:
+        refuse_mask(attn_mask, SETTING)
+        if dropout_p > 0 and query.device.type == "cpu":
+            raise ValueError(
+                f"{SETTING} has no attention with dropout on the CPU, but got dropout_p={dropout_p!r}: set the model's "
+                "attention dropout to 0."
+            )
+        if not is_causal and _options().enable_load_balance:
+            raise ValueError(
+                f"{SETTING} got attention without a causal mask, for which an early and a late piece of each sequence "
+                "per process is not possible: set TorchContextParallelConfig(cp_load_balance=False)."
+            )
+        return attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal, **options)
+
+    return attend
+
+
+ATTENTION = AttentionPatch(_checked)
+
+
+@final
+class ContextParallel(Transform):
+    """Makes a model ready for blocks of `Accelerator.maybe_context_parallel`, in which it sees parts of sequences."""
+
+    axis = "cp"
+
+    def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse attention that is not `scaled_dot_product_attention`.
+
+        Raises:
+            ValueError: Naming it.
+        """
+        check_attention(model, f"cp_size={self.config.cp_size}")
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Have the model leave masks out, and show at its first forward that its attention is shared."""
+        drop_masks(model, lambda: ATTENTION.is_active)
+        watch_attention(model, ATTENTION, SETTING)
+        return model
+
+
+@contextmanager
+def shared_sequences(
+    config: ParallelismConfig | None,
+    buffers: Sequence[torch.Tensor] | None,
+    dims: Sequence[int] | None,
+    no_restore: set[torch.Tensor] | None,
+) -> Iterator[None]:
+    """A block in which every process of the "cp" axis works on its part of the sequences; see the accelerator's method.
+
+    Args:
+        config: Without a "cp" axis, nothing happens.
+        buffers: Tensors that are cut in place, and put together again afterwards.
+        dims: For each, which dimension is the sequence.
+        no_restore: Those that need not be put together.
+
+    Raises:
+        ValueError: For buffers that cannot be cut.
+    """
+    mesh = None if config is None or not config.cp_enabled else config.axis_mesh("cp")
+    if config is None or mesh is None:
+        yield
+        return
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    assert config.cp_handler is not None
+    cut, along = _check_buffers(buffers, dims, no_restore, mesh.size())
+    if mesh.device_type == "cpu":
+        from accel_integrations.parallel.ring_cpu import register
+
+        register()
+    set_rotate_method(config.cp_handler.cp_comm_strategy or "allgather")
+    length = cut[0].shape[along[0]]
+    _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
+    shared = context_parallel(mesh, buffers=cut, buffer_seq_dims=along, no_restore_buffers=no_restore)
+    with shared, ATTENTION.block():
+        yield
+
+
+def _options() -> Any:
+    from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
+
+    return _cp_options
+
+
+def _check_buffers(
+    buffers: Sequence[torch.Tensor] | None,
+    dims: Sequence[int] | None,
+    no_restore: set[torch.Tensor] | None,
+    size: int,
+) -> tuple[list[torch.Tensor], list[int]]:
+    cut, along = list(buffers or ()), list(dims or ())
+    if not cut or len(cut) != len(along):
+        raise ValueError(
+            f"maybe_context_parallel() got {len(cut)} buffers and {len(along)} sequence dimensions: pass the tensors of "
+            "the batch that have a sequence, and for each of them which dimension that is."
+        )
+    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in cut)]
+    if foreign:
+        raise ValueError(
+            f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers: it names those of them that "
+            "need not be whole again afterwards."
+        )
+    for index, (buffer, dim) in enumerate(zip(cut, along, strict=True)):
+        problem = None
+        if not -buffer.ndim <= dim < buffer.ndim:
+            problem = f"has no dimension {dim}"
+        elif buffer.shape[dim] % size:
+            problem = f"has {buffer.shape[dim]} tokens, which cp_size={size} does not divide: pad the sequences"
+        elif buffer.requires_grad:
+            problem = "requires gradients, so that it cannot be cut in place: pass inputs, not parameters"
+        if problem:
+            raise ValueError(f"Buffer {index} of shape {tuple(buffer.shape)} {problem}.")
+    return cut, [dim % buffer.ndim for buffer, dim in zip(cut, along, strict=True)]

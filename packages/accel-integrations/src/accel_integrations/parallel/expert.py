@@ -1,0 +1,66 @@
+"""Expert parallelism: the processes of the "tp" axis hold whole experts of a mixture each, and send them tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from accel_integrations.parallel.alike import make_alike
+from accel_integrations.parallel.transform import Transform
+from accel_integrations.parallel.transformers_plan import brings_own_styles, expert_plan, give_away_experts
+from accel_ops.modules import model_has_dtensor
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.mesh import ParallelismConfig
+
+
+@final
+class ExpertParallel(Transform):
+    """Leaves every process its share of the experts of a transformers model that has an expert plan."""
+
+    axis = "tp"
+
+    @classmethod
+    def is_wanted(cls, config: ParallelismConfig) -> bool:
+        """Whether `TorchTensorParallelConfig(expert_parallel=True)` asks for it."""
+        return config.tp_size > 1 and config.tp_handler is not None and config.tp_handler.expert_parallel
+
+    def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse a model that has no plan for its experts, or not as many experts as can be shared out evenly.
+
+        Raises:
+            ValueError: With the reason, and what would be accepted.
+        """
+        size = mesh[self.axis].size()
+        if model_has_dtensor(model):
+            return  # transformers has cut it
+        if not brings_own_styles(model) or not getattr(model, "ep_plan", None):
+            raise ValueError(
+                f"expert_parallel=True needs a model with experts and a plan for them, but {type(model).__name__} has "
+                "none: use a mixture-of-experts model of transformers >= 5.20 that has an `ep_plan`, or leave "
+                "expert_parallel out, so that tensor parallelism cuts every expert."
+            )
+        experts = [
+            (name, count)
+            for name in expert_plan(model, size)
+            if (count := getattr(_module_or_none(model, name), "num_experts", None)) and count % size
+        ]
+        if experts:
+            name, count = experts[0]
+            raise ValueError(
+                f"tp_size={size} does not divide the {count} experts of {name}: choose a tp_size that does, or leave "
+                "expert_parallel out."
+            )
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Give the experts away in place."""
+        if not model_has_dtensor(model):
+            make_alike(model, mesh[self.axis])
+            give_away_experts(model, mesh[self.axis])
+        return model
+
+
+def _module_or_none(model: nn.Module, name: str) -> nn.Module | None:
+    return dict(model.named_modules()).get(name)

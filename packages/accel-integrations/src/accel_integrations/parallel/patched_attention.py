@@ -1,0 +1,150 @@
+"""Another `scaled_dot_product_attention` for a while, and the models that must be found to call it.
+
+This is the only place where a function of torch is replaced. A model whose attention does not go through it would see
+only its own part of a sequence and train to wrong numbers without a word, so the first forward shows whether it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import nn
+
+from accel_integrations.parallel.transformers_plan import is_transformers_model
+
+Attention = Callable[..., torch.Tensor]
+
+
+class AttentionPatch:
+    """Replaces `torch.nn.functional.scaled_dot_product_attention` in blocks, which may be nested.
+
+    Args:
+        make: Gets the function that would have been called, and returns the one to call.
+    """
+
+    def __init__(self, make: Callable[[Attention], Attention]) -> None:
+        self._make = make
+        self._depth = 0
+        self._before: Attention | None = None
+        self.num_calls = 0
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the function is replaced now."""
+        return self._depth > 0
+
+    def enter(self, *_: Any) -> None:
+        """Replace the function; takes and ignores what hooks are called with."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._before = functional.scaled_dot_product_attention
+        attention = self._make(self._before)
+
+        def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+            self.num_calls += 1
+            return attention(*args, **kwargs)
+
+        functional.scaled_dot_product_attention = counted
+
+    def leave(self, *_: Any) -> None:
+        """Put it back."""
+        self._depth -= 1
+        if self._depth == 0:
+            functional.scaled_dot_product_attention = self._before  # type: ignore[assignment]
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """A block in which the function is replaced."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+
+def check_attention(model: nn.Module, setting: str) -> None:
+    """Refuse a transformers model whose attention is not `scaled_dot_product_attention`.
+
+    Args:
+        model: The model.
+        setting: What needs it, for the error.
+
+    Raises:
+        ValueError: Naming the attention that was chosen.
+    """
+    chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if is_transformers_model(model) and chosen != "sdpa":
+        raise ValueError(
+            f"{setting} shares sequences inside of scaled_dot_product_attention, but {type(model).__name__} uses "
+            f'attn_implementation={chosen!r}: load it with attn_implementation="sdpa".'
+        )
+
+
+def watch_attention(model: nn.Module, patch: AttentionPatch, setting: str) -> None:
+    """Have the model's first forward fail when it does not call the patched function.
+
+    Args:
+        model: The model.
+        patch: Forwards while it is not active are left alone.
+        setting: What needs it, for the error.
+    """
+    calls_before: list[int] = []
+
+    def before(*_: Any) -> None:
+        calls_before[:] = [patch.num_calls]
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if not patch.is_active or not calls_before:
+            return
+        if patch.num_calls == calls_before[0]:
+            raise RuntimeError(
+                f"{setting}: the forward of {type(module).__name__} never called "
+                "torch.nn.functional.scaled_dot_product_attention, so that its attention, if it has one, would see "
+                "only this process's part of the sequence. Use this function for attention, called through the module "
+                "torch.nn.functional rather than imported by name before."
+            )
+        for handle in handles:
+            handle.remove()
+
+    handles = [model.register_forward_pre_hook(before), model.register_forward_hook(after)]
+
+
+def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
+    """Have causal attention modules of transformers ignore their mask, and so compute causal attention by itself.
+
+    The masks they get were made from a part of the sequence. Padding at the end of a sequence needs none: no token
+    before it looks at it.
+
+    Args:
+        model: Changed in place, if it is one of transformers.
+        is_active: Asked at every forward.
+    """
+
+    def without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_active() and "attention_mask" in kwargs:
+            return args, {**kwargs, "attention_mask": None}
+        return None
+
+    if is_transformers_model(model):
+        for module in model.modules():
+            if getattr(module, "is_causal", None) is True:
+                module.register_forward_pre_hook(without_mask, with_kwargs=True)
+
+
+def refuse_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
+    """Refuse an attention mask: it was made from a part of the sequence.
+
+    Raises:
+        ValueError: Saying what to do without.
+    """
+    if attn_mask is not None:
+        raise ValueError(
+            f"{setting} cannot use an attention mask (got one of shape {tuple(attn_mask.shape)}), which would have to "
+            "be that of whole sequences: call scaled_dot_product_attention with is_causal=True or without mask, and "
+            "pad sequences at their end only."
+        )

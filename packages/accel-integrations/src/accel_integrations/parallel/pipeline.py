@@ -1,0 +1,234 @@
+"""Pipeline parallelism: a model of which every process holds consecutive parts, called as if it were whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_integrations.parallel.pipeline_batch import Microbatches, cut_batch, find_size, join_outputs
+from accel_integrations.parallel.pipeline_run import Line, Run
+from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape
+from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
+
+if TYPE_CHECKING:
+    from accel_integrations.parallel.pipeline_schedule import Scheduled
+    from accel_state.settings.parallelism import PipelineParallelConfig
+
+MOST_SHAPES = 256  # batches of that many different shapes are remembered
+
+
+class Pipeline:
+    """Takes batches through the stages.
+
+    Args:
+        staged: The stages held here.
+        line: The processes.
+        settings: Schedule and number of microbatches.
+        is_last_batch: Whether a loader is at its end, so that a batch may be smaller than the others.
+    """
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        line: Line,
+        settings: PipelineParallelConfig,
+        is_last_batch: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.staged = staged
+        self.line = line
+        self.settings = settings
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called after each backward, when there are gradients that other processes have not seen."""
+        self._is_last_batch = is_last_batch
+        self._measured: dict[Any, dict[str, list[Structure]]] = {}
+        self._scheduled: Scheduled | None = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Into how many parts a batch is cut."""
+        return self.settings.num_microbatches or self.line.num_stages
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a batch; returns what the model would return for it, on every process.
+
+        Where gradients are computed and there is a loss among the outputs, the other outputs are there only on the
+        process with the last stage, and None on the others, unless `broadcast_outputs` says otherwise.
+        """
+        check_nothing_is_collected(kwargs, "the arguments of the model")
+        training = torch.is_grad_enabled()
+        count = self._count(find_size(args, kwargs), training)
+        batch = cut_batch(args, kwargs, count, self.settings.loss_weight)
+        structures = self.measure(batch)
+        in_order = count < self.line.num_stages or not (training and self.staged.model.training)
+        if self.settings.schedule == "gpipe" or in_order:
+            return self._run_deferred(batch, structures)
+        return self._run_scheduled(batch, structures)
+
+    def _count(self, size: int, training: bool) -> int:
+        """How many microbatches to cut a batch into.
+
+        Raises:
+            ValueError: When a batch to train on cannot be cut into equal parts, unless it is the last one of a loader.
+        """
+        count = self.num_microbatches
+        if size % count == 0:
+            return count
+        if training and not self._is_last_batch():
+            divisors = [number for number in range(self.line.num_stages, size + 1) if size % number == 0]
+            raise ValueError(
+                f"A batch of {size} cannot be cut into num_microbatches={count} equal parts: choose a batch size that "
+                f"is a multiple of {count}, or for this one num_microbatches out of "
+                f"{', '.join(map(str, divisors)) or 'nothing'}."
+            )
+        return max(number for number in range(1, count + 1) if size % number == 0)
+
+    # ---- shapes -------------------------------------------------------------------------------------------------
+
+    def measure(self, batch: Microbatches) -> dict[str, list[Structure]]:
+        """What all modules return for a microbatch; found out stage after stage when shapes are new."""
+        key = (batch.signature, torch.is_grad_enabled(), self.staged.model.training)
+        found = self._measured.get(key)
+        if found is None:
+            found = self.staged.structures = {}
+            args, kwargs = batch.parts[0]
+            for stage in range(self.line.num_stages):
+                source = self.line.rank_of(stage)
+                own: Any = None
+                if source == self.line.rank:
+                    try:
+                        own = self.staged.measure(stage, args, kwargs)
+                    except Exception as error:
+                        own = error
+                shared = self.line.broadcast_object(_sendable(own), source)
+                if isinstance(own, Exception):
+                    raise own
+                if isinstance(shared, str):
+                    raise RuntimeError(f"Stage {stage} of the pipeline failed on another process: {shared}")
+                found.update(shared)
+            if len(self._measured) >= MOST_SHAPES:
+                self._measured.clear()
+            self._measured[key] = found
+        return found
+
+    # ---- forward first, backward later --------------------------------------------------------------------------
+
+    def _run_deferred(self, batch: Microbatches, structures: dict[str, list[Structure]]) -> Any:
+        run = Run(self.line, self.staged, structures, batch)
+        results = run.forward()
+        (structure,) = structures[""]
+        values: list[Any] = list(join_outputs(results, batch.weights)) if results else [None] * len(structure.tensors)
+        self._broadcast(values, structure.tensors, len(batch))
+        if torch.is_grad_enabled() and any(shape.needs_grad for shape in structure.tensors):
+            present = [value for value in values if value is not None]
+            differentiable = iter(
+                _attach(run.backward, present, self._all_tensors(values, structure), self.on_backward)
+            )
+            values = [None if value is None else next(differentiable) for value in values]
+        return structure.filled(values)
+
+    def _all_tensors(self, values: list[Any], structure: Structure) -> list[TensorShape | None]:
+        return [None if value is None else shape for value, shape in zip(values, structure.tensors, strict=True)]
+
+    def _broadcast(self, values: list[Any], shapes: list[TensorShape], rows: int) -> None:
+        """Hand outputs from the last stage to all processes, into `values`."""
+        wanted = self.settings.broadcast_outputs
+        losses = [is_loss(shape) for shape in shapes]
+        everything = wanted or (wanted is None and not any(losses))
+        for index, shape in enumerate(shapes):
+            if not (everything or losses[index]):
+                continue
+            if values[index] is None:
+                values[index] = shape.empty(self.line.device, rows)
+            self.line.broadcast(values[index], self.line.last_rank)
+
+    # ---- backward interleaved with forward ----------------------------------------------------------------------
+
+    def _run_scheduled(self, batch: Microbatches, structures: dict[str, list[Structure]]) -> Any:
+        from accel_integrations.parallel.pipeline_schedule import Scheduled
+
+        (structure,) = structures[""]
+        losses = [index for index, shape in enumerate(structure.tensors) if is_loss(shape)]
+        if not losses:
+            raise ValueError(
+                f"schedule={self.settings.schedule!r} begins the backward before all of the forward is through, so "
+                f"{type(self.staged.model).__name__} must return its loss, a tensor without dimensions: compute it in "
+                "the model's forward, or choose schedule='gpipe', which fits any training loop."
+            )
+        if self._scheduled is None:
+            self._scheduled = Scheduled(self.line, self.staged, self.settings.schedule)
+        loss, backward = self._scheduled.run(batch, structures, losses[0])
+        values: list[Any] = [None] * len(structure.tensors)
+        (values[losses[0]],) = _attach(backward, [loss], [structure.tensors[losses[0]]], self.on_backward)
+        return structure.filled(values)
+
+
+def is_loss(shape: TensorShape) -> bool:
+    """Whether a tensor of this kind is a loss: one number, through which gradients go back."""
+    return not shape.shape and shape.needs_grad
+
+
+class PipelinedModel(nn.Module):
+    """A model of which every process of a pipeline holds consecutive parts; called as if it were whole.
+
+    Args:
+        model: The model, with the modules of other processes taken out.
+        pipeline: Takes batches through it.
+    """
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.module = model
+        self.__dict__["pipeline"] = pipeline
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the whole model returns for this batch."""
+        pipeline: Pipeline = self.__dict__["pipeline"]
+        return pipeline(args, kwargs)
+
+
+def _sendable(own: Any) -> Any:
+    return f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own
+
+
+class _Attached(torch.autograd.Function):
+    """Outputs whose backward is that of a pipeline."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, backward: Any, values: Any, shapes: Any, done: Any) -> Any:
+        ctx.run_backward, ctx.done = backward, done
+        ctx.needed = [shape is not None for shape in shapes]
+        ctx.set_materialize_grads(False)
+        shown = tuple(value.view_as(value) for value in values)
+        present = [shape for shape in shapes if shape is not None]
+        ctx.mark_non_differentiable(
+            *(value for value, shape in zip(shown, present, strict=True) if not shape.needs_grad)
+        )
+        return shown
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        given = iter(gradients)
+        with torch.enable_grad():
+            ctx.run_backward([next(given) if needed else None for needed in ctx.needed])
+        ctx.done()
+        return None, None, None, None, None
+
+
+def _attach(
+    backward: Any, values: list[torch.Tensor], shapes: list[Any], done: Callable[[], None]
+) -> tuple[torch.Tensor, ...]:
+    """Make `backward` run when gradients of the values are computed.
+
+    Args:
+        backward: Called with one gradient (or None) for each entry of `shapes`.
+        values: The tensors for those entries that are not None.
+        shapes: What all tensors are like; None for those that are not here.
+        done: Called afterwards.
+    """
+    anchor = torch.zeros((), requires_grad=True)
+    attached: tuple[torch.Tensor, ...] = _Attached.apply(anchor, backward, values, shapes, done)
+    return attached

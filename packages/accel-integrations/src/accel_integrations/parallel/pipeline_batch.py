@@ -1,0 +1,136 @@
+"""Cutting a batch into microbatches, and joining what the model made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from accel_integrations.parallel.pipeline_shapes import PLAIN, TensorShape
+
+NUM_ITEMS = "num_items_in_batch"
+"""Argument of models of transformers that divide their loss by the number of items of the whole batch."""
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """The arguments of a model's forward, cut along the first dimension.
+
+    Attributes:
+        parts: For each microbatch, its positional and keyword arguments.
+        weights: How much the loss of each counts.
+        signature: Equal for batches whose microbatches have the same shapes.
+    """
+
+    parts: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    weights: tuple[Any, ...]
+    signature: Any
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+
+def find_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """The batch size: the first dimension of the first tensor that has any.
+
+    Raises:
+        ValueError: When there is no such tensor.
+    """
+    for leaf in tree_flatten((args, kwargs))[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim:
+            return leaf.shape[0]
+    raise ValueError(
+        "A pipelined model got no tensor with dimensions, so there is no batch to cut into microbatches: pass the "
+        "batch as arguments of the model."
+    )
+
+
+def cut_batch(
+    args: Sequence[Any], kwargs: dict[str, Any], count: int, loss_weight: Callable[[dict[str, Any]], Any] | None = None
+) -> Microbatches:
+    """Cut a batch into equally large microbatches.
+
+    Args:
+        args: Positional arguments; every tensor in them whose first dimension is the batch size is cut, everything
+            else goes to each microbatch.
+        kwargs: Keyword arguments, likewise.
+        count: How many; it divides the batch size.
+        loss_weight: Given the keyword arguments of a microbatch, how much its loss counts.
+    """
+    size = find_size(args, kwargs)
+    leaves, tree = tree_flatten((tuple(args), kwargs))
+    pieces = [_pieces(leaf, size, count) for leaf in leaves]
+    parts = tuple(tree_unflatten([piece[index] for piece in pieces], tree) for index in range(count))
+    signature = (tree, tuple(_signed(piece[0]) for piece in pieces), count)
+    return Microbatches(parts, _weights(parts, kwargs, loss_weight), signature)
+
+
+def _pieces(leaf: Any, size: int, count: int) -> Sequence[Any]:
+    if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == size:
+        return leaf.chunk(count)
+    return [leaf] * count
+
+
+def _signed(leaf: Any) -> Any:
+    """What must be the same for modules to return tensors of the same shapes."""
+    if isinstance(leaf, torch.Tensor):
+        shape = TensorShape.of(leaf)
+        return shape.shape, shape.dtype
+    return leaf if isinstance(leaf, PLAIN) else type(leaf)
+
+
+def _weights(
+    parts: Sequence[Any], kwargs: dict[str, Any], loss_weight: Callable[[dict[str, Any]], Any] | None
+) -> tuple[Any, ...]:
+    if kwargs.get(NUM_ITEMS) is not None:
+        return (1.0,) * len(parts)  # each loss is a share of the whole batch's
+    if loss_weight is None:
+        return (1.0 / len(parts),) * len(parts)
+    given = [loss_weight(part_kwargs) for _, part_kwargs in parts]
+    total = sum(given)
+    return tuple(weight / total for weight in given)
+
+
+def join_outputs(outputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[Any]) -> list[torch.Tensor]:
+    """Join what a model returned for each microbatch.
+
+    Args:
+        outputs: For each microbatch, the tensors.
+        weights: How much each counts where a tensor is a single number, such as a loss.
+
+    Returns:
+        The tensors for the whole batch: concatenated along the first dimension; of single numbers, the weighted sum
+        of floats, or the first of others.
+    """
+    return [_joined(tensors, weights) for tensors in zip(*outputs, strict=True)]
+
+
+def _joined(tensors: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Tensor:
+    if tensors[0].ndim:
+        return torch.cat([tensor.detach() for tensor in tensors])
+    if not tensors[0].is_floating_point():
+        return tensors[0]
+    total = torch.zeros_like(tensors[0])
+    for tensor, weight in zip(tensors, weights, strict=True):
+        total += tensor.detach() * weight
+    return total
+
+
+def share_gradients(
+    gradients: Sequence[torch.Tensor | None], count: int, weights: Sequence[Any]
+) -> list[list[torch.Tensor | None]]:
+    """Gradients of joined outputs, for each microbatch: the reverse of `join_outputs`."""
+    shared: list[list[torch.Tensor | None]] = [[] for _ in range(count)]
+    for gradient in gradients:
+        if gradient is None:
+            parts: Sequence[torch.Tensor | None] = [None] * count
+        elif gradient.ndim:
+            parts = gradient.chunk(count)
+        else:
+            parts = [gradient * weight for weight in weights]
+        for index in range(count):
+            shared[index].append(parts[index])
+    return shared

@@ -1,0 +1,237 @@
+"""Inference in stages: a model too large for one device, cut between its modules, or traced where that cannot be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from accel_integrations.parallel.pipeline import Pipeline
+from accel_integrations.parallel.pipeline_batch import cut_batch, find_size
+from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_shapes import Structure, tensors_in
+from accel_integrations.parallel.pipeline_split import Cut
+from accel_integrations.parallel.pipeline_stage import StagedModel
+from accel_ops.placement import send_to_device
+from accel_state.settings.parallelism import PipelineParallelConfig
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class StagedInference:
+    """Stands in for the forward of a model that was cut between its modules.
+
+    Inputs are those of the first process, whatever the others pass. Batches may have any size and shapes.
+
+    Args:
+        model: The model; modules of other stages are replaced in it once the example has shown that this works.
+        cut: Where it is cut.
+        line: The processes.
+        num_chunks: Into how many parts a batch is cut.
+        gather_output: Whether all processes get the output, not only the last one.
+        example: Arguments to try it with.
+
+    Raises:
+        ValueError: When the model cannot be cut like this; then it is as it was.
+        RuntimeError: Likewise, where another process has noticed.
+    """
+
+    def __init__(
+        self, model: nn.Module, cut: Cut, line: Line, num_chunks: int, gather_output: bool, example: Example | None
+    ) -> None:
+        self.line = line
+        self.num_chunks = num_chunks
+        self.gather_output = gather_output
+        staged = StagedModel(model, cut, line.held, line.device, forward=model.forward)
+        settings = PipelineParallelConfig("gpipe", num_chunks, cut.split_points or "auto")
+        settings.broadcast_outputs = gather_output
+        self._pipeline = Pipeline(staged, line, settings)
+        if example is not None:
+            try:
+                self._chunked(*example)
+            except BaseException:
+                staged.undo()
+                raise
+        staged.release()
+        model.to(line.device)
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch; None on processes that do not get it."""
+        args, kwargs = self._inputs_of_first(args, kwargs)
+        size = find_size(args, kwargs)
+        padded, structures = self._chunked(args, kwargs)
+        has_numbers = any(not shape.shape for shape in structures[""][0].tensors)  # as a loss, which padding changes
+        output = self._pipeline(*((args, kwargs) if has_numbers else padded))
+        if not self.gather_output and self.line.rank != self.line.last_rank:
+            return None
+        return output if has_numbers else without_padding(output, size, find_size(*padded))
+
+    @torch.no_grad()
+    def _chunked(self, args: Any, kwargs: Any) -> tuple[Example, dict[str, list[Structure]]]:
+        """The inputs filled up so that they can be cut, and what modules return for a part of them."""
+        args, kwargs = send_to_device((tuple(args), kwargs), self.line.device)
+        args, kwargs = with_padding((args, kwargs), find_size(args, kwargs), self.num_chunks)
+        return (args, kwargs), self._pipeline.measure(cut_batch(args, kwargs, self.num_chunks))
+
+    def _inputs_of_first(self, args: Any, kwargs: Any) -> Example:
+        line = self.line
+        inputs = send_to_device((args, kwargs), line.device)
+        structure: Structure = line.broadcast_object(Structure.of(inputs) if line.rank == 0 else None, 0)
+        tensors = tensors_in(inputs) if line.rank == 0 else [one.empty(line.device) for one in structure.tensors]
+        tensors = [tensor.contiguous() for tensor in tensors]
+        for tensor in tensors:
+            line.broadcast(tensor, 0)
+        example: Example = inputs if line.rank == 0 else structure.filled(tensors)
+        return example
+
+
+class TracedInference:
+    """Stands in for the forward of a model that `torch.distributed.pipelining` traced and cut.
+
+    Args:
+        model: The model.
+        split_points: Names of the modules at which the second and every further stage begin.
+        line: The processes.
+        num_chunks: Into how many parts a batch of the example's size is cut.
+        gather_output: Whether all processes get the output, not only the last one.
+        example: Arguments, whose shapes, but for the batch size, later ones must have.
+
+    Raises:
+        ValueError: When the model cannot be traced, with the reason.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split_points: Sequence[str],
+        line: Line,
+        num_chunks: int,
+        gather_output: bool,
+        example: Example,
+    ) -> None:
+        self.line = line
+        self.gather_output = gather_output
+        size = math.ceil(find_size(*example) / num_chunks)
+        args, kwargs = with_padding(example, find_size(*example), num_chunks)
+        chunk = cut_batch(args, kwargs, num_chunks).parts[0]
+        self.chunk_size = size
+        self._shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(chunk)]
+        self._stage = trace_stage(model, split_points, chunk, line)
+        self._schedules: dict[int, Any] = {}
+
+    @torch.no_grad()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a batch; None on processes that do not get it."""
+        line = self.line
+        sizes = None
+        if line.rank == 0:
+            size = find_size(args, kwargs)
+            args, kwargs = with_padding(send_to_device((args, kwargs), line.device), size, self.chunk_size)
+            sizes = (size, find_size(args, kwargs), [tuple(tensor.shape[1:]) for tensor in tensors_in((args, kwargs))])
+        size, padded_size, shapes = line.broadcast_object(sizes, 0)
+        if shapes != self._shapes:
+            raise ValueError(
+                f"The model was traced for inputs of shapes {self._shapes} behind the batch size, but got {shapes}: "
+                "pad the inputs, or prepare the model with an example of their shapes."
+            )
+        count = padded_size // self.chunk_size
+        schedule = self._schedules.get(count)
+        if schedule is None:
+            schedule = self._schedules[count] = make_schedule(self._stage, count)
+        output = schedule.step(*args, **kwargs) if line.rank == 0 else schedule.step()
+        if line.rank == line.last_rank:
+            output = without_padding(output, size, padded_size)
+        return gathered(output, line) if self.gather_output else output
+
+
+def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, line: Line) -> Any:
+    """This process's stage of a traced model.
+
+    Args:
+        model: The model.
+        split_points: Names of the modules at which the second and every further stage begin.
+        chunk: Arguments for one part of a batch.
+        line: The processes.
+
+    Raises:
+        ValueError: When the model cannot be traced, with the reason.
+    """
+    import torch.distributed.pipelining as pipelining
+
+    spec = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
+    try:
+        pipe = pipelining.pipeline(model, chunk[0], chunk[1], split_spec=spec)
+        stage = pipe.build_stage(line.rank, line.device, line.group)
+    except Exception as error:
+        reason = next((row.strip() for row in str(error).splitlines() if row.strip()), type(error).__name__)
+        raise ValueError(
+            f"{type(model).__name__} cannot be traced: {type(error).__name__}: {reason} See "
+            "https://pytorch.org/docs/stable/export.html for what stops torch.export."
+        ) from error
+    if pipe.num_stages != line.num_stages:
+        raise ValueError(
+            f"split_points={list(split_points)!r} cut {type(model).__name__} into {pipe.num_stages} stages, but there "
+            f"are {line.num_stages} processes: name {line.num_stages - 1} modules that its forward calls."
+        )
+    _check_inputs_stay(pipe, model)
+    return stage
+
+
+def _check_inputs_stay(pipe: Any, model: nn.Module) -> None:
+    """Only the first stage gets the model's inputs."""
+    nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    for number, node in enumerate(nodes[1:], start=1):
+        inputs = [argument.name for argument in node.all_input_nodes if argument.op == "placeholder"]
+        if inputs:
+            raise ValueError(
+                f"{type(model).__name__} cannot be traced into stages: stage {number} uses the model's inputs "
+                f"{', '.join(map(repr, inputs))}, which only the first stage gets. Split where blocks take nothing but "
+                "the output of the block before."
+            )
+
+
+def make_schedule(stage: Any, num_chunks: int) -> Any:
+    """All chunks one after the other through a stage."""
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    return ScheduleGPipe(stage, num_chunks)
+
+
+def gathered(output: Any, line: Line) -> Any:
+    """The output of the last process, on all."""
+    structure: Structure = line.broadcast_object(
+        Structure.of(output) if line.rank == line.last_rank else None, line.last_rank
+    )
+    if line.rank == line.last_rank:
+        tensors = [tensor.contiguous() for tensor in tensors_in(output)]
+    else:
+        tensors = [shape.empty(line.device) for shape in structure.tensors]
+    for tensor in tensors:
+        line.broadcast(tensor, line.last_rank)
+    return structure.filled(tensors)
+
+
+def with_padding(inputs: Any, size: int, multiple: int) -> Any:
+    """Repeat the last sample until the batch size is a multiple of a number."""
+    missing = -size % multiple
+    return _for_batches(
+        inputs, size, lambda tensor: torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+    ) if missing else inputs  # fmt: skip
+
+
+def without_padding(output: Any, size: int, padded_size: int) -> Any:
+    """The samples that were there before `with_padding`."""
+    return _for_batches(output, padded_size, lambda tensor: tensor[:size])
+
+
+def _for_batches(data: Any, size: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    def changed(leaf: Any) -> Any:
+        is_batch = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == size
+        return change(leaf) if is_batch else leaf
+
+    return tree_map(changed, data)

@@ -1,0 +1,255 @@
+"""Which process of a pipeline holds which tensor of a model, and putting the whole together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_shapes import TensorShape
+from accel_integrations.parallel.pipeline_split import Cut
+from accel_integrations.parallel.whole_state import cut_like
+from accel_ops.modules import whole
+
+
+@dataclass
+class Layout:
+    """The tensors of a whole model by name, recorded before it is taken apart.
+
+    Attributes:
+        shapes: What each entry of the model's state dict is like, in order.
+        stages: For each entry, the stages that hold it; several for tied weights, and for parameters that belong to
+            no module of the chain.
+        first_names: For entries that are one tensor, the name of the first of them.
+        order: Names of all parameters, in order.
+        names: The name of each parameter that is still alive.
+    """
+
+    shapes: dict[str, TensorShape]
+    stages: dict[str, tuple[int, ...]]
+    first_names: dict[str, str]
+    order: list[str]
+    names: Any = field(default_factory=WeakIdKeyDictionary)
+
+    @classmethod
+    def of(cls, model: nn.Module, cut: Cut) -> Layout:
+        """That of a model about to be cut."""
+        entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)}
+        placed = cut.stages()
+        held: dict[int, set[int]] = {}
+        first: dict[int, str] = {}
+        for name, value in entries.items():
+            held.setdefault(id(value), set()).update(_stages_of(name, placed, cut.num_stages))
+            first.setdefault(id(value), name)
+        layout = cls(
+            {name: TensorShape.of(value) for name, value in entries.items()},
+            {name: tuple(sorted(held[id(value)])) for name, value in entries.items()},
+            {name: first[id(value)] for name, value in entries.items()},
+            [name for name, _ in model.named_parameters()],
+        )
+        layout.note_names(model)
+        return layout
+
+    def note_names(self, model: nn.Module) -> None:
+        """Learn the names of a model's parameters, of which some may be new."""
+        for name, parameter in model.named_parameters():
+            self.names[parameter] = self.first_names[name]
+
+    def shared_parameters(self, line: Line) -> dict[str, tuple[int, ...]]:
+        """Parameters held by several processes, by their first name, with these processes in order of stages."""
+        found = {}
+        for name in self.order:
+            ranks = tuple(dict.fromkeys(line.rank_of(stage) for stage in self.stages[name]))
+            if len(ranks) > 1:
+                found[name] = ranks
+        return found
+
+    def own_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of this process, by their first name."""
+        return {self.first_names[name]: parameter for name, parameter in model.named_parameters()}
+
+    def complete_ties(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """A hook of `load_state_dict`: give tied weights the names under which they were not saved.
+
+        The model itself no longer knows them where other stages hold them.
+        """
+        own = dict(module.named_parameters())
+        names = [name for name in self.shapes if prefix + name in state_dict]
+        present = {self.first_names[name]: state_dict[prefix + name] for name in names}
+        for name, first in self.first_names.items():
+            if first in present and prefix + name not in state_dict:
+                value = present[first]
+                state_dict[prefix + name] = cut_like(value, own[name]) if name in own else value
+
+    def whole(self, own: dict[str, torch.Tensor], line: Line) -> dict[str, torch.Tensor]:
+        """The whole model's tensors on every process of the pipeline.
+
+        Args:
+            own: Those of this process, by name. They stay where they are; those of others come to the CPU.
+            line: The processes, all of which must call this.
+        """
+        by_first = {self.first_names[name]: tensor for name, tensor in own.items() if name in self.first_names}
+        found: dict[str, torch.Tensor] = {}
+        for name, shape in self.shapes.items():
+            first = self.first_names[name]
+            if first == name:
+                source = line.rank_of(self.stages[name][0])
+                found[name] = from_process(by_first.get(name), shape, line, source)
+            else:
+                found[name] = found[first]
+        return found
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _stages_of(name: str, placed: dict[str, int], num_stages: int) -> Sequence[int]:
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        stage = placed.get(".".join(parts[:depth]))
+        if stage is not None:
+            return (stage,)
+    return range(num_stages)  # outside of all stages: everybody keeps it
+
+
+def from_process(own: torch.Tensor | None, shape: TensorShape, line: Line, source: int) -> torch.Tensor:
+    """A tensor that one process of the pipeline holds, on all of them."""
+    if line.rank == source:
+        assert own is not None
+        line.broadcast(own.detach().contiguous().to(line.device), source)
+        return own
+    travelling = shape.empty(line.device)
+    line.broadcast(travelling, source)
+    return travelling.cpu() if own is None else own
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+class OptimizerLayout:
+    """The parameters of an optimizer by name, those of other processes included.
+
+    Args:
+        optimizer: Made for the whole model, or for the part that is here.
+        layouts: Of all models taken apart so far.
+        line: The processes, all of which must make this.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], line: Line) -> None:
+        self.line = line
+        own = [[_name_in(layouts, parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        everybody: list[Any] = [None] * line.size
+        dist.all_gather_object(everybody, own, group=line.group)
+        self.groups = [list(_merged([groups[index] for groups in everybody], layouts)) for index in range(len(own))]
+
+    def keep_own(
+        self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], layouts: Sequence[Layout]
+    ) -> None:
+        """Have the optimizer forget parameters of other processes; groups and their settings stay."""
+        here = {id(parameter) for parameter in own}
+        for group in optimizer.param_groups:
+            gone = [one for one in group["params"] if _name_in(layouts, one) is not None and id(one) not in here]
+            for parameter in gone:
+                optimizer.state.pop(parameter, None)
+            away = {id(parameter) for parameter in gone}
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in away]
+
+    def whole_state(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> dict[str, Any]:
+        """The state dict that the optimizer of the whole model would have, on every process; all must call this."""
+        own = dict(self._own_state(optimizer, layouts))
+        state: dict[int, dict[str, Any]] = {}
+        for source in range(self.line.size):
+            shapes = {
+                index: {key: TensorShape.of(value) if _is_tensor(value) else value for key, value in entry.items()}
+                for index, entry in own.items()
+            }
+            for index, entry in self.line.broadcast_object(shapes, source).items():
+                received = {
+                    key: from_process(own.get(index, {}).get(key), shape, self.line, source)
+                    if isinstance(shape, TensorShape)
+                    else shape
+                    for key, shape in entry.items()
+                }
+                state.setdefault(index, received)
+        return {"state": dict(sorted(state.items())), "param_groups": self._whole_groups(optimizer)}
+
+    def own_part(
+        self, state: dict[str, Any], optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
+    ) -> dict[str, Any]:
+        """What of a whole optimizer's state dict belongs to this process, as its `load_state_dict` takes it.
+
+        Raises:
+            ValueError: When it is that of an optimizer with other groups.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        if sizes != [len(names) for names in self.groups]:
+            raise ValueError(
+                f"The state is that of an optimizer with {sizes} parameters in its groups, this one has "
+                f"{[len(names) for names in self.groups]}: load what was saved by an optimizer of the same groups."
+            )
+        indices = self._own_indices(optimizer, layouts)
+        local = {index: position for position, index in enumerate(one for group in indices for one in group)}
+        groups = [
+            {**saved, "params": [local[index] for index in group]}
+            for saved, group in zip(state["param_groups"], indices, strict=True)
+        ]
+        saved_state = {index: state["state"][index] for index in local if index in state["state"]}
+        return {"state": {local[index]: entry for index, entry in saved_state.items()}, "param_groups": groups}
+
+    def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> list[list[int]]:
+        """For each parameter here, its number in the optimizer of the whole model."""
+        found, start = [], 0
+        for names, group in zip(self.groups, optimizer.param_groups, strict=True):
+            numbers = {name: start + position for position, name in enumerate(names)}
+            loose = iter(start + position for position, name in enumerate(names) if name is None)
+            found.append(
+                [
+                    next(loose) if (name := _name_in(layouts, parameter)) is None else numbers[name]
+                    for parameter in group["params"]
+                ]
+            )
+            start += len(names)
+        return found
+
+    def _own_state(
+        self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for indices, group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
+            for index, parameter in zip(indices, group["params"], strict=True):
+                if parameter in optimizer.state:
+                    yield index, {key: whole(value) for key, value in optimizer.state[parameter].items()}
+
+    def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+        groups, start = [], 0
+        for names, group in zip(self.groups, optimizer.param_groups, strict=True):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return groups
+
+
+def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, str] | None:
+    """Number of the model and name in it; None for a parameter of none of them."""
+    for number, layout in enumerate(layouts):
+        name = layout.names.get(parameter)
+        if name is not None:
+            return number, name
+    return None
+
+
+def _merged(groups: Sequence[Sequence[tuple[int, str] | None]], layouts: Sequence[Layout]) -> Iterator[Any]:
+    """The parameters of one group on all processes, in the order of the whole model."""
+    if all(group == groups[0] for group in groups):
+        yield from groups[0]
+        return
+    named = {name for group in groups for name in group if name is not None}
+    position = {(n, name): place for n, layout in enumerate(layouts) for place, name in enumerate(layout.order)}
+    yield from sorted(named, key=lambda name: (name[0], position[name]))
+    yield from (name for name in groups[0] if name is None)

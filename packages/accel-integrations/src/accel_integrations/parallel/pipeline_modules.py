@@ -1,0 +1,97 @@
+"""Modules of a model that is cut into stages: those that are here, and stand-ins for those that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+class PartForward:
+    """Takes the place of the forward of a module that is held here.
+
+    Args:
+        name: Of the module.
+        forward: Its own forward.
+        call: Decides what becomes of a call.
+    """
+
+    def __init__(self, name: str, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
+        self._name = name
+        self._forward = forward
+        self._call = call
+        self.__wrapped__ = forward  # for those who look at the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stage that runs gives for this module."""
+        return self._call(self._name, self._forward, args, kwargs)
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module is that another process holds. It has no parameters, and computes nothing.
+
+    Attributes of the module it stands for can still be read.
+    """
+
+    def __init__(self, name: str, original: nn.Module, call: Callable[..., Any]) -> None:
+        super().__init__()
+        self._set("_name", name)
+        self._set("_original", original)
+        self._set("_call", call)
+
+    def _set(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value  # the original must not become a child
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the stage that runs gives for this module."""
+        return self._call(self._name, None, args, kwargs)
+
+    def train(self, mode: bool = True) -> Elsewhere:
+        """Set the mode, that of the module it stands for included."""
+        self._original.train(mode)
+        super().train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_original", "_call", "_name"):
+            raise AttributeError(name)  # not set yet
+        return getattr(self._original, name)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load nothing, but check names and shapes, so that all processes refuse the same checkpoints."""
+        own = self._original.state_dict(prefix=prefix)
+        for name, tensor in own.items():
+            if name not in state_dict:
+                if strict:
+                    missing_keys.append(name)
+            elif state_dict[name].shape != tensor.shape:
+                error_msgs.append(
+                    f"size mismatch for {name}: the checkpoint has {tuple(state_dict[name].shape)}, the model "
+                    f"{tuple(tensor.shape)}."
+                )
+        if strict:
+            unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in own)
+
+    def __repr__(self) -> str:
+        return f"Elsewhere({type(self._original).__name__})"
+
+
+def drop_storage(module: nn.Module) -> None:
+    """Move a module to the meta device, leaving its parameters, which others may share, as they are."""
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to("meta")

@@ -1,0 +1,98 @@
+"""What travels between the stages of a pipeline: tensors of known shapes, in known structures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+PLAIN = (bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What a tensor is like.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its type.
+        needs_grad: Whether a gradient goes back through it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorShape:
+        """That of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device | str, rows: int = 1) -> torch.Tensor:
+        """A tensor of this kind with any content; with `rows` times the first dimension, if there is one."""
+        shape = (self.shape[0] * rows, *self.shape[1:]) if self.shape else ()
+        return torch.empty(shape, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a module returned, without the numbers.
+
+    Attributes:
+        tree: How leaves are nested.
+        leaves: For each leaf, what the tensor is like, or the plain value itself.
+    """
+
+    tree: TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, output: Any) -> Structure:
+        """That of an output; leaves that are neither tensors nor plain values become None."""
+        leaves, tree = tree_flatten(output)
+        return cls(tree, tuple(map(_described, leaves)))
+
+    def __reduce__(self) -> Any:
+        """Travel between processes as an ordinary nested object, since trees have no stable form of their own."""
+        return _structure_like, (tree_unflatten(list(range(len(self.leaves))), self.tree), self.leaves)
+
+    @property
+    def tensors(self) -> list[TensorShape]:
+        """The leaves that are tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, TensorShape)]
+
+    def filled(self, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """The structure around other tensors."""
+        given = iter(tensors)
+        return tree_unflatten(
+            [next(given) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves], self.tree
+        )
+
+    def placeholder(self, device: torch.device, content: float) -> Any:
+        """The structure around floating-point tensors full of `content`, and others full of zeros."""
+        return self.filled(
+            [
+                torch.full(
+                    shape.shape, content if shape.dtype.is_floating_point else 0, dtype=shape.dtype, device=device
+                )
+                for shape in self.tensors
+            ]
+        )
+
+
+def _structure_like(example: Any, leaves: tuple[Any, ...]) -> Structure:
+    return Structure(tree_flatten(example)[1], leaves)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return TensorShape.of(leaf)
+    return leaf if isinstance(leaf, PLAIN) else None
+
+
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """The tensors of a nested structure, in the order of `Structure.tensors`."""
+    return [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]

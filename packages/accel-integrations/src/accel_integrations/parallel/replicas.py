@@ -1,0 +1,147 @@
+"""Replicas of models that `DistributedDataParallel` does not take: those of distributed tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_integrations.parallel.alike import group_device, send_to_group
+from accel_ops.modules import local_part
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class GradientAverager:
+    """Averages gradients over a group of processes while backward runs; parameters stay what they are.
+
+    Gradients travel in buckets, in the same order on all processes, each as soon as its gradients are there. With a
+    bucket goes the number of processes that have each gradient, so that one which nobody has stays None.
+
+    Args:
+        model: Its parameters, distributed or not, are made equal in the group first. Of a distributed parameter, every
+            process of the group must hold the same part.
+        group: The process group of the replicas.
+        bucket_bytes: Size of a bucket.
+    """
+
+    def __init__(self, model: nn.Module, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.group = group
+        self.num_processes = dist.get_world_size(group)
+        self.enabled = True
+        for tensor in chain(model.parameters(), model.buffers()):
+            send_to_group(local_part(tensor), group)
+        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buckets = list(_into_buckets(learning[::-1], bucket_bytes))  # backward begins with the last
+        self._bucket_of: dict[torch.Tensor, int] = {
+            parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
+        }
+        self._waiting: list[int] = []  # gradients that are still to come, per bucket; empty outside of backward
+        self._sent: list[tuple[torch.Tensor, Any]] = []
+        self._hooks = [model.register_forward_pre_hook(lambda *_: self._begin())]  # copies of models copy no function
+        self._hooks += [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in learning]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block in which backward exchanges nothing."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def remove(self) -> None:
+        """Stop averaging."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # ---- during backward ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Forget a backward that was broken off by an error."""
+        self._waiting, self._sent = [], []
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self.enabled:
+            return
+        if not self._waiting:  # the first gradient of this backward
+            self._waiting = [len(bucket) for bucket in self._buckets]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        self._waiting[self._bucket_of[parameter]] -= 1
+        while len(self._sent) < len(self._buckets) and self._waiting[len(self._sent)] == 0:
+            self._send(self._buckets[len(self._sent)])
+
+    def _send(self, bucket: list[nn.Parameter]) -> None:
+        gradients = [_own_gradient(parameter) for parameter in bucket]
+        device, dtype = group_device(self.group), local_part(bucket[0]).dtype
+        parts = [
+            (torch.zeros_like(local_part(one)) if gradient is None else gradient).detach().to(device, dtype).flatten()
+            for one, gradient in zip(bucket, gradients, strict=True)
+        ]
+        present = torch.tensor([gradient is not None for gradient in gradients], dtype=dtype, device=device)
+        message = torch.cat([*parts, present]).div_(self.num_processes)
+        self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
+
+    def _finish(self) -> None:
+        """Send what is left, and put the averages in place of the gradients."""
+        self._waiting = []
+        for bucket in self._buckets[len(self._sent) :]:
+            self._send(bucket)
+        sent, self._sent = self._sent, []
+        for bucket, (message, work) in zip(self._buckets, sent, strict=True):
+            work.wait()
+            sizes = [local_part(parameter).numel() for parameter in bucket]
+            *averages, present = message.split([*sizes, len(bucket)])
+            for parameter, average, count in zip(bucket, averages, present.tolist(), strict=True):
+                if count > 0:
+                    _set_gradient(parameter, average)
+
+
+def add_up_gradients(model: nn.Module) -> None:
+    """Have every gradient distributed as its parameter is; some come as what must still be added up.
+
+    Args:
+        model: Its parameters must not be moved afterwards: they would lose what is registered here.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and local_part(parameter) is not parameter:
+            parameter.register_post_accumulate_grad_hook(_distribute_gradient)
+
+
+def _into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Parameters in their order, as many of one dtype as fit into a bucket."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        part = local_part(parameter)
+        if bucket and (size >= bucket_bytes or part.dtype != local_part(bucket[0]).dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += part.numel() * part.element_size()
+    if bucket:
+        yield bucket
+
+
+def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient of this process's part."""
+    _distribute_gradient(parameter)
+    return None if parameter.grad is None else local_part(parameter.grad)
+
+
+def _distribute_gradient(parameter: torch.Tensor) -> None:
+    placements = getattr(parameter, "placements", None)
+    if parameter.grad is not None and getattr(parameter.grad, "placements", None) != placements:
+        parameter.grad = parameter.grad.redistribute(placements=placements)  # type: ignore[attr-defined]
+
+
+def _set_gradient(parameter: nn.Parameter, average: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    part = local_part(parameter.grad)
+    part.copy_(average.view_as(part))

@@ -1,0 +1,66 @@
+"""Ring attention on the CPU: torch has the algorithm, but ties it to the kernels of other devices only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention
+
+ring: Any = _attention  # torch's own, and private
+SEQUENCE_DIM = 2  # of queries, keys and values: (batch, heads, sequence, features)
+FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def register() -> None:
+    """Let attention over sequences that are cut between processes run on the CPU."""
+    ring.custom_ops.setdefault(FORWARD, _forward)
+    ring.custom_ops.setdefault(BACKWARD, _backward)
+
+
+def _forward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[DTensor, ...]:
+    query, key, value, *rest = arguments
+    dropout = rest[0] if rest else 0.0
+    is_causal = rest[1] if len(rest) > 1 else False
+    output, logarithms, *_ = ring._templated_ring_attention(
+        query.device_mesh.get_group(),
+        SEQUENCE_DIM,
+        kernel,
+        *map(_local, (query, key, value)),
+        is_causal=is_causal,
+        dropout_p=dropout,
+        scale=options.get("scale"),
+    )
+    return _cut(output, query), _cut(logarithms, query)
+
+
+def _backward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[DTensor, ...]:
+    gradient, query, key, value, output, logarithms, dropout, is_causal = arguments
+
+    def one_step(
+        *, grad_out: Any, query: Any, key: Any, value: Any, out: Any, logsumexp: Any, is_causal: bool, **kwargs: Any
+    ) -> Any:
+        return kernel(grad_out, query, key, value, out, logsumexp, dropout, is_causal, **kwargs)
+
+    gradients = ring._templated_ring_attention_backward(
+        query.device_mesh.get_group(),
+        SEQUENCE_DIM,
+        one_step,
+        _local(gradient),
+        "grad_out",
+        *map(_local, (query, key, value, output, logarithms)),
+        is_causal=is_causal,
+        scale=options.get("scale"),
+    )
+    return tuple(_cut(one, query) for one in gradients[:3])
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _cut(part: torch.Tensor, like: DTensor) -> DTensor:
+    """A tensor of which every process has a part of the sequence."""
+    return DTensor.from_local(part, like.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)

@@ -1,0 +1,156 @@
+"""Sequence parallelism: the processes of the "sp" axis hold a part of every sequence each, and trade it for heads.
+
+Around attention, and only there, every process gets the whole sequences of a part of the heads (Ulysses).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_integrations.parallel.patched_attention import (
+    Attention,
+    AttentionPatch,
+    check_attention,
+    drop_masks,
+    refuse_mask,
+    watch_attention,
+)
+from accel_integrations.parallel.transform import Transform
+from accel_integrations.parallel.transformers_plan import is_transformers_model
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.mesh import ParallelismConfig
+
+SETTING = 'Sequence parallelism (sp_backend="torch")'
+
+
+@final
+class SequenceParallel(Transform):
+    """Exchanges heads for sequences around every `scaled_dot_product_attention` of the model, without DeepSpeed."""
+
+    axis = "sp"
+
+    @classmethod
+    def is_wanted(cls, config: ParallelismConfig) -> bool:
+        """Whether the axis is in use and not DeepSpeed's."""
+        return config.sp_enabled and config.sp_backend == "torch"
+
+    def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse attention that is not `scaled_dot_product_attention`, and heads that cannot be shared out.
+
+        Raises:
+            ValueError: Naming it.
+        """
+        size = mesh[self.axis].size()
+        check_attention(model, f"sp_size={size}")
+        heads = getattr(getattr(model, "config", None), "num_attention_heads", None)
+        if is_transformers_model(model) and isinstance(heads, int) and heads % (size * self.config.tp_size):
+            raise ValueError(_uneven(heads, size * self.config.tp_size))
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Share the attention of all parts of the model, also where a checkpointed part runs again in backward."""
+        group = mesh[self.axis].get_group()
+        patch = AttentionPatch(lambda attention: shared_by_heads(attention, group))
+        drop_masks(model, lambda: True)
+        if is_transformers_model(model):
+            model.register_forward_pre_hook(_labels_that_are_shifted, with_kwargs=True)
+        watch_attention(model, patch, SETTING)  # its last hook must run before the patch ends
+        for module in model.modules():
+            if module is model or any(True for _ in module.children()):
+                module.register_forward_pre_hook(lambda *_: patch.enter())
+                module.register_forward_hook(lambda *_: patch.leave(), always_call=True)
+        return model
+
+
+def _labels_that_are_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Transformers computes a loss only where there are labels; which ones it uses is in `shift_labels`."""
+    if kwargs.get("shift_labels") is not None and kwargs.get("labels") is None:
+        return args, {**kwargs, "labels": kwargs["shift_labels"]}
+    return None
+
+
+def shared_by_heads(attention: Attention, group: Any) -> Attention:
+    """Attention over whole sequences for processes that hold parts of them.
+
+    Args:
+        attention: `scaled_dot_product_attention`, or what stands for it.
+        group: The processes, in the order of the parts they hold.
+
+    Returns:
+        A function of queries, keys and values of shape (batch, heads, own part of the sequence, features).
+    """
+    size = dist.get_world_size(group)
+
+    def attend(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        refuse_mask(attn_mask, SETTING)
+        heads = query.shape[1] if query.ndim == 4 else 0
+        if heads == 0 or heads % size:
+            raise ValueError(_uneven(heads, size) if heads else f"{SETTING} needs queries of 4 dimensions.")
+        if key.shape[1] % size:  # fewer key heads than processes: each gets those of its queries
+            key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
+            enable_gqa = False
+        whole = _trade_together([query, key, value], size, group)
+        output = attention(*whole, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _heads_for_sequence(output, size, group)
+
+    return attend
+
+
+def _trade_together(tensors: list[torch.Tensor], size: int, group: Any) -> list[torch.Tensor]:
+    """Own parts of all heads for all parts of own heads, in one exchange where the sizes allow it."""
+    if len({tensor.shape[2:] for tensor in tensors}) > 1:
+        return [_trade_together([tensor], size, group)[0] for tensor in tensors]
+    batch, _, length, features = tensors[0].shape
+    own_heads = [tensor.shape[1] // size for tensor in tensors]
+    by_process = [
+        tensor.reshape(batch, size, heads, length, features) for tensor, heads in zip(tensors, own_heads, strict=True)
+    ]
+    received = _Exchange.apply(torch.cat(by_process, dim=2).transpose(0, 1), group)
+    joined = received.permute(1, 2, 0, 3, 4).reshape(batch, sum(own_heads), size * length, features)
+    return list(joined.split(own_heads, dim=1))
+
+
+def _heads_for_sequence(output: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """The way back: own parts of the outputs of all heads."""
+    batch, heads, length, features = output.shape
+    by_process = output.reshape(batch, heads, size, length // size, features).permute(2, 0, 1, 3, 4)
+    received = _Exchange.apply(by_process, group)
+    return received.transpose(0, 1).reshape(batch, size * heads, length // size, features)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends row i of the first dimension to process i of the group; gradients travel back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        sent = rows.contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _Exchange.apply(gradient, ctx.group), None
+
+
+def _uneven(heads: int, size: int) -> str:
+    return (
+        f"{SETTING} shares {heads} attention heads out between {size} processes, which is not possible evenly: choose "
+        "a size that divides the heads, or use cp_size instead."
+    )

@@ -1,0 +1,157 @@
+"""The words of a tensor-parallel plan: how a layer is cut, by the name that stands for it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One way of cutting a layer.
+
+    Args:
+        meaning: In words.
+        make: Builds torch's object from the modules `torch.distributed.tensor.parallel` and `torch.distributed.tensor`.
+        cuts: The sizes of a layer that are cut, the first that it has counts; empty when nothing is.
+    """
+
+    meaning: str
+    make: Callable[[Any, Any], Any]
+    cuts: tuple[str, ...] = ()
+
+
+OUTPUTS, INPUTS = ("out_features", "embedding_dim"), ("in_features", "num_embeddings")
+
+STYLES: dict[str, Style] = {
+    "colwise": Style("output features are cut", lambda p, t: p.ColwiseParallel(), OUTPUTS),
+    "colwise_rep": Style(
+        "output features are cut, then put together",
+        lambda p, t: p.ColwiseParallel(output_layouts=t.Replicate()),
+        OUTPUTS,
+    ),
+    "rowwise": Style("input features come cut; outputs are added up", lambda p, t: p.RowwiseParallel(), INPUTS),
+    "rowwise_rep": Style(
+        "input features come whole and are cut; outputs are added up",
+        lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate()),
+        INPUTS,
+    ),
+    "embedding_rowwise": Style(
+        "the vocabulary is cut", lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate()), INPUTS
+    ),
+    "embedding_colwise": Style(
+        "the vectors are cut, then put together", lambda p, t: p.ColwiseParallel(output_layouts=t.Replicate()), OUTPUTS
+    ),
+    "sequence_parallel": Style(
+        "a norm on this process's part of the sequence", lambda p, t: p.SequenceParallel(use_local_output=True)
+    ),
+    "colwise_from_sequence": Style(
+        "as colwise, of inputs that are cut along the sequence",
+        lambda p, t: p.ColwiseParallel(input_layouts=t.Shard(1)),
+        OUTPUTS,
+    ),
+    "colwise_rep_from_sequence": Style(
+        "as colwise_rep, of inputs that are cut along the sequence",
+        lambda p, t: p.ColwiseParallel(input_layouts=t.Shard(1), output_layouts=t.Replicate()),
+        OUTPUTS,
+    ),
+    "rowwise_to_sequence": Style(
+        "as rowwise, with outputs cut along the sequence",
+        lambda p, t: p.RowwiseParallel(output_layouts=t.Shard(1)),
+        INPUTS,
+    ),
+    "embedding_to_sequence": Style(
+        "as embedding_rowwise, with outputs cut along the sequence",
+        lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate(), output_layouts=t.Shard(1)),
+        INPUTS,
+    ),
+    "gather_sequence": Style(
+        "the first input comes cut along the sequence and is put together",
+        lambda p, t: p.PrepareModuleInput(
+            input_layouts=(t.Shard(1),), desired_input_layouts=(t.Replicate(),), use_local_output=True
+        ),
+    ),
+}
+SAME_AS = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
+"""Other names of the same, which transformers uses."""
+
+
+def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan with the names of modules in place of patterns.
+
+    Args:
+        model: The model.
+        plan: Style by name of a module, or by pattern: a `*` stands for one part of a dotted name.
+
+    Raises:
+        ValueError: For a pattern that fits no module, with similar names.
+    """
+    names = [name for name, _ in model.named_modules() if name]
+    found = {}
+    for pattern, style in plan.items():
+        regular = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+        fitting = [name for name in names if regular.fullmatch(name)]
+        if not fitting:
+            general = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
+            near = difflib.get_close_matches(pattern, general, n=5, cutoff=0.4) or general[:5]
+            raise ValueError(
+                f"The tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module. Similar "
+                f"ones are {', '.join(map(repr, near))}."
+            )
+        found.update(dict.fromkeys(fitting, style))
+    return found
+
+
+def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
+    """Refuse styles that do not exist, and layers that cannot be cut evenly.
+
+    Args:
+        model: The model.
+        plan: Style by name of a module.
+        size: Into how many parts layers are cut.
+
+    Raises:
+        ValueError: Naming all of them.
+    """
+    unknown = sorted({style for style in plan.values() if isinstance(style, str) and _row(style) is None})
+    if unknown:
+        raise ValueError(
+            f"The tensor-parallel plan has the styles {', '.join(map(repr, unknown))}: use {', '.join(STYLES)}, or an "
+            "object of torch.distributed.tensor.parallel."
+        )
+    uneven = []
+    for name, style in plan.items():
+        row, module = _row(style) if isinstance(style, str) else None, model.get_submodule(name)
+        cut = next((cut for cut in row.cuts if hasattr(module, cut)), None) if row is not None else None
+        if cut is not None and getattr(module, cut) % size:
+            uneven.append(f"{name} ({cut}={getattr(module, cut)})")
+    if uneven:
+        raise ValueError(
+            f"tp_size={size} does not divide {', '.join(uneven[:5])}{' and others' if len(uneven) > 5 else ''}: choose "
+            "a tp_size that divides these sizes, or leave the layers out of the plan."
+        )
+
+
+def make_style(style: Any) -> Any:
+    """Torch's object for a style; objects come back as they are.
+
+    Args:
+        style: A name of `STYLES`, or a `torch.distributed.tensor.parallel.ParallelStyle`.
+    """
+    import torch.distributed.tensor as tensor
+    import torch.distributed.tensor.parallel as parallel
+
+    if not isinstance(style, str):
+        return style
+    row = _row(style)
+    assert row is not None
+    return row.make(parallel, tensor)
+
+
+def _row(style: str) -> Style | None:
+    return STYLES.get(SAME_AS.get(style, style))

@@ -1,0 +1,160 @@
+"""Tensor parallelism: the processes of the "tp" axis hold a part of every layer each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_integrations.parallel.alike import make_alike
+from accel_integrations.parallel.styles import check_plan, expand_plan, make_style
+from accel_integrations.parallel.transform import Transform
+from accel_integrations.parallel.transformers_plan import brings_own_styles, cut_transformers_model, tensor_plan
+from accel_ops.modules import model_has_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@final
+class TensorParallel(Transform):
+    """Cuts the layers that a plan names; they then exchange activations, and each keeps its part of the parameters.
+
+    The plan comes from `TorchTensorParallelConfig(plan=...)`, from the attribute `tp_plan` of the model, or from
+    transformers. Models whose parameters are distributed tensors already, as those that transformers loads with
+    `tp_plan="auto"`, are taken as they are.
+    """
+
+    axis = "tp"
+
+    def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse a model without a plan, styles and names that do not exist, and layers that cannot be cut evenly.
+
+        Raises:
+            ValueError: With the reason, and what would be accepted.
+        """
+        if model_has_dtensor(model):
+            _check_cut(model, mesh[self.axis].size())
+            return
+        if self._is_transformers(model):
+            tensor_plan(model, mesh[self.axis].size(), self._experts)
+            return
+        plan = self._plan(model)
+        check_plan(model, expand_plan(model, plan), mesh[self.axis].size())
+
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Cut the layers in place."""
+        group = mesh[self.axis]
+        make_alike(model, group)
+        if not self._is_cut(model):
+            if self._is_transformers(model):
+                cut_transformers_model(model, group, self._experts)
+            else:
+                cut_model(model, group, self._plan(model))
+        return model
+
+    @property
+    def _experts(self) -> bool:
+        handler = self.config.tp_handler
+        return handler is not None and handler.expert_parallel
+
+    def _is_cut(self, model: nn.Module) -> bool:
+        if self._experts:  # they are distributed tensors by now, the other layers perhaps not
+            return getattr(model, "_tp_size", None) is not None
+        return model_has_dtensor(model)
+
+    def _is_transformers(self, model: nn.Module) -> bool:
+        handler = self.config.tp_handler
+        return (handler is None or handler.plan is None) and brings_own_styles(model)
+
+    def _plan(self, model: nn.Module) -> Mapping[str, Any]:
+        handler = self.config.tp_handler
+        plan = handler.plan if handler is not None else None
+        for source in (plan, getattr(model, "tp_plan", None), getattr(model, "_tp_plan", None)):
+            if source:
+                return dict(source)
+        raise ValueError(
+            f"tp_size={self.config.tp_size} needs a plan for {type(model).__name__}, which has none: give it as "
+            'TorchTensorParallelConfig(plan={"layers.*.attention.query": "colwise", ...}) in '
+            "ParallelismConfig.tp_handler, or as the attribute tp_plan of the model."
+        )
+
+
+def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn.Module:
+    """Cut a model's layers by a plan, in place.
+
+    Args:
+        model: The model, the same on all processes of the mesh.
+        mesh: One-dimensional.
+        plan: Style by name of a module, `*` standing for one part of a name.
+
+    Raises:
+        ValueError: For a plan that does not fit the model; then it stays as it is.
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    named = expand_plan(model, plan)
+    check_plan(model, named, mesh.size())
+    objects = {name: make_style(style) for name, style in named.items()}
+    ties = _shared_parameters(model)
+    model = parallelize_module(model, mesh, objects, src_data_rank=None)
+    _tie_again(model, ties)
+    return model
+
+
+def _shared_parameters(model: nn.Module) -> list[list[str]]:
+    """The names of parameters that are one, such as those of an embedding and the head tied to it."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
+    """Make one parameter again of those that were cut one by one.
+
+    Args:
+        model: The model.
+        ties: Groups of names, as of `_shared_parameters`.
+
+    Raises:
+        ValueError: When they were cut differently.
+    """
+    for first, *others in ties:
+        kept = model.get_parameter(first)
+        for name in others:
+            parameter = model.get_parameter(name)
+            if parameter is kept:
+                continue
+            if getattr(parameter, "placements", None) != getattr(kept, "placements", None):
+                raise ValueError(
+                    f"{first} and {name} are one parameter, but the tensor-parallel plan cuts it in two ways "
+                    f"({_placement(kept)} and {_placement(parameter)}): give both layers styles that cut the same "
+                    "dimension, such as embedding_rowwise and colwise_rep."
+                )
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, kept)
+
+
+def _placement(parameter: torch.Tensor) -> str:
+    placements = getattr(parameter, "placements", None)
+    return "whole" if placements is None else str(placements[0])
+
+
+def _check_cut(model: nn.Module, size: int) -> None:
+    """Refuse a model that was cut into another number of parts."""
+    for name, parameter in model.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None:
+            continue
+        names = mesh.mesh_dim_names or ()
+        parts = mesh["tp"].size() if "tp" in names and mesh.ndim > 1 else mesh.size()
+        if parts != size:
+            raise ValueError(
+                f"{type(model).__name__} is cut into {parts} parts already ({name} is), but ParallelismConfig has "
+                f"tp_size={size}: make them the same, or load the model uncut."
+            )
+        return

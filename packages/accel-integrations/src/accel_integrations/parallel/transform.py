@@ -1,0 +1,76 @@
+"""The interface of a model change along one axis of the mesh, and the list of those that a run needs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_state.mesh import ParallelismConfig
+
+
+class Transform(ABC):
+    """A change of a model in place, by which the processes along one axis of the mesh share its work.
+
+    Args:
+        config: The sizes of the axes and how each is used.
+    """
+
+    axis: ClassVar[str]
+
+    def __init__(self, config: ParallelismConfig) -> None:
+        self.config = config
+
+    @classmethod
+    def is_wanted(cls, config: ParallelismConfig) -> bool:
+        """Whether a run with this configuration needs the transform."""
+        size: int = getattr(config, f"{cls.axis}_size")
+        return size > 1
+
+    @abstractmethod
+    def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse a model that cannot be shared, before anything is changed.
+
+        Raises:
+            ValueError: With the reason, and what would be accepted.
+        """
+
+    @abstractmethod
+    def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Change the model; returns the one to go on with.
+
+        Args:
+            model: The model, whole and the same on all processes of the axis.
+            mesh: The whole mesh, of which `axis` is one dimension.
+        """
+
+
+TRANSFORMS = (
+    "accel_integrations.parallel.expert:ExpertParallel",
+    "accel_integrations.parallel.tensor:TensorParallel",
+    "accel_integrations.parallel.context:ContextParallel",
+    "accel_integrations.parallel.sequence:SequenceParallel",
+)
+"""In the order in which they are applied: layers are cut before their attention is shared between sequences, and
+experts are given away before the plan for the other layers is carried out."""
+
+
+def make_transforms(config: ParallelismConfig | None) -> tuple[Transform, ...]:
+    """The transforms of a run, in their order; none where processes only divide the data.
+
+    Args:
+        config: The sizes of the axes.
+    """
+    if config is None or config.non_data_parallel_size == 1:
+        return ()
+    return tuple(kind(config) for kind in map(_load, TRANSFORMS) if kind.is_wanted(config))
+
+
+def _load(where: str) -> type[Transform]:
+    module, _, name = where.partition(":")
+    found: type[Transform] = getattr(import_module(module), name)
+    return found

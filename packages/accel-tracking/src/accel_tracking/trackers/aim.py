@@ -1,0 +1,109 @@
+"""Aim: a repository of runs in a folder."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING, Any
+
+from accel_tracking.tracker import GeneralTracker, on_main_process
+from accel_tracking.values import non_finite, plain_settings, sort_values
+
+if TYPE_CHECKING:
+    from aim import Run
+
+
+class AimTracker(GeneralTracker):
+    """Logs to an Aim repository, read by `aim up`.
+
+    Args:
+        run_name (`str`): Name of the run.
+        logging_dir (`str` or path): Folder of the repository.
+        kwargs: For `aim.Run`.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+        self.writer: Run | None = None
+
+    @property
+    def tracker(self) -> Run:
+        """The `aim.Run`."""
+        assert self.writer is not None, "asked for before start()"
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the repository and begin the run."""
+        from aim import Run
+
+        repository = os.fspath(self.aim_repo_path) if self.aim_repo_path is not None else None
+        if repository is not None and "://" not in repository:
+            os.makedirs(repository, exist_ok=True)
+        self.writer = Run(**{"repo": repository, **self.init_kwargs})
+        self.writer.name = self.run_name
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings as the run's `hparams`.
+
+        Args:
+            values (`dict`): The settings.
+        """
+        self.tracker["hparams"] = plain_settings(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Track numbers and texts; dictionaries of numbers become `group/name`.
+
+        Args:
+            values (`dict`): Values by name. NaN and infinities are left out of the curves, which cannot hold them,
+                and stored as texts under `name (not finite)`.
+            step (`int`, *optional*): The training step.
+            kwargs: For `aim.Run.track`.
+        """
+        from aim import Text
+
+        logged = sort_values(values)
+        for name, value in logged.flat().items():
+            if isinstance(value, float) and not math.isfinite(value):
+                self.tracker.track(Text(non_finite(value)), name=f"{name} (not finite)", step=step, **kwargs)
+            else:
+                self.tracker.track(value, name=name, step=step, **kwargs)
+        for name, text in logged.texts.items():
+            self.tracker.track(Text(text), name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Track images.
+
+        Args:
+            values (`dict`): By name, an image, a pair of image and caption, or a list of either; images are what
+                `aim.Image` takes: arrays, tensors, PIL images, paths.
+            step (`int`, *optional*): The training step.
+            kwargs (`dict`, *optional*): Further arguments: "aim_image" for `aim.Image`, "track" for `aim.Run.track`.
+        """
+        from aim import Image
+
+        of_image = (kwargs or {}).get("aim_image", {})
+        of_track = (kwargs or {}).get("track", {})
+        for name, given in values.items():
+            images = [
+                Image(image[0], caption=image[1], **of_image) if isinstance(image, tuple) else Image(image, **of_image)
+                for image in (given if isinstance(given, list) else [given])
+            ]
+            self.tracker.track(images if isinstance(given, list) else images[0], name=str(name), step=step, **of_track)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the run."""
+        if self.writer is not None:
+            self.writer.close()

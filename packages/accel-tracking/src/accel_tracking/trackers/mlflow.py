@@ -1,0 +1,258 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from accel_state.environment import str_to_bool
+from accel_tracking.tracker import GeneralTracker, on_main_process
+from accel_tracking.values import plain_settings, sort_values
+
+if TYPE_CHECKING:
+    from mlflow import ActiveRun
+
+FORBIDDEN = re.compile(r"[^\w\-. /]")  # in names of metrics and parameters
+FORBIDDEN_IN_PATHS = re.compile(r"^/+|(?<=/)/+|(^|(?<=/))\.+(?=/|$)")  # names are paths, too
+
+
+class MLflowTracker(GeneralTracker):
+    """Logs to MLflow: to `MLFLOW_TRACKING_URI`, which may be a file such as `sqlite:///runs.db`.
+
+    Four variables of the environment win over arguments: `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS`
+    (JSON, added to the argument's) and `MLFLOW_NESTED_RUN`.
+
+    Args:
+        experiment_name (`str`, *optional*): Name of the experiment; made if there is none of this name.
+        logging_dir (`str` or path, *optional*): Where a new experiment keeps its artifacts.
+        run_id (`str`, *optional*): A run to go on with, instead of a new one.
+        tags (`dict` or `str`, *optional*): Tags of the run, as a dictionary or JSON.
+        nested_run (`bool` or `str`, *optional*): Whether the run belongs to the one that is active.
+        run_name (`str`, *optional*): Name of the run; chosen by the library if left out.
+        description (`str`, *optional*): Notes on the run.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | str | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        environment = os.environ
+        nested = environment.get("MLFLOW_NESTED_RUN", nested_run)
+        self.experiment_name = environment.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = environment.get("MLFLOW_RUN_ID", run_id)
+        self.tags = _tags(tags, "tags") | _tags(environment.get("MLFLOW_TAGS"), "MLFLOW_TAGS")
+        self.nested_run = bool(str_to_bool(nested)) if isinstance(nested, str) else bool(nested)
+        self.run_name = run_name
+        self.description = description
+        self.active_run: ActiveRun | None = None
+
+    @property
+    def tracker(self) -> ActiveRun:
+        """The `mlflow.ActiveRun`."""
+        assert self.active_run is not None, "asked for before start()"
+        return self.active_run
+
+    @property
+    def _id(self) -> str:
+        return str(self.tracker.info.run_id)
+
+    @on_main_process
+    def start(self) -> None:
+        """Find or make the experiment and begin the run."""
+        import mlflow
+
+        self.active_run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=self._experiment_id(),
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags or None,
+            description=self.description,
+        )
+
+    def _experiment_id(self) -> str | None:
+        import mlflow
+
+        if self.experiment_name is None:
+            return None
+        found = mlflow.get_experiment_by_name(self.experiment_name)
+        if found is not None:
+            return str(found.experiment_id)
+        folder = os.fspath(self.logging_dir) if self.logging_dir is not None else None
+        return str(mlflow.create_experiment(self.experiment_name, artifact_location=folder))
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the settings as parameters; values too long for MLflow are left out, with a warning.
+
+        Args:
+            values (`dict`): The settings; nested ones are stored as text.
+        """
+        from mlflow.entities import Param
+        from mlflow.tracking import MlflowClient
+        from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
+
+        settings = {_name(name): str(value) for name, value in plain_settings(values).items()}
+        too_long = [name for name, value in settings.items() if len(value) > MAX_PARAM_VAL_LENGTH]
+        if too_long:
+            warnings.warn(
+                f"MLflow does not get the settings {', '.join(map(repr, too_long))}: their values have more than "
+                f"{MAX_PARAM_VAL_LENGTH} characters.",
+                stacklevel=2,
+            )
+        kept = iter([Param(name, value) for name, value in settings.items() if name not in too_long])
+        while batch := list(islice(kept, MAX_PARAMS_TAGS_PER_BATCH)):
+            MlflowClient().log_batch(self._id, params=batch)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers; MLflow's curves hold nothing else, so texts become tags of the run.
+
+        Args:
+            values (`dict`): Values by name. In names, characters that MLflow forbids become "_". NaN is kept;
+                infinities become the largest number, as its database has none.
+            step (`int`, *optional*): The training step.
+            kwargs: For `mlflow.log_metrics`.
+        """
+        import mlflow
+
+        logged = sort_values(values)
+        metrics = {_name(name): float(value) for name, value in logged.flat().items()}
+        if metrics:
+            mlflow.log_metrics(metrics, step=step, **{"run_id": self._id, **kwargs})
+        if logged.texts:
+            client = mlflow.MlflowClient()
+            for name, text in logged.texts.items():
+                client.set_tag(self._id, _name(name), text)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log lists of images.
+
+        Args:
+            values (`dict`): By name, a list of images: arrays of shape (height, width, channels) or PIL images.
+            step (`int`, *optional*): The training step.
+            kwargs: For `mlflow.MlflowClient.log_image`.
+        """
+        import mlflow
+
+        client = mlflow.MlflowClient()
+        for name, images in values.items():
+            for image in images:
+                client.log_image(self._id, image, key=_name(name), step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as an artifact, given as columns and rows or as a data frame.
+
+        Args:
+            table_name (`str`): Name of the table; ".json" is added when it lacks it.
+            columns (list of `str`, *optional*): Names of the columns.
+            data (list of lists, *optional*): The rows.
+            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
+            step (`int`, *optional*): The training step; becomes part of the file's name.
+            kwargs: For `mlflow.log_table`.
+        """
+        import mlflow
+
+        stem = table_name.removesuffix(".json") + (f"_{step}" if step is not None else "")
+        if dataframe is None:
+            rows = data or []
+            names = columns or [str(place) for place in range(len(rows[0]) if rows else 0)]
+            dataframe = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+        mlflow.log_table(dataframe, artifact_file=f"{stem}.json", **{"run_id": self._id, **kwargs})
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Keep a figure with the run.
+
+        Args:
+            figure (`matplotlib.figure.Figure` or `plotly.graph_objects.Figure`): The figure.
+            artifact_file (`str`): Name of the file, such as "loss.png".
+            save_kwargs: For the function that writes the figure.
+        """
+        import mlflow
+
+        mlflow.log_figure(figure=figure, artifact_file=artifact_file, save_kwargs=save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Keep a folder's files with the run.
+
+        Args:
+            local_dir (`str` or path): The folder.
+            artifact_path (`str`, *optional*): Folder among the artifacts to put them into.
+        """
+        import mlflow
+
+        mlflow.log_artifacts(os.fspath(local_dir), artifact_path=artifact_path, run_id=self._id)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
+        """Keep a file with the run.
+
+        Args:
+            local_path (`str` or path): The file.
+            artifact_path (`str`, *optional*): Folder among the artifacts to put it into.
+        """
+        import mlflow
+
+        mlflow.log_artifact(os.fspath(local_path), artifact_path=artifact_path, run_id=self._id)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        self._end("FINISHED")
+
+    @on_main_process
+    def abort(self, reason: str) -> None:
+        """End the run as failed, or as killed by SIGTERM."""
+        self._end("KILLED" if reason == "SIGTERM" else "FAILED")
+
+    def _end(self, status: str) -> None:
+        import mlflow
+
+        active = mlflow.active_run()
+        if active is not None and self.active_run is not None and active.info.run_id == self._id:
+            mlflow.end_run(status)
+        elif self.active_run is not None:  # ended from another thread than the one that began it
+            mlflow.MlflowClient().set_terminated(self._id, status)
+
+
+def _tags(given: dict[str, Any] | str | None, source: str) -> dict[str, Any]:
+    if not given:
+        return {}
+    try:
+        tags = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        tags = None
+    if not isinstance(tags, dict):
+        raise ValueError(f'{source}={given!r} are no tags: use a dictionary, as JSON {{"team": "vision"}}.')
+    return dict(tags)
+
+
+def _name(name: Any) -> str:
+    return FORBIDDEN_IN_PATHS.sub("_", FORBIDDEN.sub("_", str(name))) or "_"

@@ -1,0 +1,106 @@
+"""SwanLab."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_tracking.tracker import GeneralTracker, on_main_process
+from accel_tracking.values import plain_settings, presentable
+
+if TYPE_CHECKING:
+    from swanlab import Run
+
+SHOWN = frozenset({"swanlab"})
+
+
+class SwanLabTracker(GeneralTracker):
+    """Logs to SwanLab; without an account or network with `init_kwargs={"swanlab": {"mode": "offline"}}`.
+
+    Made by hand, it works in every process, for runs in groups.
+
+    Args:
+        run_name (`str`): Name of the project.
+        kwargs: For `swanlab.init`.
+    """
+
+    name = "swanlab"
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Run | None = None
+
+    @property
+    def tracker(self) -> Run:
+        """The `swanlab.Run`."""
+        assert self.run is not None, "asked for before start()"
+        return self.run
+
+    @on_main_process
+    def start(self) -> None:
+        """Begin the run."""
+        import swanlab
+
+        self.run = swanlab.init(**{"project": self.run_name, **self.init_kwargs})
+        swanlab.config["FRAMEWORK"] = "Accelerate"
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Add settings to those of the run.
+
+        Args:
+            values (`dict`): The settings.
+        """
+        import swanlab
+
+        swanlab.config.update(plain_settings(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log values; tensors and numbers of other libraries become plain numbers.
+
+        Args:
+            values (`dict`): Whatever `swanlab.log` takes: numbers, media, dictionaries of these. Texts and other
+                objects become `swanlab.Text`.
+            step (`int`, *optional*): The training step.
+            kwargs: For `swanlab.log`.
+        """
+        self.tracker.log({str(name): _value(value) for name, value in values.items()}, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log lists of images.
+
+        Args:
+            values (`dict`): By name, a list of images: arrays, tensors, PIL images or paths.
+            step (`int`, *optional*): The training step.
+            kwargs: For `swanlab.Image`.
+        """
+        import swanlab
+
+        images = {str(name): [swanlab.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
+        self.tracker.log(images, step=step)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        if self.run is not None:
+            self.run.finish()
+
+    @on_main_process
+    def abort(self, reason: str) -> None:
+        """End the run as crashed."""
+        if self.run is not None:
+            self.run.finish(state="crashed", error=reason)
+
+
+def _value(value: Any) -> Any:
+    import swanlab
+
+    value = presentable(value, SHOWN)
+    if isinstance(value, dict):
+        return {name: _value(part) for name, part in value.items()}
+    return swanlab.Text(value) if isinstance(value, str) else value

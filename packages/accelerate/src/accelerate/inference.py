@@ -1,0 +1,226 @@
+"""Inference on a model that is spread over processes, each of which holds consecutive parts of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_bigmodel.device_map.plan import infer_auto_device_map
+from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_ops.batches import ignorant_find_batch_size
+from accel_ops.batches import pad_input_tensors as pad_input_tensors
+from accel_ops.placement import send_to_device as send_to_device
+from accel_state.libraries import is_pippy_available as is_pippy_available
+from accel_state.processes import PartialState
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_integrations.parallel.pipeline_run import Line
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: Literal["auto"] | list[str] = "auto",
+    no_split_module_classes: list[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool | None = False,
+) -> nn.Module:
+    """Spread a model over the processes of the run, for inference.
+
+    A model with a chain of blocks is cut between them: batches may then have any size and shapes, outputs are of the
+    model's own kind, and each process keeps only its own part in memory. Any other one is traced by
+    `torch.distributed.pipelining`, which needs an example, and from then on inputs of its shapes; what it returns are
+    the bare tensors.
+
+    Args:
+        model (`torch.nn.Module`): The model, with equal weights on all processes.
+        split_points (`"auto"` or list of `str`): Names of the modules at which the second and every further process's
+            part begins; `"auto"` keeps the largest part as small as possible.
+        no_split_module_classes (list of `str`, *optional*): Names of classes that are not cut, where a model without a
+            chain of blocks is cut by `"auto"`.
+        example_args (`tuple`): Positional arguments of the forward, for one batch. With them, the model is tried.
+        example_kwargs (`dict`, *optional*): Keyword arguments, likewise.
+        num_chunks (`int`, *optional*): Into how many parts a batch is cut, so that processes work at the same time; as
+            many as there are processes when None. Batches are filled up to a multiple of it.
+        gather_output (`bool`): Whether every process gets the output; otherwise the last one does, others get None.
+
+    Returns:
+        The model, whose forward runs all parts. Call it on all processes; the inputs are those of the first one.
+
+    Raises:
+        ValueError: When the model can neither be cut nor traced, with both reasons, or an argument is not allowed.
+
+    Example:
+        ```py
+        model = prepare_pippy(model, example_args=(input_ids,), gather_output=True)
+        with torch.no_grad():
+            logits = model(input_ids).logits
+        ```
+    """
+    state = PartialState()
+    count = state.num_processes
+    if num_chunks is not None and (not isinstance(num_chunks, int) or num_chunks < 1):
+        raise ValueError(f"num_chunks={num_chunks!r} is not valid: expected a whole number of at least 1, or None.")
+    if isinstance(split_points, str) and split_points != "auto":
+        raise ValueError(f"split_points={split_points!r} is not valid: expected 'auto' or a list of module names.")
+    if count == 1:
+        model.hf_split_points = []  # type: ignore[assignment]
+        return model.to(state.device)
+    example = (tuple(example_args or ()), dict(example_kwargs or {})) if example_args or example_kwargs else None
+    line = _line_of_run(state)
+    chunks = num_chunks or count
+    found, names = _cut_or_trace(
+        model, split_points, no_split_module_classes, line, chunks, bool(gather_output), example
+    )
+    model.forward = found
+    model.hf_split_points = names  # type: ignore[assignment]
+    return model
+
+
+def _line_of_run(state: PartialState) -> Line:
+    import torch.distributed as dist
+
+    from accel_integrations.parallel.pipeline_run import Line
+
+    group = dist.group.WORLD
+    assert group is not None
+    return Line(group, state.num_processes, state.device)
+
+
+def _cut_or_trace(
+    model: nn.Module,
+    split_points: Any,
+    no_split_module_classes: Any,
+    line: Line,
+    chunks: int,
+    gather_output: bool,
+    example: Any,
+) -> tuple[Callable[..., Any], list[str]]:
+    """What takes the place of the model's forward, and where the model was cut."""
+    from accel_integrations.parallel.pipeline_inference import StagedInference, TracedInference
+    from accel_integrations.parallel.pipeline_split import cut_model
+
+    try:
+        cut = cut_model(model, line.num_stages, split_points)
+        return StagedInference(model, cut, line, chunks, gather_output, example), cut.split_points
+    except (ValueError, RuntimeError) as error:
+        reason = error
+    if example is None:
+        raise ValueError(
+            f"{reason} To have {type(model).__name__} traced instead, pass example_args or example_kwargs."
+        ) from reason
+    names = (
+        _borders(generate_device_map(model, line.size, no_split_module_classes))
+        if split_points == "auto"
+        else split_points
+    )
+    try:
+        return TracedInference(model, names, line, chunks, gather_output, example), list(names)
+    except ValueError as error:
+        raise ValueError(f"{error} It cannot be cut between its modules either: {reason}") from error
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[Any, int | str] | None = None,
+) -> dict[str, Any]:
+    """Spread the modules of a model over processes, about as many bytes to each.
+
+    Args:
+        model (`torch.nn.Module`): The model.
+        num_processes (`int`): How many processes.
+        no_split_module_classes (list of `str`, *optional*): Names of classes that are not taken apart.
+        max_memory (`dict`, *optional*): Bytes by process; equal shares, and what is left over to the last one, when
+            None.
+
+    Returns:
+        For each module, by name and in order, the number of its process.
+    """
+    if max_memory is None and num_processes > 1:
+        total, (largest, _) = calculate_maximum_sizes(model)
+        share = total // num_processes + largest
+        max_memory = {**dict.fromkeys(range(num_processes - 1), share), num_processes - 1: 2 * total}
+    return dict(
+        infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
+        if max_memory
+        else infer_auto_device_map(model, None, no_split_module_classes, clean_result=False)
+    )
+
+
+def _borders(device_map: Mapping[str, Any]) -> list[str]:
+    """The modules at which the parts of the second and every further process begin."""
+    return [name for (_, before), (name, place) in pairwise(device_map.items()) if place != before]
+
+
+def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
+    """The batch size of the first argument that has one; None when there is none.
+
+    Args:
+        args: Positional arguments of a forward.
+        kwargs: Its keyword arguments.
+    """
+    for argument in (*(args or ()), *(kwargs or {}).values()):
+        size = ignorant_find_batch_size(argument)
+        if size is not None:
+            return size
+    return None
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    num_chunks: int,
+) -> Any:
+    """Trace a model and make the schedule of `torch.distributed.pipelining` for this process's part.
+
+    Args:
+        model: The model.
+        split_points: Names of the modules at which the second and every further part begins.
+        args: Positional arguments of the forward, for one batch.
+        kwargs: Its keyword arguments.
+        num_chunks: Into how many parts a batch is cut; the schedule takes batches of this example's size.
+
+    Raises:
+        ValueError: When the model cannot be traced, with the reason.
+    """
+    from accel_integrations.parallel.pipeline_batch import cut_batch
+    from accel_integrations.parallel.pipeline_inference import make_schedule, trace_stage, with_padding
+
+    size = find_pippy_batch_size(args, kwargs) or 1
+    args, kwargs = with_padding((tuple(args), dict(kwargs or {})), size, num_chunks)
+    chunk = cut_batch(args, dict(kwargs or {}), num_chunks).parts[0]
+    return make_schedule(trace_stage(model, split_points, chunk, _line_of_run(PartialState())), num_chunks)
+
+
+def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch through a schedule that `build_pipeline` made.
+
+    Args:
+        forward: The schedule's `step`.
+        num_chunks: Its number of chunks.
+        gather_output: Whether every process gets the output; otherwise the last one does, others get None.
+        args: Positional arguments of the model's forward; only looked at on the first process.
+        kwargs: Its keyword arguments, likewise.
+    """
+    from accel_integrations.parallel.pipeline_inference import gathered, with_padding, without_padding
+
+    line = _line_of_run(PartialState())
+    sizes = None
+    if line.rank == 0:
+        size = find_pippy_batch_size(args, kwargs)
+        assert size is not None
+        args, kwargs = with_padding(send_to_device((args, kwargs), line.device), size, num_chunks)
+        sizes = (size, find_pippy_batch_size(args, kwargs))
+    size, padded = line.broadcast_object(sizes, 0)
+    output = forward(*args, **kwargs) if line.rank == 0 else forward()
+    if line.rank == line.last_rank:
+        output = without_padding(output, size, padded)
+    return gathered(output, line) if gather_output else output

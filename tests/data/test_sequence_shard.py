@@ -1,0 +1,76 @@
+"""Parts of sequences: what each process gets of a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_data.sequence_shard import SequenceShard
+
+
+@given(batch=st.integers(1, 3), parts=st.integers(1, 4), per_part=st.integers(1, 5))
+def test_parts_put_together_are_the_batch(batch: int, parts: int, per_part: int) -> None:
+    length = parts * per_part
+    tokens = torch.arange(batch * length).view(batch, length)
+    cut = [SequenceShard(index, parts)({"input_ids": tokens, "labels": tokens}) for index in range(parts)]
+    assert torch.equal(torch.cat([part["input_ids"] for part in cut], dim=1), tokens)
+    positions = torch.cat([part["position_ids"] for part in cut], dim=1)
+    assert torch.equal(positions, torch.arange(length).expand(batch, length))
+    labels = torch.cat([part["shift_labels"] for part in cut], dim=1)
+    assert torch.equal(labels[:, :-1], tokens[:, 1:])
+    assert (labels[:, -1] == -100).all()
+    assert all("labels" not in part for part in cut)
+
+
+def test_what_is_given_is_not_made_again() -> None:
+    batch = {
+        "input_ids": torch.zeros(1, 4, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 0, 1]]),
+        "shift_labels": torch.tensor([[1, 2, 3, 4]]),
+    }
+    part = SequenceShard(1, 2)(batch)
+    assert part["position_ids"].tolist() == [[0, 1]]
+    assert part["shift_labels"].tolist() == [[3, 4]]
+    assert set(batch) == {"input_ids", "position_ids", "shift_labels"}
+    assert batch["input_ids"].shape == (1, 4)
+
+
+def test_what_has_no_sequence_stays_whole() -> None:
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "weight": torch.ones(2), "names": ["a", "b"]}
+    part = SequenceShard(0, 2)(batch)
+    assert part["weight"].shape == (2,)
+    assert part["names"] == ["a", "b"]
+
+
+def test_a_pair_is_cut_without_additions() -> None:
+    inputs, targets = SequenceShard(1, 2)((torch.arange(8).view(2, 4), torch.arange(8).view(2, 4)))
+    assert inputs.tolist() == targets.tolist() == [[2, 3], [6, 7]]
+
+
+def test_features_of_tokens_are_cut_along_the_sequence() -> None:
+    (part,) = SequenceShard(0, 2)([torch.zeros(2, 6, 5)])
+    assert part.shape == (2, 3, 5)
+
+
+def test_padding_at_the_end_needs_no_mask() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    assert "attention_mask" not in SequenceShard(0, 2)({"input_ids": tokens, "attention_mask": mask})
+
+
+def test_padding_at_the_beginning_is_refused() -> None:
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"padded at the beginning .* \(padding_side='right'\)"):
+        SequenceShard(0, 2)({"input_ids": tokens, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+
+
+def test_sequences_that_cannot_be_cut_evenly_are_refused() -> None:
+    with pytest.raises(ValueError, match="Sequences of 5 tokens cannot be cut into 2 .* pad_to_multiple_of=2"):
+        SequenceShard(0, 2)({"input_ids": torch.zeros(1, 5, dtype=torch.long)})
+
+
+def test_a_batch_without_sequences_stays_as_it_is() -> None:
+    batch = {"number": torch.tensor([1, 2])}
+    assert SequenceShard(0, 2)(batch) is batch

@@ -1,0 +1,62 @@
+"""Comet without a network, read back from the archive it writes."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
+
+pytestmark = needs("comet_ml")
+
+
+def log(folder: str) -> None:
+    accelerator = train("comet_ml", folder, online=False)
+    tracker = accelerator.get_tracker("comet_ml")
+    tracker.log_images({"digits": [some_image()]}, step=6)
+    tracker.log_table("mistakes", columns=["id", "p"], data=[[1, 0.5], [2, 0.25]], step=7)
+    Path(folder, "notes.txt").write_text("kept")
+    tracker.log_artifact(Path(folder, "notes.txt"))
+    accelerator.end_training()
+
+
+def crash(folder: str) -> None:
+    train("comet_ml", folder, crash=True, online=False)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"metrics": {}, "settings": {}, "others": {}, "files": []}
+    with zipfile.ZipFile(next(files_under(str(folder), "*.zip"))) as archive:
+        for line in archive.read("messages.json").decode().splitlines():
+            payload = json.loads(line)["payload"]
+            if "metric" in payload:
+                metric = payload["metric"]
+                found["metrics"].setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+            elif setting := payload.get("param") or payload.get("params"):
+                found["settings"][setting["paramName"]] = setting["paramValue"]
+            elif "key" in payload and "value" in payload:
+                found["others"][payload["key"]] = payload["value"]
+            elif "additional_params" in payload:
+                parameters = payload["additional_params"]
+                found["files"].append(parameters.get("fileName") or parameters.get("figName"))
+    return found
+
+
+def test_what_was_logged_is_in_the_archive(tmp_path: Path) -> None:
+    in_fresh_process(log, tmp_path)
+    found = read(tmp_path)
+    assert found["metrics"]["loss"] == list(enumerate(LOSSES))
+    assert found["metrics"]["group/b"] == [(5, 2.5)]
+    assert found["metrics"]["nan"] == [(5, "NaN")]
+    assert found["metrics"]["top@1 (%)"] == [(5, 50)]
+    assert found["settings"]["learning_rate"] == 1e-3
+    assert found["settings"]["model|name"] == "tiny"
+    assert found["others"]["note"] == "a text"
+    assert {"digits", "mistakes.csv", "notes.txt"} <= set(found["files"])
+
+
+def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
+    in_fresh_process(crash, tmp_path, returncode=1)
+    assert read(tmp_path)["metrics"]["loss"] == list(enumerate(LOSSES))
