@@ -93,7 +93,8 @@ def prepare_data_loader(
             dataloader.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **arguments
         )
     else:
-        generator = _shared_generator(dataloader.dataset, sampler, use_seedable_sampler) if count > 1 else None
+        is_shared = count > 1 or (torch_device_mesh is not None and torch_device_mesh.size() > 1)
+        generator = _shared_generator(dataloader.dataset, sampler, use_seedable_sampler) if is_shared else None
         if is_stream:
             dataset, order = _shard_of_stream(dataloader, part, count, index, split_batches)
         else:

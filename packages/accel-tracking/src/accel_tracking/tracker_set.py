@@ -74,7 +74,7 @@ class TrackerSet:
                 if not is_network_failure(error):
                     raise
                 self.unreachable.add(name)
-                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error)
+                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error, 4)
                 continue
             if tracker not in self.active:
                 self.active.append(tracker)
@@ -181,6 +181,6 @@ def _whole(step: Any) -> int:
         raise TypeError(f"step={step!r} is not an integer: pass the number of the training step.") from None
 
 
-def _warn(what: str, error: Exception | None = None) -> None:
+def _warn(what: str, error: Exception | None = None, stacklevel: int = 5) -> None:
     why = f": {type(error).__name__}: {error}" if error is not None else "."
-    warnings.warn(what + why, RuntimeWarning, stacklevel=4)
+    warnings.warn(what + why, RuntimeWarning, stacklevel=stacklevel)  # the line of the program
