@@ -72,6 +72,18 @@ def wheels(arguments: list[str]) -> int:
     return run(sys.executable, "tools/check_wheels.py", *arguments)
 
 
+def trackers(arguments: list[str]) -> int:
+    """Try every tracker against its real library, offline, in an environment of its own (`.venv-trackers`).
+
+    Beside 160 more packages nothing else would be tested as users have it. A skipped test is a failure here.
+    """
+    groups = ["--no-default-groups", "--group", "dev", "--group", "trackers"]
+    return run(
+        "uv", "run", "--locked", "--all-packages", *groups, "pytest", "tests/tracking/services", *arguments,
+        UV_PROJECT_ENVIRONMENT=".venv-trackers", OMP_NUM_THREADS="1", TRACKERS_REQUIRED="1", VIRTUAL_ENV="",
+    )  # fmt: skip
+
+
 def shape(arguments: list[str]) -> int:
     """Show the longest files and functions: a guide to the eye, never a gate."""
     sources = sorted(PACKAGES.glob("*/src/**/*.py"))
@@ -96,7 +108,8 @@ def _functions(path: Path) -> Iterator[tuple[int, str]]:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (test, cover, lint, types, stubs, versions, bench, wheels, shape)
+    command.__name__: command
+    for command in (test, trackers, cover, lint, types, stubs, versions, bench, wheels, shape)
 }
 
 

@@ -163,7 +163,9 @@ def test_a_report_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     assert accel_cli.env.describe()["PyTorch accelerators"] == "2 x cuda"
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("completion", "runs", "slurm")])  # new ones
+@pytest.mark.parametrize(
+    "command", [name for name in COMMANDS if name not in ("completion", "runs", "slurm")]
+)  # new ones
 def test_commands_are_programs_of_their_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"estimate-memory": "estimate", "merge-weights": "merge", "tpu-config": "tpu", "to-fsdp2": "to_fsdp2"}
     name = entries.get(command, command)

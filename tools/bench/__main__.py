@@ -27,6 +27,7 @@ PARTS = {
     "loading": "Loading big models",
     "offload": "Models in parts",
     "disk": "Models on disk",
+    "tracking": "Logging",
 }
 PAGE = ROOT / "docs" / "performance.md"
 

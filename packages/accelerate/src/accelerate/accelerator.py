@@ -23,6 +23,7 @@ from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
+from accel_state.lazy import lazy_exports
 from accel_state.mesh import MESH_AXES
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
@@ -64,6 +65,15 @@ if TYPE_CHECKING:
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
+__getattr__ = lazy_exports(  # what they import from here
+    __name__,
+    {
+        "accel_integrations.engines.fsdp_old_names": "fsdp2_prepare_model",
+        "accel_integrations.precision.float8_layers": "convert_model_to_fp8_ao",
+        "accel_integrations.precision.transformer_engine_layers": "convert_model",
+        "accel_state.settings.fp8": "TERecipeKwargs",
+    },
+)[0]
 
 
 class Accelerator:
@@ -211,7 +221,7 @@ class Accelerator:
         self._custom_objects = prepared.custom  # what register_for_checkpointing was given
         self.trackers = self._tracker_set.active
         self.scaler = self.engine.precision.scaler  # transformers stores its state itself
-        self.native_amp = self.mixed_precision in ("fp16", "bf16")  # whether torch.autocast is at work
+        self.native_amp = self.mixed_precision != "no"  # whether torch.autocast is at work
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.autocast_handler = handlers.autocast
@@ -226,6 +236,7 @@ class Accelerator:
         self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
         self.deepspeed_config: dict[str, Any] | None = None  # the configuration DeepSpeed ended up with
         self.deepspeed_engine_wrapped: Any = None  # its engine, once prepared
+        self.mpu: Any = None  # what an engine with its own model parallelism knows of its groups
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
@@ -297,10 +308,10 @@ class Accelerator:
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in 8-bit floats; `FP8BackendType.NO` without fp8."""
-        recipe = type(self.fp8_recipe_handler).__name__.removesuffix("RecipeKwargs")
-        chosen = getattr(self.fp8_recipe_handler, "backend", recipe if self.fp8_recipe_handler else None)
-        chosen = chosen or os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
-        return FP8BackendType(chosen) if self.fp8_enabled else FP8BackendType.NO
+        from accel_integrations.precision.float8 import float8_backend
+
+        recipe = self.fp8_recipe_handler
+        return FP8BackendType(float8_backend(recipe)) if self.fp8_enabled else FP8BackendType.NO
 
     # ---- settings -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+import sys
+from argparse import Action, HelpFormatter, Namespace
 from typing import Any
 
 from accel_cli.launch.command import finish
@@ -24,6 +25,33 @@ options_to_group = {group.shown_with.lstrip("-"): group.title for group in GROUP
 def clean_option(option: str) -> str | None:
     """Turn a long flag into the name of its value: `--num-processes` into `num_processes`; None for other words."""
     return option[2:].replace("-", "_") if option.startswith("--") else None
+
+
+class CustomHelpFormatter(HelpFormatter):
+    """Help without the groups of options that are of use only beside a flag which the command line has not.
+
+    Attributes:
+        titles: The titles of the groups that are left out.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        given = {clean_option(word.partition("=")[0]) for word in sys.argv[1:]}
+        self.titles = [title for option, title in options_to_group.items() if option not in given]
+
+    def add_argument(self, action: Action) -> None:
+        """Add an option, unless its group is left out."""
+        if not self._is_left_out():
+            super().add_argument(action)
+
+    def end_section(self) -> None:
+        """Finish a group, and forget it if it is left out."""
+        if self._is_left_out():
+            self._current_section.items.clear()
+        super().end_section()
+
+    def _is_left_out(self) -> bool:
+        return self._current_section.heading in self.titles
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:

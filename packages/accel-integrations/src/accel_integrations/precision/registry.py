@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from accel_integrations.precision.autocast import BFloat16Precision
+from accel_integrations.precision.float8 import make_float8_precision
 from accel_integrations.precision.full import FullPrecision
 from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
@@ -15,6 +16,7 @@ PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
     "no": lambda device_type, handlers: FullPrecision(),
     "bf16": BFloat16Precision,
     "fp16": Float16Precision,
+    "fp8": make_float8_precision,
 }
 
 
@@ -22,12 +24,13 @@ def make_precision(wanted: str, device_type: str, handlers: Handlers) -> Precisi
     """The object for a number format.
 
     Args:
-        wanted: "no", "bf16" or "fp16".
+        wanted: "no", "bf16", "fp16" or "fp8".
         device_type: The type of device to compute on.
-        handlers: How autocast and the scaler behave.
+        handlers: How autocast and the scaler behave, and how 8-bit floats are scaled.
 
     Raises:
         NotImplementedError: For another format.
+        MissingLibraryError: When the library that computes in it is not installed.
         ValueError: When the device cannot compute in it.
     """
     make = PRECISIONS.get(wanted)

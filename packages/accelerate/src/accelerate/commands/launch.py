@@ -4,6 +4,7 @@ import sys
 
 from accel_cli.launch.command import launch_command as launch_command
 from accel_cli.launch.command import launch_command_parser as launch_command_parser
+from accel_cli.launch.old_names import CustomHelpFormatter as CustomHelpFormatter
 from accel_cli.launch.old_names import clean_option as clean_option
 from accel_cli.launch.old_names import deepspeed_launcher as deepspeed_launcher
 from accel_cli.launch.old_names import multi_gpu_launcher as multi_gpu_launcher

@@ -30,6 +30,9 @@ EXPORTS = {
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),
     "accel_cli.notebook": "PrepareForLaunch",
+    "accel_integrations.bitsandbytes.layers": "has_4bit_bnb_layers",
+    "accel_integrations.bitsandbytes.quantize": "load_and_quantize_model",
+    "accel_integrations.bitsandbytes.settings": "BnbQuantizationConfig",
     "accel_integrations.checkpoints.merge": "merge_fsdp_weights",
     "accel_integrations.checkpoints.sharded_training": (
         "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
@@ -41,7 +44,22 @@ EXPORTS = {
         "get_fsdp2_grad_scaler"
     ),
     "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
+    "accel_integrations.megatron.groups": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+    "accel_integrations.megatron.stand_ins": (
+        "MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper "
+        "MegatronLMSchedulerWrapper megatron_lm_initialize=initialize "
+        "megatron_lm_prepare_data_loader=prepare_data_loader "
+        "megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler "
+        "megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler"
+    ),
+    "accel_integrations.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
+    "accel_integrations.precision.float8_layers": (
+        "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers"
+    ),
     "accel_integrations.precision.old_names": "get_grad_scaler get_mixed_precision_context_manager",
+    "accel_integrations.precision.transformer_engine_layers": (
+        "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
+    ),
     "accel_integrations.unwrap": "extract_model_from_parallel",
     "accel_ops.batches": (
         "concatenate find_batch_size get_data_structure ignorant_find_batch_size initialize_tensors listify "
@@ -123,6 +141,8 @@ EXPORTS = {
     "accelerate.utils.torch_xla": "install_xla",
 }
 SUBMODULES = (
+    "ao",
+    "bnb",
     "constants",
     "dataclasses",
     "deepspeed",
@@ -130,6 +150,7 @@ SUBMODULES = (
     "fsdp_utils",
     "imports",
     "launch",
+    "megatron_lm",
     "memory",
     "modeling",
     "offload",
@@ -137,6 +158,7 @@ SUBMODULES = (
     "other",
     "random",
     "torch_xla",
+    "transformer_engine",
     "versions",
 )
 

@@ -1,5 +1,6 @@
 """The old path of settings and their words, now `accel_state.settings` and `accel_state.enums`."""
 
+from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_ops.nested import TensorInformation as TensorInformation
 from accel_state.enums import BaseEnum as BaseEnum
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment

@@ -35,6 +35,7 @@ from accel_integrations.precision.old_names import get_grad_scaler as get_grad_s
 from accel_integrations.precision.old_names import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_peft_model as is_peft_model
 from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage

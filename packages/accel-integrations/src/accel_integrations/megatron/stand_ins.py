@@ -1,0 +1,185 @@
+"""What a program passes to `Accelerator.prepare` in place of objects that Megatron-LM makes, and what it gets back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_integrations.megatron.absent import needs_megatron
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
+
+
+class MegatronLMDummyDataLoader:
+    """Stands for the data loaders that Megatron-LM makes of its indexed datasets.
+
+    Args:
+        dataset_kwargs: Megatron-LM's arguments about data.
+
+    Attributes:
+        dataset_args: The arguments, with `megatron_dataset_flag`.
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
+
+    def set_megatron_data_args(self) -> None:
+        """Needs Megatron-LM."""
+        raise needs_megatron("MegatronLMDummyDataLoader.set_megatron_data_args()")
+
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Needs Megatron-LM."""
+        raise needs_megatron("MegatronLMDummyDataLoader.get_train_valid_test_datasets_provider()")
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
+        """Needs Megatron-LM."""
+        raise needs_megatron("MegatronLMDummyDataLoader.build_train_valid_test_data_iterators()")
+
+
+class MegatronLMDummyScheduler:
+    """Stands for the scheduler that Megatron-LM makes.
+
+    Args:
+        optimizer: The optimizer.
+        total_num_steps (`int`, *optional*): Steps of the whole run.
+        warmup_num_steps (`int`): Steps in which the learning rate rises.
+        kwargs: Further settings.
+    """
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """An optimizer of Megatron-LM, which takes its steps within `MegatronEngine.train_step`.
+
+    Args:
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Do nothing: Megatron-LM does it."""
+
+    def step(self) -> None:  # type: ignore[override]
+        """Do nothing: Megatron-LM does it."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was not taken, because gradients were not finite."""
+        return bool(self.optimizer.skipped_iter)  # type: ignore[attr-defined]
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """A scheduler of Megatron-LM, which steps within `MegatronEngine.train_step`.
+
+    Args:
+        scheduler: The scheduler.
+        optimizers: The prepared optimizers.
+    """
+
+    def __init__(self, scheduler: Any, optimizers: Any) -> None:
+        super().__init__(scheduler, optimizers)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: Megatron-LM does it."""
+
+
+class MegatronEngine(nn.Module):
+    """A model that Megatron-LM trains; making one says that this needs an engine for it.
+
+    Args:
+        accelerator: The accelerator.
+        model: The model.
+        optimizer: Its optimizer.
+        scheduler: The scheduler of the optimizer.
+    """
+
+    def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
+        raise needs_megatron("MegatronEngine")
+
+    def get_module_config(self) -> dict[str, Any]:
+        """The configuration of the model's parts."""
+        raise needs_megatron("MegatronEngine.get_module_config()")
+
+    def train(self) -> Any:  # type: ignore[override]
+        """Switch to training."""
+        raise needs_megatron("MegatronEngine.train()")
+
+    def eval(self) -> Any:
+        """Switch to evaluation."""
+        raise needs_megatron("MegatronEngine.eval()")
+
+    def get_batch_data_iterator(self, batch_data: Any) -> Any:
+        """Iterators over the micro-batches of a batch."""
+        raise needs_megatron("MegatronEngine.get_batch_data_iterator()")
+
+    def train_step(self, **batch_data: Any) -> Any:
+        """Take a step."""
+        raise needs_megatron("MegatronEngine.train_step()")
+
+    def eval_step(self, **batch_data: Any) -> Any:
+        """Compute losses."""
+        raise needs_megatron("MegatronEngine.eval_step()")
+
+    def forward(self, **batch_data: Any) -> Any:
+        """Take a step, or compute losses."""
+        raise needs_megatron("MegatronEngine.forward()")
+
+    def log_eval_results(self) -> None:
+        """Log the losses of an evaluation."""
+        raise needs_megatron("MegatronEngine.log_eval_results()")
+
+    def save_checkpoint(self, output_dir: Any) -> None:
+        """Write a checkpoint."""
+        raise needs_megatron("MegatronEngine.save_checkpoint()")
+
+    def load_checkpoint(self, input_dir: Any) -> None:
+        """Read a checkpoint."""
+        raise needs_megatron("MegatronEngine.load_checkpoint()")
+
+
+def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
+    """Start Megatron-LM."""
+    raise needs_megatron("initialize()")
+
+
+def finish_mpu_init() -> None:
+    """Make Megatron-LM's process groups."""
+    raise needs_megatron("finish_mpu_init()")
+
+
+def model_provider_func(
+    pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
+) -> nn.Module:
+    """The part of Megatron-LM's model that this process has."""
+    raise needs_megatron("model_provider_func()")
+
+
+def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
+    """A data loader for Megatron-LM."""
+    raise needs_megatron("prepare_data_loader()")
+
+
+def prepare_model_optimizer_scheduler(accelerator: Any) -> Any:
+    """Megatron-LM's model, optimizer and scheduler."""
+    raise needs_megatron("prepare_model_optimizer_scheduler()")
+
+
+def prepare_optimizer(accelerator: Any, model: Any) -> Any:
+    """An optimizer of Megatron-LM, wrapped."""
+    raise needs_megatron("prepare_optimizer()")
+
+
+def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
+    """A scheduler of Megatron-LM, wrapped."""
+    raise needs_megatron("prepare_scheduler()")

@@ -1,0 +1,57 @@
+"""8-bit floats with torchao: linear layers in float8, everything else in bfloat16."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from typing import final
+
+import torch
+from torch import nn
+
+from accel_integrations.precision.autocast import autocast, wrap_forward
+from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao, has_ao_layers
+from accel_integrations.precision.precision import Precision
+from accel_state.settings.fp8 import AORecipeKwargs
+from accel_state.settings.handlers import AutocastKwargs, Handlers
+
+
+@final
+class TorchAOPrecision(Precision):
+    """Matrix products of linear layers in float8, scaled tensor by tensor; parameters and outputs stay in float32.
+
+    Args:
+        device_type: The type of device to compute on.
+        handlers: May hold which layers are converted and how tensors are scaled, and how autocast behaves.
+
+    Raises:
+        MissingLibraryError: When torchao is not installed.
+    """
+
+    name = "fp8"
+
+    def __init__(self, device_type: str, handlers: Handlers) -> None:
+        self._device_type = device_type
+        self._handler = handlers.autocast
+        self._recipe = handlers.fp8 if isinstance(handlers.fp8, AORecipeKwargs) else AORecipeKwargs()
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Put float8 layers in the place of linear ones."""
+        if not has_ao_layers(model):
+            convert_model_to_fp8_ao(model, self._recipe.config, self._recipe.module_filter_func)
+        if not has_ao_layers(model):
+            warnings.warn(
+                f"mixed_precision='fp8' converts no layer of {type(model).__name__}, which trains in bfloat16: it takes "
+                "linear layers, not the first and the last one, with sizes that are multiples of 16 (change that with "
+                "AORecipeKwargs(module_filter_func=...)).",
+                stacklevel=2,
+            )
+        return model
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Let the rest of `model.forward` run under autocast."""
+        return wrap_forward(model, self._device_type, torch.bfloat16, self._handler)
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A context under autocast, in bfloat16; layers decide about 8 bits by themselves."""
+        return autocast(self._device_type, torch.bfloat16, handler or self._handler)
