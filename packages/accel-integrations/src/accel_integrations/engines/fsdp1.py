@@ -92,7 +92,16 @@ class FSDP1Engine(Engine):
         self._send_start_values(model)
         blocks = find_blocks(model, policy) if self.plugin.activation_checkpointing else []
         before = FlatParameters.remember(model)
-        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options())
+        try:
+            wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options())
+        except ValueError as error:
+            if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
+                raise
+            raise ValueError(
+                f"{type(model).__name__} has frozen and learning parameters in one block, which version 1 of FSDP only "
+                "shards with FullyShardedDataParallelPlugin(use_orig_params=True) (--fsdp_use_orig_params true); or "
+                "choose fsdp_version=2."
+            ) from error
         checkpoint_blocks(wrapped, blocks)
         self._flat.note(before, wrapped)
         if not self.plugin.use_orig_params:
