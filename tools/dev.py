@@ -8,7 +8,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,16 +72,24 @@ def wheels(arguments: list[str]) -> int:
     return run(sys.executable, "tools/check_wheels.py", *arguments)
 
 
-def trackers(arguments: list[str]) -> int:
-    """Try every tracker against its real library, offline, in an environment of its own (`.venv-trackers`).
-
-    Beside 160 more packages nothing else would be tested as users have it. A skipped test is a failure here.
-    """
-    groups = ["--no-default-groups", "--group", "dev", "--group", "trackers"]
+def apart(group: str, tests: Sequence[str], arguments: list[str]) -> int:
+    """Run tests in an environment of their own, with a group of packages that nothing else is tested with."""
+    groups = ["--no-default-groups", "--group", "dev", "--group", group]
     return run(
-        "uv", "run", "--locked", "--all-packages", *groups, "pytest", "tests/tracking/services", *arguments,
-        UV_PROJECT_ENVIRONMENT=".venv-trackers", OMP_NUM_THREADS="1", TRACKERS_REQUIRED="1", VIRTUAL_ENV="",
+        "uv", "run", "--locked", "--all-packages", *groups, "pytest", *tests, *arguments,
+        UV_PROJECT_ENVIRONMENT=f".venv-{group}", VIRTUAL_ENV="", OMP_NUM_THREADS="1", LIBRARIES_REQUIRED="1",
     )  # fmt: skip
+
+
+def trackers(arguments: list[str]) -> int:
+    """Try every tracker against its real library, offline, in an environment of its own."""
+    return apart("trackers", ["tests/tracking/services"], arguments)
+
+
+def quantization(arguments: list[str]) -> int:
+    """Try what uses bitsandbytes and torchao against the real libraries, in an environment of its own."""
+    tests = ["tests/integrations/test_bitsandbytes.py", "tests/integrations/test_torchao.py"]
+    return apart("quantization", tests, arguments)
 
 
 def shape(arguments: list[str]) -> int:
@@ -109,7 +117,7 @@ def _functions(path: Path) -> Iterator[tuple[int, str]]:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     command.__name__: command
-    for command in (test, trackers, cover, lint, types, stubs, versions, bench, wheels, shape)
+    for command in (test, trackers, quantization, cover, lint, types, stubs, versions, bench, wheels, shape)
 }
 
 

@@ -30,7 +30,7 @@ NEEDED: dict[str, list[str]] = {
     "TPU": ["--tpu"],
     "MPI Arguments": ["--cpu", "--mpirun_hostfile", "hosts"],
 }
-SIZES = {"PARALLELISM_CONFIG_CP_SIZE": "2", "PARALLELISM_CONFIG_SP_SIZE": "2"}
+SIZES = dict.fromkeys((f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("CP", "SP", "PP")), "2")
 SECTIONS = {
     "fsdp_": "fsdp_config", "fp8_": "fp8_config", "dynamo_": "dynamo_config", "megatron_lm_": "megatron_lm_config",
     "parallelism_config_": "parallelism_config", "mpirun_": "mpirun_config",

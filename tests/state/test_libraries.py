@@ -146,7 +146,9 @@ def test_wrong_comparisons_are_refused() -> None:
 # ---- decorators -----------------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_needs_a_library_says_so() -> None:
+def test_a_function_that_needs_a_library_says_so(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(site)])
+
     @libraries.deepspeed_required
     def train() -> None:
         """Train."""

@@ -33,7 +33,7 @@ def needs(service: str) -> Any:
     from accel_tracking.registry import SERVICES
 
     library = SERVICES[service].library
-    is_there = SERVICES[service].is_available() or "TRACKERS_REQUIRED" in os.environ
+    is_there = SERVICES[service].is_available() or "LIBRARIES_REQUIRED" in os.environ
     return pytest.mark.skipif(not is_there, reason=f"{library} is not installed (uv run tools/dev.py trackers has it)")
 
 

@@ -133,7 +133,8 @@ def get_quantized_model_device_map(
     """
     config = bnb_quantization_config
     if device_map is None:
-        return {"": default_device()}
+        device = default_device()
+        return {"": device.type if device.index is None else device.index}
     places: Mapping[str, Device]
     if isinstance(device_map, str):
         places = _chosen_map(model, config, device_map, max_memory, no_split_module_classes)
@@ -180,8 +181,9 @@ def _left_alone(config: BnbQuantizationConfig) -> list[str]:
 
 def _is_offloaded(place: Any, places: Mapping[str, Device]) -> bool:
     """Whether what is there comes to another device to run."""
-    has_accelerator = any(each not in ("cpu", "disk") and torch.device(each) != CPU for each in places.values())
-    return place == "disk" or (has_accelerator and place == "cpu")
+    in_memory = ("cpu", CPU)
+    has_accelerator = any(each != "disk" and each not in in_memory for each in places.values())
+    return place == "disk" or (has_accelerator and place in in_memory)
 
 
 def _refuse_offloading(model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Device]) -> None:
@@ -246,7 +248,8 @@ def _quantise_and_place(
         make_folder(folder)
     tied = find_tied_parameters(model)
     quantised = {f"{name}.weight" for name in quantised_layers(model)}
-    for name, parameter in list(model.named_parameters()):
+    parameters = list(model.named_parameters())
+    for name, parameter in parameters:
         place = device_of(name, places)
         if place == "disk" and name in quantised:
             assert folder is not None
@@ -257,6 +260,8 @@ def _quantise_and_place(
         if name in quantised:
             if config.load_in_4bit:
                 parameter.data = parameter.data.to(config.torch_dtype)  # in which its values are given back
+            elif parameter.device != CPU:
+                parameter.data = parameter.data.to(CPU)  # from where alone it is quantised on its way
             _put(model, name, parameter.to(device=device))  # quantises
             continue
         dtype = torch.float32 if is_among(name, config.keep_in_fp32_modules or ()) else config.torch_dtype
@@ -271,7 +276,8 @@ def _quantise_and_place(
         place = device_of(name, places)
         if place != "disk" and not _is_offloaded(place, places):
             set_module_tensor_to_device(model, name, place, value=buffer)
-    retie_parameters(model, tied)
+    placed = {name for name, _ in parameters}
+    retie_parameters(model, [sorted(group, key=lambda name: name not in placed) for group in tied])
     if folder is not None:
         save_offload_index(index, folder)
     return index

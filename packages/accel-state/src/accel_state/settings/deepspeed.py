@@ -440,9 +440,10 @@ class DeepSpeedPlugin(Plugin):
 
         if not is_deepspeed_available():
             raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin.set_moe_leaf_modules")
-        from deepspeed.utils import set_z3_leaf_modules
+        from deepspeed import utils
 
-        set_z3_leaf_modules(model, classes)
+        functions: Any = utils
+        functions.set_z3_leaf_modules(model, classes)
 
     # ---- contract methods: one of several plugins -------------------------------------------------------------------
 

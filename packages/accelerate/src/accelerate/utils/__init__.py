@@ -44,6 +44,11 @@ EXPORTS = {
         "get_fsdp2_grad_scaler"
     ),
     "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
+    "accel_integrations.engines.deepspeed.active": "get_active_deepspeed_plugin",
+    "accel_integrations.engines.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
+    "accel_integrations.engines.deepspeed.wrappers": (
+        "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
+    ),
     "accel_integrations.megatron.groups": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
     "accel_integrations.megatron.stand_ins": (
         "MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper "

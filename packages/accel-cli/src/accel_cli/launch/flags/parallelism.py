@@ -27,6 +27,7 @@ PARALLELISM = OptionGroup(
         _row("cp_backend", "Who does that.", default="torch", choices=("torch",)),
         _row("sp_size", "Processes that share one sequence, outside the attention.", **_size),
         _row("sp_backend", "Who does that.", default="deepspeed", choices=("deepspeed", "torch")),
+        _row("pp_size", "Processes that hold consecutive parts of the model; 1 by default.", type=int, metavar="N"),
     ),
     shown_with="--use_parallelism_config",
     handed_when=lambda settings: settings.use_parallelism_config,
@@ -60,7 +61,6 @@ SEQUENCE = OptionGroup(
 PIPELINE = OptionGroup(
     TITLE,
     (
-        _row("pp_size", "Processes that hold consecutive parts of the model.", **_size),
         _row("pp_schedule", "In which order its microbatches run.", metavar="NAME",
              choices=("gpipe", "1f1b", "interleaved1f1b")),
         _row("pp_num_microbatches", "Into how many parts a batch is cut.", type=int, metavar="N"),
@@ -68,6 +68,6 @@ PIPELINE = OptionGroup(
              metavar="NAMES"),
     ),
     shown_with="--use_parallelism_config",
-    handed_when=lambda settings: settings.use_parallelism_config and settings.parallelism_config_pp_size > 1,
+    handed_when=lambda settings: settings.use_parallelism_config and (settings.parallelism_config_pp_size or 1) > 1,
     counts_with="--use_parallelism_config and --parallelism_config_pp_size",
 )  # fmt: skip

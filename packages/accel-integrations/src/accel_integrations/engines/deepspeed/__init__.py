@@ -1,0 +1,1 @@
+"""DeepSpeed: the wrappers that other libraries know. Its engine is still to come."""

@@ -1,0 +1,51 @@
+"""Optimizers of DeepSpeed in the place of PyTorch's, for states that it keeps in main memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from accel_state.errors import missing_library
+from accel_state.libraries import is_deepspeed_available
+
+
+@dataclass(frozen=True)
+class _Row:
+    """An optimizer of DeepSpeed, and the beginning of the names of those whose place it takes."""
+
+    torch_name: str
+    module: str
+    name: str
+    settings: tuple[str, ...]
+
+
+IN_MAIN_MEMORY = (
+    _Row("Adagrad", "deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", ("eps",)),
+    _Row("Adam", "deepspeed.ops.adam", "DeepSpeedCPUAdam", ("betas", "eps")),
+    _Row("Lion", "deepspeed.ops.lion", "DeepSpeedCPULion", ("betas",)),
+)
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
+    """DeepSpeed's optimizer for the CPU with the groups and settings of one of PyTorch.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad or Lion; another one comes back as it is.
+
+    Raises:
+        MissingLibraryError: Without DeepSpeed.
+    """
+    if not is_deepspeed_available():
+        raise missing_library("deepspeed", "deepspeed", "map_pytorch_optim_to_deepspeed()")
+    name = type(optimizer).__name__
+    found = next((row for row in IN_MAIN_MEMORY if name.startswith(row.torch_name)), None)
+    if found is None:
+        return optimizer
+    kind: Any = getattr(import_module(found.module), found.name)
+    settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *found.settings)}
+    if found.name == "DeepSpeedCPUAdam":
+        settings["adamw_mode"] = name.startswith("AdamW")
+    return kind(optimizer.param_groups, **settings)
