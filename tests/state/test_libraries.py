@@ -148,6 +148,7 @@ def test_wrong_comparisons_are_refused() -> None:
 
 def test_a_function_that_needs_a_library_says_so(monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(site)])
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)  # another test may have used it
 
     @libraries.deepspeed_required
     def train() -> None:
