@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import gc
 import os
 from contextlib import nullcontext
 from pathlib import Path
