@@ -76,5 +76,6 @@ def test_a_run_without_deepspeed_has_no_plugin_in_use() -> None:
 
 def test_unknown_optimizers_stay_as_they_are() -> None:
     pytest.importorskip("deepspeed")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
-    assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer
+    for kind in (torch.optim.SGD, torch.optim.Adamax):
+        optimizer = kind([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+        assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer

@@ -14,18 +14,18 @@ from accel_state.libraries import is_deepspeed_available
 
 @dataclass(frozen=True)
 class _Row:
-    """An optimizer of DeepSpeed, and the beginning of the names of those whose place it takes."""
+    """An optimizer of DeepSpeed, and the names of those whose place it takes."""
 
-    torch_name: str
+    replaces: tuple[str, ...]
     module: str
     name: str
     settings: tuple[str, ...]
 
 
 IN_MAIN_MEMORY = (
-    _Row("Adagrad", "deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", ("eps",)),
-    _Row("Adam", "deepspeed.ops.adam", "DeepSpeedCPUAdam", ("betas", "eps")),
-    _Row("Lion", "deepspeed.ops.lion", "DeepSpeedCPULion", ("betas",)),
+    _Row(("Adagrad",), "deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", ("eps",)),
+    _Row(("Adam", "AdamW"), "deepspeed.ops.adam", "DeepSpeedCPUAdam", ("betas", "eps")),
+    _Row(("Lion",), "deepspeed.ops.lion", "DeepSpeedCPULion", ("betas",)),
 )
 
 
@@ -41,11 +41,11 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     if not is_deepspeed_available():
         raise missing_library("deepspeed", "deepspeed", "map_pytorch_optim_to_deepspeed()")
     name = type(optimizer).__name__
-    found = next((row for row in IN_MAIN_MEMORY if name.startswith(row.torch_name)), None)
+    found = next((row for row in IN_MAIN_MEMORY if name in row.replaces), None)
     if found is None:
         return optimizer
     kind: Any = getattr(import_module(found.module), found.name)
     settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *found.settings)}
     if found.name == "DeepSpeedCPUAdam":
-        settings["adamw_mode"] = name.startswith("AdamW")
+        settings["adamw_mode"] = name == "AdamW"
     return kind(optimizer.param_groups, **settings)
