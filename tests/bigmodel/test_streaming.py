@@ -21,7 +21,6 @@ from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
 from accel_bigmodel.hooks.align import AlignDevicesHook, WeightSlot
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
 from accel_bigmodel.offload.collect import get_state_dict_offloaded_model
-from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_bigmodel.streaming import ahead
 from accel_bigmodel.streaming.ahead import ReadAhead
 from accel_bigmodel.streaming.arena import Arena
@@ -427,10 +426,10 @@ def test_weights_that_need_more_than_a_copy_go_their_own_way() -> None:
     model = nn.Sequential(nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), nn.Conv2d(2, 2, 3))
     plain = copy.deepcopy(model)
     cpu_offload(model, "cpu")
+    copy.deepcopy(model)  # there is nothing to stream where weights are used in place
     stream = stream_through(model, LateLane(), Streaming())
     images = torch.randn(1, 2, 8, 8)
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(images), plain(images))
     assert [unit.name for block in stream.blocks for unit in block.units] == ["1"]
-    assert isinstance(OffloadedWeightsLoader(state_dict={}), OffloadedWeightsLoader)

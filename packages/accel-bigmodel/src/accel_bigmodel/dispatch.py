@@ -103,11 +103,9 @@ def _leave_all_on_disk(
     """Where the weights of a model without memory are in a checkpoint; buffers that do not stay there are loaded."""
     from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
 
-    index = load_checkpoint_in_model(
+    return load_checkpoint_in_model(
         model, checkpoint, device_map={"": "disk"}, offload_buffers=offload_buffers, strict=True
     )
-    assert index is not None
-    return index
 
 
 def _offload_all(

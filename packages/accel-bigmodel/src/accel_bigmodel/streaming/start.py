@@ -40,10 +40,9 @@ def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None
 
 def _without_used_in_place(names: dict[AlignDevicesHook, str]) -> dict[AlignDevicesHook, str]:
     """The hooks whose weights a CPU cannot use where they are; those with files of the others are read in advance."""
-    units = [(hook, make_unit(name, hook)) for hook, name in names.items()]
-    in_place = [(hook, unit) for hook, unit in units if unit is not None and unit.is_used_in_place]
-    reader = ReadAhead((hook, unit) for hook, unit in in_place if not unit.is_in_memory)
+    units = {hook: unit for hook, name in names.items() if (unit := make_unit(name, hook)) is not None}
+    in_place = {hook: unit for hook, unit in units.items() if unit.is_used_in_place}
+    reader = ReadAhead((hook, unit) for hook, unit in in_place.items() if not unit.is_in_memory)
     for hook in reader.hooks:
         hook.stream = reader
-    used = {hook for hook, _ in in_place}
-    return {hook: name for hook, name in names.items() if hook not in used}
+    return {hook: names[hook] for hook in units if hook not in in_place}

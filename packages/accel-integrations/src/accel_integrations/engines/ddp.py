@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,14 +17,9 @@ from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.parallel.alike import sum_over_group
 from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
-from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
-from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_ops.collectives import reduce
 from accel_ops.modules import is_on, model_has_dtensor
-
-if TYPE_CHECKING:
-    from accel_integrations.precision.precision import Precision
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
 AXES = ("dp_replicate", "cp", "sp", "tp")
@@ -63,13 +58,11 @@ class DDPEngine(Engine):
                 "dp_shard, or give these processes to dp_replicate_size."
             )
 
-    def make_precision(self, wanted: str) -> Precision:
-        """As everywhere, but processes that share layers agree on the steps that float16 makes them skip."""
-        precision = super().make_precision(wanted)
+    @property
+    def divides_gradients(self) -> bool:
+        """Where processes share layers."""
         config = self.context.state.parallelism_config
-        if wanted == "fp16" and config is not None and config.tp_enabled:
-            return Float16Precision(self.context.state.device.type, self.context.handlers, AgreeingGradScaler)
-        return precision
+        return config is not None and config.tp_enabled
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 

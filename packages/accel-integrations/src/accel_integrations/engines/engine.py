@@ -13,12 +13,13 @@ import torch
 
 from accel_integrations import gradients
 from accel_integrations.averaging import WindowAverage
-from accel_integrations.compile import compile_model
+from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.loss import mean_over_tokens
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
+from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.mesh import DataPlace
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ class Engine(ABC):
     """False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
+    compiles_in_place: ClassVar[bool] = False
+    """True where repeated blocks must stay the modules that they are, because the engine holds on to them."""
     writes_states: ClassVar[bool] = False
     """True where all processes together write models and optimizers into a checkpoint, by `write_states`."""
 
@@ -86,7 +89,14 @@ class Engine(ABC):
         Raises:
             NotImplementedError: When there is none.
         """
-        return make_precision(wanted, self.context.state.device.type, self.context.handlers)
+        return make_precision(
+            wanted, self.context.state.device.type, self.context.handlers, divided=self.divides_gradients
+        )
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether every process holds other parts of the gradients."""
+        return False
 
     def data_place(self) -> DataPlace:
         """Which slice of the data this process reads."""
@@ -120,6 +130,10 @@ class Engine(ABC):
 
     def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         """Compile a prepared model as the settings say."""
+        is_compiled = is_compiled_module(model) or has_compiled_regions(model)
+        if self.compiles_in_place and plugin.use_regional_compilation and not is_compiled:
+            compile_regions_deepspeed(model, **plugin.to_kwargs())
+            return model
         return compile_model(model, plugin)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from accel_integrations.checkpoints.state_forms import full_model_state, write_states
-from accel_integrations.compile import compile_model, compile_regions_fsdp2
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.flat_parameters import FlatParameters
@@ -22,17 +21,12 @@ from accel_integrations.engines.start_values import check_start_values, share_st
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.alike import sum_over_group
-from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
-from accel_integrations.precision.loss_scale import Float16Precision
-from accel_ops.modules import has_compiled_regions, is_compiled_module
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_integrations.engines.engine import EngineContext
-    from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 
 
@@ -42,6 +36,7 @@ class FSDP1Engine(Engine):
 
     name = "fsdp1"
     accepts_transforms = False
+    compiles_in_place = True
     writes_states = True
 
     def __init__(self, context: EngineContext) -> None:
@@ -63,12 +58,10 @@ class FSDP1Engine(Engine):
                 "dp_shard: choose FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
 
-    def make_precision(self, wanted: str) -> Precision:
-        """As everywhere, but all processes agree on the steps that float16 makes them skip."""
-        if wanted == "fp16":
-            state = self.context.state
-            return Float16Precision(state.device.type, self.context.handlers, AgreeingGradScaler)
-        return super().make_precision(wanted)
+    @property
+    def divides_gradients(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
@@ -156,13 +149,6 @@ class FSDP1Engine(Engine):
             names = ("dp_replicate", "dp_shard")
             return init_device_mesh(state.device.type, (state.num_processes // size, size), mesh_dim_names=names)
         return sharding_mesh(state.parallelism_config, state.device.type)
-
-    def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compile repeated blocks in place: what shards them holds on to the modules it was given."""
-        if plugin.use_regional_compilation and not (is_compiled_module(model) or has_compiled_regions(model)):
-            compile_regions_fsdp2(model, **plugin.to_kwargs())
-            return model
-        return compile_model(model, plugin)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

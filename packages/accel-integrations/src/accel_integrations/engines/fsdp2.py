@@ -13,17 +13,11 @@ import torch
 from torch import nn
 
 from accel_integrations.checkpoints.state_forms import full_model_state, write_states
-from accel_integrations.compile import compile_model, compile_regions_fsdp2
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
 from accel_integrations.parallel.alike import sum_over_group
-from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
-from accel_integrations.precision.loss_scale import Float16Precision
-from accel_ops.modules import has_compiled_regions, is_compiled_module
 
 if TYPE_CHECKING:
-    from accel_integrations.precision.precision import Precision
-    from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 
 
@@ -32,6 +26,7 @@ class FSDP2Engine(Engine):
     """`torch.distributed.fsdp.fully_shard`, over all processes or over the sharding axes of the mesh."""
 
     name = "fsdp2"
+    compiles_in_place = True
     writes_states = True
 
     def check(self) -> None:
@@ -42,12 +37,10 @@ class FSDP2Engine(Engine):
         """
         check_mesh(self)
 
-    def make_precision(self, wanted: str) -> Precision:
-        """As everywhere, but all processes agree on the steps that float16 makes them skip."""
-        if wanted == "fp16":
-            state = self.context.state
-            return Float16Precision(state.device.type, self.context.handlers, AgreeingGradScaler)
-        return super().make_precision(wanted)
+    @property
+    def divides_gradients(self) -> bool:
+        """Always."""
+        return True
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
@@ -71,13 +64,6 @@ class FSDP2Engine(Engine):
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)
         return self.sharding.shard(model)
-
-    def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compile repeated blocks in place: what shards them holds on to the modules it was given."""
-        if plugin.use_regional_compilation and not (is_compiled_module(model) or has_compiled_regions(model)):
-            compile_regions_fsdp2(model, **plugin.to_kwargs())
-            return model
-        return compile_model(model, plugin)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

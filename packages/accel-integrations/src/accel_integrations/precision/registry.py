@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
 from accel_integrations.precision.autocast import BFloat16Precision
 from accel_integrations.precision.float8 import make_float8_precision
 from accel_integrations.precision.full import FullPrecision
@@ -18,22 +19,27 @@ PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
     "fp16": Float16Precision,
     "fp8": make_float8_precision,
 }
+FOR_DIVIDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
+    "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, AgreeingGradScaler),
+}
+"""Where every process holds other parts of the gradients, all agree on the steps that float16 makes them skip."""
 
 
-def make_precision(wanted: str, device_type: str, handlers: Handlers) -> Precision:
+def make_precision(wanted: str, device_type: str, handlers: Handlers, *, divided: bool = False) -> Precision:
     """The object for a number format.
 
     Args:
         wanted: "no", "bf16", "fp16" or "fp8".
         device_type: The type of device to compute on.
         handlers: How autocast and the scaler behave, and how 8-bit floats are scaled.
+        divided: Whether every process holds other parts of the gradients.
 
     Raises:
         NotImplementedError: For another format.
         MissingLibraryError: When the library that computes in it is not installed.
         ValueError: When the device cannot compute in it.
     """
-    make = PRECISIONS.get(wanted)
+    make = (FOR_DIVIDED_GRADIENTS if divided else PRECISIONS).get(wanted)
     if make is None:
         raise NotImplementedError(
             f"mixed_precision={wanted!r} is not part of this release: choose from {', '.join(map(repr, PRECISIONS))}."
