@@ -72,8 +72,9 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_mpirun(ask: Ask) -> None:
-    written = ask({"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun": "yes", "hostfile": "/h"})
-    assert written["mpirun_config"] == {"mpirun_hostfile": "/h"}
+    answers = {"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun?": "yes", "hostfile": "/h"}
+    assert ask(answers)["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 1}
+    assert ask({**answers, "oneCCL": "4"})["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 4}
 
 
 def test_one_device(ask: Ask) -> None:

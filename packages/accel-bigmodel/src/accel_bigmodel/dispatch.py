@@ -142,6 +142,7 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
     streaming: Streaming | None = None,
+    strict: bool = False,
 ) -> nn.Module:
     """Put the parts of a model on their devices, and let each find its weights and inputs there when it runs.
 
@@ -158,6 +159,7 @@ def dispatch_model(
         force_hooks (`bool`): Put hooks on the model even if there is one device only.
         streaming: How far ahead weights are brought that are not on their device, and how much memory that may take; by
             default as much as the largest of these parts, which is what `infer_auto_device_map` leaves free.
+        strict (`bool`): Refuse a map that names what the model has not; a warning says so otherwise.
 
     Returns:
         The model; `hf_device_map` says what is where, and `offload_report()` what each part waits for.
@@ -165,7 +167,7 @@ def dispatch_model(
     Raises:
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
     """
-    _check(model, device_map)
+    _check(model, device_map, strict)
     if len(set(device_map.values())) > 1 or _is_quantised(model) or force_hooks:
         _dispatch_parts(
             model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
@@ -291,10 +293,10 @@ def _chosen_map(
     return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
 
 
-def _check(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+def _check(model: nn.Module, device_map: Mapping[str, Device], strict: bool) -> None:
     """Check the map, unless somebody has replaced the check under its old path, as transformers does for some models."""
-    old_path = sys.modules.get("accelerate.big_modeling")
-    getattr(old_path, "check_device_map", check_device_map)(model, device_map)
+    check = getattr(sys.modules.get("accelerate.big_modeling"), "check_device_map", check_device_map)
+    check(model, device_map, **({"strict": True} if strict else {}))
 
 
 def _dispatch_parts(

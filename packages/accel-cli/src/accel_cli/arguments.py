@@ -185,6 +185,23 @@ class CommandParser(argparse.ArgumentParser):
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and refuse flags that there are not, naming the one that each may stand for."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            meant = [f"{word} may stand for {flag}" for word in unknown if (flag := self._closest_flag(word))]
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *meant]))
+        return namespace
+
+    def _closest_flag(self, word: str) -> str | None:
+        from difflib import get_close_matches
+
+        name = word.partition("=")[0].replace("-", "_").strip("_")
+        known = {flag.strip("-"): flag for flag in self._option_string_actions if "-" not in flag.strip("-")}
+        ends = [end for end in known if end.endswith(f"_{name}")]
+        found = (ends or get_close_matches(name, known, n=1, cutoff=0.8)) if word.startswith("--") else []
+        return known[found[0]] if found else None
+
     def format_help(self) -> str:
         """Build the help text without the groups that do not concern the other flags given."""
         given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}

@@ -46,6 +46,11 @@ class DistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
+    TPU = "XLA"  # the old name of the same member
+
+    @classmethod
+    def _missing_(cls, value: object) -> DistributedType | None:
+        return cls.XLA if value == "TPU" else None
 
 
 class SageMakerDistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
@@ -127,6 +132,7 @@ class LoggerType(BaseEnum):
     WANDB = "wandb"
     TRACKIO = "trackio"
     COMETML = "comet_ml"
+    COMET_ML = "comet_ml"  # another spelling of the same member
     MLFLOW = "mlflow"
     CLEARML = "clearml"
     DVCLIVE = "dvclive"

@@ -133,6 +133,9 @@ is_datasets_available = _library("datasets")
 is_deepspeed_available = _library("deepspeed")
 is_dvclive_available = _library("dvclive")
 is_import_timer_available = _library("import_timer")
+is_ipex_available = _library(
+    "intel_extension_for_pytorch", "intel-extension-for-pytorch", "intel_extension_for_pytorch"
+)
 is_lomo_available = _library("lomo_optim")
 is_matplotlib_available = _library("matplotlib")
 is_mlflow_available = _library("mlflow", "mlflow", "mlflow-skinny")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch
 from torch import nn
 
 
-def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a device map that leaves a tensor of the model out, or names what the model has not.
+def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bool = False) -> None:
+    """Refuse a device map that leaves a tensor of the model out, and warn of names that the model has not.
 
     Args:
         model: The model.
         device_map: Device by name of module or tensor; `""` is the model.
+        strict (`bool`): Refuse such names too.
 
     Raises:
         ValueError: With the names.
@@ -28,9 +30,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
 
         close = get_close_matches(unknown[0], sorted(known), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"The device map names {_listed(unknown)}, of which {type(model).__name__} has nothing.{hint}"
-        )
+        message = f"The device map names {_listed(unknown)}, of which {type(model).__name__} has nothing.{hint}"
+        if strict:
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
     if "" in device_map:
         return
     missing = [name for name in tensors if not _is_covered(name, device_map)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state.errors import missing_library
@@ -234,6 +234,10 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     Args:
         backend (`"TE"` or `"MSAMP"`): Which library the other fields are for. Without it the installed one is taken,
             MS-AMP first.
+        optimization_level (`"O1"` or `"O2"`, *optional*): Another name of `opt_level`.
+
+    Raises:
+        ValueError: When `opt_level` and `optimization_level` are both given and differ.
     """
 
     backend: Backend = option(
@@ -243,8 +247,16 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         flag="--fp8_backend",
         help="Library that computes in 8-bit floats.",
     )
+    optimization_level: InitVar[OptLevel | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, optimization_level: OptLevel | None = None) -> None:
+        if optimization_level is not None:
+            if self.opt_level not in (None, optimization_level):
+                raise ValueError(
+                    f"opt_level={self.opt_level!r} and optimization_level={optimization_level!r} name one thing: "
+                    "pass only opt_level."
+                )
+            self.opt_level = optimization_level
         resolve_options(self, ("backend",))
         if self.backend is None:
             from accel_state.libraries import is_msamp_available

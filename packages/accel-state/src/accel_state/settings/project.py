@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import warnings
+from dataclasses import InitVar, dataclass
 
 from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
 
@@ -21,6 +22,8 @@ class ProjectConfiguration:
         iteration (`int`): Number of the next checkpoint.
         save_on_each_node (`bool`): Whether the first process of every machine writes what one process would write
             otherwise; for machines without a common file system.
+        iteration_checkpoints (`bool`, *optional*): Deprecated, use `automatic_checkpoint_naming`.
+        save_every_n_steps (`int`, *optional*): Deprecated, and without effect: the loop calls `save_state()`.
 
     Example:
         ```python
@@ -34,8 +37,17 @@ class ProjectConfiguration:
     total_limit: int | None = option(None, kind=at_least(1))
     iteration: int = option(0, kind=at_least(0))
     save_on_each_node: bool = option(False, kind=BOOLEAN)
+    iteration_checkpoints: InitVar[bool | None] = None
+    save_every_n_steps: InitVar[int | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, iteration_checkpoints: bool | None = None, save_every_n_steps: int | None = None) -> None:
+        if iteration_checkpoints is not None:
+            self.automatic_checkpoint_naming = iteration_checkpoints
+            advice = f"automatic_checkpoint_naming={iteration_checkpoints!r}"
+            warnings.warn(f"iteration_checkpoints is deprecated: use {advice}.", FutureWarning, stacklevel=3)
+        if save_every_n_steps is not None:
+            advice = f"call save_state() in the training loop, every {save_every_n_steps!r} steps"
+            warnings.warn(f"save_every_n_steps saves nothing by itself: {advice}.", FutureWarning, stacklevel=3)
         resolve_options(self)
         self.set_directories(self.project_dir)
 

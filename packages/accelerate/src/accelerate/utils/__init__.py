@@ -1,5 +1,6 @@
 """The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -111,7 +112,7 @@ EXPORTS = {
         "is_amdsmi_available is_bf16_available is_bitsandbytes_multi_backend_available is_bnb_available "
         "is_boto3_available is_clearml_available is_comet_ml_available is_cuda_available is_datasets_available "
         "is_deepspeed_available is_dvclive_available is_fp16_available is_fp8_available is_habana_gaudi1 "
-        "is_hpu_available is_import_timer_available is_lomo_available is_matplotlib_available "
+        "is_hpu_available is_import_timer_available is_ipex_available is_lomo_available is_matplotlib_available "
         "is_megatron_lm_available is_mlflow_available is_mlu_available is_mps_available is_msamp_available "
         "is_musa_available is_neuron_available is_npu_available is_pandas_available is_peft_available "
         "is_pippy_available is_pynvml_available is_pytest_available is_rich_available is_rocm_available "
@@ -167,6 +168,11 @@ SUBMODULES = (
     "versions",
 )
 
+RENAMED = {  # names that some documents write
+    "DeepSpeedEnginerWrapper": "DeepSpeedEngineWrapper",
+    "FP8KwargsHandler": "FP8RecipeKwargs",
+}
+
 _export, __dir__, __all__ = lazy_exports(__name__, EXPORTS)
 __all__ += ["tqdm"]
 
@@ -174,4 +180,7 @@ __all__ += ["tqdm"]
 def __getattr__(name: str) -> Any:
     if name in SUBMODULES:  # `import accelerate` is enough to write `accelerate.utils.constants`
         return import_module(f"{__name__}.{name}")
+    if name in RENAMED:
+        warnings.warn(f"accelerate.utils.{name} is called {RENAMED[name]}.", FutureWarning, stacklevel=2)
+        return _export(RENAMED[name])
     return _export(name)

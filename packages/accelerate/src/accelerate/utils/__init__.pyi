@@ -193,6 +193,7 @@ from accel_state.libraries import is_fp8_available as is_fp8_available
 from accel_state.libraries import is_habana_gaudi1 as is_habana_gaudi1
 from accel_state.libraries import is_hpu_available as is_hpu_available
 from accel_state.libraries import is_import_timer_available as is_import_timer_available
+from accel_state.libraries import is_ipex_available as is_ipex_available
 from accel_state.libraries import is_lomo_available as is_lomo_available
 from accel_state.libraries import is_matplotlib_available as is_matplotlib_available
 from accel_state.libraries import is_megatron_lm_available as is_megatron_lm_available

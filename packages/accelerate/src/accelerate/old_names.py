@@ -1,0 +1,96 @@
+"""Names of the accelerator that older documents use: they work, and say what has taken their place."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from accel_state.settings.data import DataLoaderConfiguration
+
+A = TypeVar("A")
+Keywords = dict[str, Any]
+
+
+def accept_old_names(cls: type[A]) -> type[A]:
+    """Let a class of accelerators answer to its old names: a decorator.
+
+    Args:
+        cls: `Accelerator`.
+
+    Returns:
+        The class, with the methods `set_breakpoint`, `check_breakpoint` and `load_checkpoint`, and with old keywords of its
+        constructor and of `on_local_process`. Signatures stay as they are.
+    """
+    known: Any = cls
+    for old, new in RENAMED_METHODS.items():
+        setattr(cls, old, _renamed(old, new))
+    known.__init__ = _translating(known.__init__, CONSTRUCTOR)
+    known.on_local_process = _translating(
+        known.on_local_process, {"local_process_idx": _rename("local_process_index")}
+    )
+    return cls
+
+
+RENAMED_METHODS = {
+    "set_breakpoint": "set_trigger",
+    "check_breakpoint": "check_trigger",
+    "load_checkpoint": "load_state",
+}
+
+
+def _renamed(old: str, new: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn(f"{old}() is deprecated: call {new}().", FutureWarning, stacklevel=2)
+        return getattr(self, new)(*args, **kwargs)
+
+    method.__name__ = method.__qualname__ = old
+    method.__doc__ = f"Deprecated: `{new}`, which takes the same arguments."
+    return method
+
+
+def _translating(function: Callable[..., Any], old: dict[str, Callable[[str, Any, Keywords], str]]) -> Any:
+    """Wrap a function: old keywords become those of today before it is called."""
+
+    @functools.wraps(function)
+    def translated(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() & old.keys():
+            advice = old[name](name, kwargs.pop(name), kwargs)
+            warnings.warn(f"{name}= is deprecated: {advice}.", FutureWarning, stacklevel=2)
+        return function(*args, **kwargs)
+
+    return translated
+
+
+def _rename(new: str) -> Callable[[str, Any, Keywords], str]:
+    def translate(old: str, value: Any, kwargs: Keywords) -> str:
+        if new in kwargs:
+            raise TypeError(f"{old} and {new} name one argument: pass only {new}.")
+        kwargs[new] = value
+        return f"write {new}="
+
+    return translate
+
+
+def _put_into_loader_settings(old: str, value: Any, kwargs: Keywords) -> str:
+    settings = kwargs.get("dataloader_config") or DataLoaderConfiguration()
+    kwargs["dataloader_config"] = replace(settings, **{old: value})
+    return f"pass dataloader_config=DataLoaderConfiguration({old}={value!r})"
+
+
+def _set_downcast(old: str, value: Any, kwargs: Keywords) -> str:
+    os.environ.pop("ACCELERATE_DOWNCAST_BF16", None)
+    if value:
+        os.environ["ACCELERATE_DOWNCAST_BF16"] = "true"
+    return "launch with --downcast_bf16, or set ACCELERATE_DOWNCAST_BF16"
+
+
+CONSTRUCTOR = {
+    "kwarg_handler": _rename("kwargs_handlers"),
+    "kwarg_handlers": _rename("kwargs_handlers"),
+    "even_batches": _put_into_loader_settings,
+    "downcast_bf16": _set_downcast,
+}
