@@ -247,3 +247,40 @@ def test_processes_along_model_axes_share_their_data() -> None:
         mesh = torch.arange(4).view(2, 2)
 
     assert _places_in(Mesh) == [0, 0, 1, 1]
+
+
+def padded(rows: list[list[int]]) -> torch.Tensor:
+    longest = max(map(len, rows))
+    return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+
+@ranks(2, 3)
+def test_batches_of_rows_of_different_lengths_are_dealt_out_whole(rank: int, world: int) -> None:
+    for length in range(1, 6 * world + 2):
+        data = [[number] * (1 + number % 4) for number in range(1, length + 1)]
+        for split, drop_last in ((False, False), (False, True), (True, False), (True, True)):
+            size = 3 * world if split else 3
+            loader = make(data, size, collate_fn=padded, drop_last=drop_last, split_batches=split)
+            real: list[int] = []
+            for batch in loader:
+                assert all(row.tolist() == padded([data[row[0] - 1], batch[0].tolist()])[0].tolist() for row in batch)
+                gathered = gather(batch[:, 0].contiguous()).tolist()
+                real += gathered[: loader.remainder] if loader.end_of_dataloader else gathered
+            assert real == list(range(1, (length - length % (3 * world) if drop_last else length) + 1))
+
+
+@ranks(2)
+def test_each_process_gets_its_batch_as_it_was_read(rank: int) -> None:
+    data = [[number] * (1 + number % 4) for number in range(1, 25)]
+    found = list(make(data, 3, collate_fn=padded))
+    expected = list(DataLoader(data, batch_size=3, collate_fn=padded))[rank::2]
+    assert len(found) == len(expected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+@ranks(2)
+def test_a_short_batch_amid_the_last_round_cannot_be_filled_up(rank: int) -> None:
+    batches = [padded([[1]]), padded([[2, 2], [3, 3]])]
+    loader = make(batches, 1, collate_fn=lambda one: one[0])
+    with pytest.raises(ValueError, match=r"batches of \[1, 2\] samples whose rows differ in length.*pad all"):
+        list(loader)

@@ -12,6 +12,7 @@ from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from accel_data.loader_shard import EpochMixin
 from accel_data.rounds import Rounds, Share
 from accel_data.samplers import batch_sampler_of
+from accel_data.whole_batches import deal_out, rows_differ
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
@@ -24,7 +25,9 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     """Reads batches on the first process and sends every process its share.
 
     A round is one batch per process, or one batch cut into shares with `split_batches`. A last round that does not
-    divide evenly is filled up with the first samples, unless `_drop_last` leaves it out.
+    divide evenly is filled up with the first samples, unless `_drop_last` leaves it out. Batches of a round whose rows
+    differ in length are not joined: each process gets one. A last batch whose rows are not as long as the first ones is
+    filled up with its own samples.
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
@@ -92,7 +95,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             position = self._position()
             following = next(reader, None)
             with self._at(position):
-                yield Share(current, following is None, ignorant_find_batch_size(current) or 0)
+                yield Share(current[0], following is None, ignorant_find_batch_size(current[0]) or 0)
             current = following
 
     def _position(self) -> Any:
@@ -122,28 +125,33 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
                 position = self._position()
                 with rounds.errors_for_all():
                     following = next(reader, None)
-                    first = self._beginning(current, first)
-                    shares, num_samples = self._cut(current, first, len(set(places)), places, following is None)
-                if shares is None:
+                    if rows_differ(current):
+                        cut = deal_out(current, len(set(places)), following is None, self._drop_last)
+                        num_samples = sum(find_batch_size(batch) or 0 for batch in current)
+                    else:
+                        joined = concatenate(current) if len(current) > 1 else current[0]
+                        first = self._beginning(joined, first)
+                        cut, num_samples = self._cut(joined, first, len(set(places)), following is None)
+                if cut is None:
                     rounds.send_end()
                     return
                 with self._at(position):
-                    yield rounds.send(shares, following is None, num_samples)
+                    yield rounds.send([cut[place] for place in places], following is None, num_samples)
                 current = following
 
-    def _read_rounds(self) -> Iterator[Any]:
-        """The data of one round after the other."""
+    def _read_rounds(self) -> Iterator[list[Any]]:
+        """The batches of one round after the other."""
         per_round = 1 if self.split_batches else len(set(self._places()))
         waiting: list[Any] = []
         for batch in self.base_dataloader:
             self._update_state_dict(finished=False)
             waiting.append(batch)
             if len(waiting) == per_round:
-                yield concatenate(waiting) if per_round > 1 else batch
+                yield waiting
                 waiting = []
         self._update_state_dict(finished=True)
         if waiting and not (self._drop_last and len(waiting) < per_round):
-            yield concatenate(waiting)
+            yield waiting
 
     def _beginning(self, data: Any, first: Any) -> Any:
         """The first samples, to fill the last round up with."""
@@ -152,18 +160,17 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         count = self.state.num_processes
         return self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
 
-    def _cut(
-        self, data: Any, first: Any, count: int, places: list[int], is_last: bool
-    ) -> tuple[list[Any] | None, int]:
-        """Every process's share, and how many samples are real; None when there is nothing (more) to share out."""
+    def _cut(self, data: Any, first: Any, count: int, is_last: bool) -> tuple[list[Any] | None, int]:
+        """The shares, and how many samples are real; None when there is nothing (more) to share out."""
         num_samples = find_batch_size(data) or 0
         size, left = divmod(num_samples, count)
         if left and is_last:
             if self._drop_last and size == 0:
                 return None, 0
             if not self._drop_last:
+                filler = data if rows_differ([data, first]) else first
                 while (find_batch_size(data) or 0) < (size + 1) * count:
-                    data = concatenate([data, first])
+                    data = concatenate([data, filler])
                 size += 1
             left = 0
         elif size == 0:
@@ -177,7 +184,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             self.slice_fn(data, slice(ends[place], ends[place + 1]), process_index=place, num_processes=count)
             for place in range(count)
         ]
-        return [cut[place] for place in places], num_samples
+        return cut, num_samples
 
     def _places(self) -> list[int]:
         """Which share each process gets."""
