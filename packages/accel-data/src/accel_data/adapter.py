@@ -59,11 +59,6 @@ class DataLoaderAdapter(DataLoader[Any]):
         ImportError: When torchdata is needed and missing.
     """
 
-    def __new__(cls, *args: Any, use_stateful_dataloader: bool = False, **kwargs: Any) -> Any:
-        """Make an instance that is also one of torchdata's class, when it reads through that."""
-        plain: Any = cls
-        return object.__new__(_stateful_twin(plain) if use_stateful_dataloader else cls)
-
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
@@ -72,6 +67,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
         if use_stateful_dataloader:
+            self.__class__ = _stateful_twin(_plain_class(type(self)))  # an instance of torchdata's class, too
             self.dl_state_dict = self.base_dataloader.state_dict()
 
     def __getattr__(self, name: str) -> Any:

@@ -75,6 +75,10 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self.param_original_devices: dict[str, torch.device] = {}
+        self.buffer_original_devices: dict[str, torch.device] = {}
+        self.tied_params_names: set[str] = set()
+        """Weights that other modules share, by the map of these."""
         self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
         self.slots: list[WeightSlot] = []
         self.stream: Stream | None = None
@@ -99,6 +103,9 @@ class AlignDevicesHook(ModelHook):
     def _offload(self, module: nn.Module) -> None:
         tensors = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            kind = self.param_original_devices if isinstance(tensor, nn.Parameter) else self.buffer_original_devices
+            kind[name] = tensor.device
         waiting = dict(
             named_module_tensors(
                 module, self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
@@ -141,8 +148,10 @@ class AlignDevicesHook(ModelHook):
             return
         statistics = _statistics(slot.name, value, self.weights_map)
         copies = self.tied_params_map.get(value.data_ptr()) if self.tied_params_map else None
-        if copies is not None and self.execution_device not in copies:
-            self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
+        if copies is not None:
+            self.tied_params_names.add(slot.name)
+            if self.execution_device not in copies:
+                self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
         device = self.execution_device if self.execution_device is not None else value.device
         set_module_tensor_to_device(
             module, slot.name, device, value=value, fp16_statistics=statistics, tied_params_map=self.tied_params_map
