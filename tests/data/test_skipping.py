@@ -85,3 +85,17 @@ def test_the_skipping_sampler_passes_attributes_on() -> None:
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match="num_batches=-1"):
         skip_first_batches(DataLoader(Squares(4)), -1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_going_on_draws_no_random_numbers_to_begin_with(workers: int) -> None:
+    loader = prepare_data_loader(DataLoader(Squares(10), batch_size=2, shuffle=True, num_workers=workers))
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    for _ in skip_first_batches(skip_first_batches(loader, 1), 0):
+        assert torch.equal(torch.get_rng_state(), before)
+        break
+    for _ in loader:
+        assert not torch.equal(torch.get_rng_state(), before), "an epoch that begins is another matter"
+        break

@@ -80,6 +80,16 @@ def test_a_group_of_its_own_can_be_ended_alone(rank: int) -> None:
 
 
 @ranks(2)
+def test_waiting_after_the_end_warns_and_goes_on(rank: int) -> None:
+    """As scripts do that end their trackers, and only then save their model."""
+    state = PartialState()
+    state.destroy_process_group()
+    with pytest.warns(UserWarning, match=rf"on process {rank} waits for nobody.*before end_training"):
+        state.wait_for_everyone()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool ends one
+
+
+@ranks(2)
 def test_the_main_process_goes_first(rank: int, tmp_path: Path) -> None:
     state = PartialState()
     for name in ("main_process_first", "local_main_process_first"):

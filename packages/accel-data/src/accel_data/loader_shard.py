@@ -23,13 +23,17 @@ class EpochMixin:
     iteration: int
     cut: Callable[[Any], Any] | None = None
     """What each batch goes through before it is handed out, for processes that hold parts of its sequences."""
+    goes_on: bool = False
+    """Whether the epoch began before: then starting leaves torch's random numbers where they were, as going on did."""
 
     def __iter__(self) -> Any:  # an iterator of batches, which torch's class would not admit
+        state = torch.get_rng_state() if self.goes_on else None
         self._synchronize()
         self.set_epoch(self.iteration)
         self.begin()  # type: ignore[attr-defined]
         try:
-            yield from self._batches() if self.cut is None else map(self.cut, self._batches())
+            batches = self._batches() if self.cut is None else map(self.cut, self._batches())
+            yield from batches if state is None else _after_restoring(state, batches)
         finally:
             self.end()  # type: ignore[attr-defined]
         self.iteration += 1
@@ -66,6 +70,14 @@ class EpochMixin:
         """Replace the sampler of single indices."""
         batches = innermost(batch_sampler_of(self))
         batches.sampler = sampler
+
+
+def _after_restoring(state: torch.Tensor, batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, with torch's generator set back once the first one is there."""
+    for index, batch in enumerate(batches):
+        if index == 0:
+            torch.set_rng_state(state)
+        yield batch
 
 
 class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):

@@ -82,7 +82,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             stream, which can only be read from the start.
 
     Returns:
-        A new loader, of the same kind.
+        A new loader, of the same kind. To begin with it draws no numbers from torch's generator: those of this epoch
+        were drawn when it began, so after `load_state` dropout goes on as if nothing had happened.
 
     Raises:
         ValueError: When `num_batches` is negative.
@@ -134,6 +135,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     rest = kind(dataloader.dataset, **kwargs)
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.cut = dataloader.cut
+        rest.goes_on = num_batches > 0 or dataloader.goes_on
     return rest
 
 

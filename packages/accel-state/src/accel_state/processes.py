@@ -76,6 +76,9 @@ class ProcessPlace:
     def wait_for_everyone(self) -> None:
         """Go on only when all processes have come here.
 
+        After the process group has ended (`Accelerator.end_training`) there is nobody to wait for: this warns and goes
+        on, so that a script which only then saves its model does not lose it.
+
         Example:
             ```python
             if state.is_main_process:
@@ -83,8 +86,16 @@ class ProcessPlace:
             state.wait_for_everyone()
             ```
         """
-        if self.use_distributed:
-            kind_of(self.device).barrier(self.device.index)
+        if not self.use_distributed:
+            return
+        if self.backend is not None and not dist.is_initialized():
+            warnings.warn(
+                f"wait_for_everyone() on process {self.process_index} waits for nobody, because the process group has "
+                "ended. Call it before end_training() or destroy_process_group(), which belong at the very end.",
+                stacklevel=2,
+            )
+            return
+        kind_of(self.device).barrier(self.device.index)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
