@@ -67,6 +67,21 @@ def bench(arguments: list[str]) -> int:
     return run(sys.executable, "-m", "tools.bench", *arguments)
 
 
+def differential(arguments: list[str]) -> int:
+    """Compare behaviour with accelerate 1.15, called as a black box in an environment of its own."""
+    sys.path.insert(0, str(ROOT))
+    from tools.reference import reference_python
+
+    chosen = (
+        arguments
+        if any(argument.startswith("tests/") for argument in arguments)
+        else ["tests/differential", *arguments]
+    )
+    return run(
+        sys.executable, "-m", "pytest", *chosen, OMP_NUM_THREADS="1", REFERENCE_PYTHON=str(reference_python())
+    )  # fmt: skip
+
+
 def wheels(arguments: list[str]) -> int:
     """Build all packages and try each one alone in an empty environment."""
     return run(sys.executable, "tools/check_wheels.py", *arguments)
@@ -117,7 +132,20 @@ def _functions(path: Path) -> Iterator[tuple[int, str]]:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     command.__name__: command
-    for command in (test, trackers, quantization, cover, lint, types, stubs, versions, bench, wheels, shape)
+    for command in (
+        test,
+        trackers,
+        quantization,
+        cover,
+        lint,
+        types,
+        stubs,
+        versions,
+        bench,
+        differential,
+        wheels,
+        shape,
+    )
 }
 
 

@@ -82,7 +82,7 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_way_out() -> None:
         BatchSamplerShard(sampler, 2, 0, split_batches=True)
 
 
-def test_filling_up_needs_a_batch_size() -> None:
+def test_batches_of_any_size_fill_up_the_last_round_as_they_are() -> None:
     class Anything:
         def __iter__(self):
             yield from ([0], [1, 2], [3])
@@ -90,8 +90,11 @@ def test_filling_up_needs_a_batch_size() -> None:
         def __len__(self) -> int:
             return 3
 
-    with pytest.raises(ValueError, match=r"Anything, which has no batch_size.*even_batches=False"):
-        BatchSamplerShard(Anything(), 2, 0)
+    shares = [BatchSamplerShard(Anything(), 2, rank) for rank in (0, 1)]
+    assert [list(share) for share in shares] == [[[0], [3]], [[1, 2], [0]]]
+    assert [len(share) for share in shares] == [2, 2]
+    many = [list(BatchSamplerShard(Anything(), 8, rank)) for rank in range(8)]
+    assert many == [[[0]], [[1, 2]], [[3]], [[0]], [[1, 2]], [[3]], [[0]], [[1, 2]]]
     assert [list(BatchSamplerShard(Anything(), 2, rank, even_batches=False)) for rank in (0, 1)] == [
         [[0], [3]],
         [[1, 2]],

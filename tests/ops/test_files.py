@@ -6,6 +6,7 @@ import collections
 import io
 import os
 import random
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,17 @@ def test_numpy_values_are_data(tmp_path: Path, dtype: str) -> None:
     assert loaded["scalar"] == array[0]
     assert np.array_equal(loaded["numpy"][1], state["numpy"][1])
     assert loaded["python"] == state["python"]
+
+
+@pytest.mark.parametrize("home", [b"numpy.core", b"numpy._core"])
+def test_arrays_that_another_numpy_wrote_are_data(tmp_path: Path, home: bytes) -> None:
+    array = np.arange(5)
+    written = io.BytesIO()
+    torch.save({"array": array}, written, _use_new_zipfile_serialization=False)
+    old = re.sub(rb"numpy\._?core(?=\.multiarray)", home, written.getvalue())
+    (tmp_path / "array.pt").write_bytes(old)
+    assert home + b".multiarray" in old
+    assert np.array_equal(load(tmp_path / "array.pt")["array"], array)
 
 
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import re
 import sys
 from importlib.metadata import version
 
-from tools.bench.reference import ROOT, reference_python
 from tools.bench.row import Row, table
+from tools.reference import ROOT, reference_python
 
 PARTS = {
     "step": "What the accelerator adds to a training step",

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import run_json
 from tools.bench.row import Row
+from tools.reference import run_json
 
 PAIRS = 15
 WIDTH, LAYERS = 1440, 16  # 133 MB of weights, 266 MB of AdamW's moments
@@ -115,8 +115,8 @@ def floor_actions(model: Any, optimizer: Any, folder: Path) -> dict[str, Callabl
 
 def main() -> None:
     """Measure and print."""
-    from tools.bench.reference import reference_python
     from tools.bench.row import table
+    from tools.reference import reference_python
 
     print(table(rows(reference_python())))
 

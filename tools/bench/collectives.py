@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import ROOT, run_on_ranks
 from tools.bench.row import Row
+from tools.reference import ROOT, run_on_ranks
 
 BLOCKS = 40
 GOALS = {

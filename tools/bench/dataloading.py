@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import run_on_ranks
 from tools.bench.row import Row
+from tools.reference import run_on_ranks
 
 TURNS = 15
 ROUNDS = 300
@@ -162,8 +162,8 @@ def compare(accelerator: Any, loops: list[Callable[[], None]]) -> list[float]:
 
 def main() -> None:
     """Print the rows."""
-    from tools.bench.reference import reference_python
     from tools.bench.row import table
+    from tools.reference import reference_python
 
     print(table(rows(reference_python())))
 

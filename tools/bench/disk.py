@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import run_json
 from tools.bench.row import Row
+from tools.reference import run_json
 
 WIDTH, LAYERS, BATCH = 4096, 32, 16
 BLOCK_MB = WIDTH * WIDTH * 4 / 1e6

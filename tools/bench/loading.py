@@ -17,8 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import run_json
 from tools.bench.row import Row
+from tools.reference import run_json
 
 PAIRS = 5
 WIDTH, LAYERS, SHARDS = 5632, 64, 8  # 4.06 GB
@@ -125,8 +125,8 @@ def anonymous_bytes() -> int:
 
 def main() -> None:
     """Measure and print."""
-    from tools.bench.reference import reference_python
     from tools.bench.row import table
+    from tools.reference import reference_python
 
     print(table(rows(reference_python())))
 

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tools.bench.reference import run_json
 from tools.bench.row import Row
+from tools.reference import run_json
 
 TINY = 500
 BLOCKS = 300

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.ddp import compare
-from tools.bench.reference import run_on_ranks
 from tools.bench.row import Row
+from tools.reference import run_on_ranks
 
 BATCH, BATCHES = 8, 50
 WIDE = {"width": 512, "heads": 8, "layers": 6}

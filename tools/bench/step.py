@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.bench.reference import reference_python, run_json
 from tools.bench.row import Row, table
+from tools.reference import reference_python, run_json
 
 WARM_UP = 4
 BLOCKS = 160

@@ -10,8 +10,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from tools.bench.reference import run_json
 from tools.bench.row import Row
+from tools.reference import run_json
 
 CALLS = 3000
 REPEATS = 5

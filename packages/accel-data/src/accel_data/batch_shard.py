@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import cycle
+from itertools import chain, cycle, islice
 from typing import Any
 
 from torch.utils.data import BatchSampler
@@ -15,7 +15,8 @@ class BatchSamplerShard(BatchSampler):
     Batches are handed out in rounds of one per process; with `split_batches` every batch is cut into one slice per
     process instead. When the last round (or batch) is not full, and `even_batches` is set, it is filled up with the
     first samples, so that all processes get equally many batches of equal size; otherwise processes may get less.
-    With `drop_last` of the sampler, what does not make a full round is left out.
+    Where the sampler has no `batch_size`, because its batches have different sizes, the last round is filled up with
+    the first batches as they are. With `drop_last` of the sampler, what does not make a full round is left out.
 
     Args:
         batch_sampler (`torch.utils.data.Sampler`): Yields lists of indices.
@@ -25,7 +26,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches (`bool`): Fill up what is not full.
 
     Raises:
-        ValueError: When a batch cannot be cut evenly, or cannot be filled up because its size is unknown.
+        ValueError: When a batch cannot be cut evenly, or its size is unknown and it is to be cut.
     """
 
     def __init__(
@@ -48,11 +49,6 @@ class BatchSamplerShard(BatchSampler):
             raise ValueError(
                 f"split_batches=True cannot cut batches of {self.batch_size} evenly between {num_processes} processes: "
                 f"choose a batch size that is a multiple of {num_processes}."
-            )
-        if even_batches and self.batch_size is None:
-            raise ValueError(
-                f"even_batches=True cannot fill up the batches of {type(batch_sampler).__name__}, which has no "
-                "batch_size: give it that attribute, or set even_batches=False."
             )
 
     @property
@@ -90,28 +86,29 @@ class BatchSamplerShard(BatchSampler):
 
     def _rounds(self) -> Iterator[list[int]]:
         """This process's batch of every round."""
-        first: list[int] = []  # the samples of the first round
+        first: list[list[int]] = []  # the batches of the first round
         waiting: list[list[int]] = []  # the batches of a round, until all of them are known
-        for position, batch in enumerate(self.batch_sampler):
+        for batch in self.batch_sampler:
             if len(waiting) == self.num_processes:  # its last batch was short, but not the last of all
                 yield waiting[self.process_index]
                 waiting = []
-            if position < self.num_processes and not self.drop_last:
-                first += batch
+            if len(first) < self.num_processes and not self.drop_last:
+                first.append(list(batch))
             waiting.append(batch)
             if len(waiting) == self.num_processes and len(batch) == (self.batch_size or len(batch)):
                 yield waiting[self.process_index]
                 waiting = []
-        if self.drop_last or not first or not waiting:
+        if self.drop_last or not any(first) or not waiting:
             return
         if self.even_batches:
             yield self._fill_round(waiting, first)
         elif self.process_index < len(waiting):
             yield waiting[self.process_index]
 
-    def _fill_round(self, waiting: list[list[int]], first: list[int]) -> list[int]:
-        assert self.batch_size is not None
-        filling = cycle(first)
+    def _fill_round(self, waiting: list[list[int]], first: list[list[int]]) -> list[int]:
+        if self.batch_size is None:
+            return [*waiting, *islice(cycle(first), self.num_processes)][self.process_index]
+        filling = cycle(chain.from_iterable(first))
         for position in range(self.process_index + 1):
             batch = list(waiting[position]) if position < len(waiting) else []
             batch = _filled_up(batch, self.batch_size, filling)

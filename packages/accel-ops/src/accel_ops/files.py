@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import importlib
 import io
 import os
 import pickle
@@ -48,13 +49,18 @@ def allowed_globals() -> list[Any]:
     """
     try:
         import numpy as np
-        from numpy._core import multiarray
     except ImportError:
         return [bytes]
+    home = "core" if np.__version__.startswith("1.") else "_core"
+    multiarray = importlib.import_module(f"numpy.{home}.multiarray")
     classes = [getattr(np.dtypes, f"{name}DType", None) for name in NUMPY_DTYPES]
     functions = [multiarray._reconstruct, multiarray.scalar]
-    old_names = [(function, f"numpy.core.multiarray.{function.__name__}") for function in functions]
-    return [bytes, np.ndarray, np.dtype, *functions, *old_names, *(kind for kind in classes if kind is not None)]
+    named = [  # files name them as the numpy of who wrote them does
+        (function, f"numpy.{package}.multiarray.{function.__name__}")
+        for function in functions
+        for package in ("core", "_core")
+    ]
+    return [bytes, np.ndarray, np.dtype, *named, *(kind for kind in classes if kind is not None)]
 
 
 def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
