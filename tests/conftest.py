@@ -13,6 +13,7 @@ from tests.support.leaks import leaked_process_group, reset_state, restore_envir
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
 hypothesis.settings.load_profile("any machine")
+os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
 
 

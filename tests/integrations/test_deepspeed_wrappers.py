@@ -79,3 +79,11 @@ def test_unknown_optimizers_stay_as_they_are() -> None:
     for kind in (torch.optim.SGD, torch.optim.Adamax):
         optimizer = kind([torch.nn.Parameter(torch.ones(1))], lr=0.5)
         assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer
+
+
+@pytest.mark.parametrize("setting", ["amsgrad", "maximize"])
+def test_settings_that_would_be_lost_are_refused(setting: str) -> None:
+    pytest.importorskip("deepspeed")
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], **{setting: True})
+    with pytest.raises(ValueError, match=f"{setting}=True.*zero_force_ds_cpu_optimizer"):
+        map_pytorch_optim_to_deepspeed(optimizer)

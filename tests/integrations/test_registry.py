@@ -29,7 +29,7 @@ def test_engines_load_by_name(kind: DistributedType, monkeypatch: pytest.MonkeyP
     assert issubclass(engine_class(kind), Engine)
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+@pytest.mark.parametrize("kind", ["MEGATRON_LM", "XLA"])
 def test_engines_that_come_later_say_so(kind: str) -> None:
     with pytest.raises(NotImplementedError, match=rf"'{kind}' comes with a later release.*MULTI_CPU"):
         engine_class(DistributedType(kind))

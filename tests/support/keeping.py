@@ -9,27 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_integrations.engines.engine import Engine
 from accel_state.processes import PartialState
 from accel_state.settings.project import ProjectConfiguration
 from accelerate.checkpoint.keeper import CheckpointKeeper
 
 
-class PlainEngine:
-    """Models are what they are."""
+class PlainEngine(Engine):
+    """Models are what they are; it needs no run."""
 
-    writes_states = False
+    name = "plain"
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        return model.state_dict()
+    def __init__(self) -> None:
+        pass
 
-    def unwrap(self, model: nn.Module) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         return model
-
-    def full_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        return optimizer.state_dict()
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state)
 
 
 class Counter:

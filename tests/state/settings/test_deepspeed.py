@@ -142,9 +142,28 @@ def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_nvme_paths_are_written_where_they_are_used() -> None:
-    plugin = DeepSpeedPlugin(offload_optimizer_device="nvme", offload_optimizer_nvme_path="/fast")
+    plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/fast")
     assert plugin.get_value("zero_optimization.offload_optimizer.nvme_path") == "/fast"
     assert plugin.get_value("zero_optimization.offload_param.nvme_path") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "at least 1, because offload_optimizer_device='cpu'"),
+        ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "at least 3, because offload_optimizer_device='nvme'"),
+        ({"zero_stage": 1, "offload_param_device": "nvme"}, "at least 3, because offload_param_device='nvme'"),
+    ],
+)
+def test_what_no_stage_offloads_is_refused(settings: dict[str, Any], reason: str) -> None:
+    paths = {f"offload_{part}_nvme_path": "/fast" for part in ("optimizer", "param")}
+    with pytest.raises(ValueError, match=f"zero_stage.*{reason}"):
+        DeepSpeedPlugin(**settings, **paths)
+    sections = {
+        key.removesuffix("_device"): {"device": value} for key, value in settings.items() if key.endswith("device")
+    }
+    with pytest.raises(ValueError, match=reason):
+        DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": settings["zero_stage"], **sections}})
 
 
 def test_sharded_building_belongs_to_stage_three() -> None:

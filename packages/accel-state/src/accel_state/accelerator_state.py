@@ -107,6 +107,9 @@ class AcceleratorState(ProcessPlace):
         )
         if precision == "fp8" and not is_fp8_available():
             raise missing_library("torchao", why="mixed_precision='fp8'")
+        for given in plugins.values():
+            for plugin in _each(given):
+                plugin.check()
         place = PartialState(cpu, **kwargs)
         if cpu and not (place._cpu or place.device.type == "cpu"):
             raise ValueError(

@@ -144,6 +144,16 @@ def start_process_group(place: ClusterPlace, backend: str, options: Mapping[str,
     shutdown.register()
 
 
+def start_alone(kind: DeviceKind) -> None:
+    """Start a default process group of this process alone, for libraries that cannot do without one.
+
+    Args:
+        kind: The kind of device that its tensors are on.
+    """
+    dist.init_process_group(kind.collective_backend, store=dist.HashStore(), rank=0, world_size=1)
+    shutdown.register()
+
+
 def _wait_for_rank_0(address: str, port: int, timeout: timedelta | None) -> None:
     """Wait until rank 0 listens, where no agent has done so from the start; torch would print a warning at each try."""
     deadline = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()

@@ -221,7 +221,7 @@ class Accelerator:
         self._custom_objects = prepared.custom  # what register_for_checkpointing was given
         self.trackers = self._tracker_set.active
         self.scaler = self.engine.precision.scaler  # transformers stores its state itself
-        self.native_amp = self.mixed_precision != "no"  # whether torch.autocast is at work
+        self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is at work
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.autocast_handler = handlers.autocast
@@ -234,8 +234,6 @@ class Accelerator:
         self.msamp_recipe_handler = handlers.fp8 if recipe == "MSAMPRecipeKwargs" else None
         self.fp8_enabled = self.mixed_precision == "fp8"
         self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
-        self.deepspeed_config: dict[str, Any] | None = None  # the configuration DeepSpeed ended up with
-        self.deepspeed_engine_wrapped: Any = None  # its engine, once prepared
         self.mpu: Any = None  # what an engine with its own model parallelism knows of its groups
 
     @property
@@ -368,6 +366,21 @@ class Accelerator:
     def deepspeed_plugin(self) -> Any:
         """The active DeepSpeed settings; None when training otherwise."""
         return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any] | None:
+        """The configuration that DeepSpeed has; its "auto" values are filled by `prepare`."""
+        plugin = self.state.deepspeed_plugin
+        return None if plugin is None else plugin.deepspeed_config
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """What runs backward through DeepSpeed's engine; None before a model is prepared, and without DeepSpeed."""
+        return self.engine.library_engine
+
+    @deepspeed_engine_wrapped.setter
+    def deepspeed_engine_wrapped(self, wrapped: Any) -> None:
+        self.engine.library_engine = wrapped
 
     # ---- the mesh of processes ----------------------------------------------------------------------------------
 
@@ -601,7 +614,7 @@ class Accelerator:
         """
         self._prepared.clear()
         self._stepping.forget()
-        self.deepspeed_engine_wrapped = None
+        self.engine.forget()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:

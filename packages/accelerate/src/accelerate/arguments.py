@@ -58,12 +58,19 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
         if value is None and not wanted:
             continue
         plugin_class = _plugin_class(where, argument if value is not None else f"{variable}=true")
-        resolved[argument] = plugin_class() if value is None else _checked(argument, value, plugin_class)
+        resolved[argument] = plugin_class() if value is None else _checked_plugin(argument, value, plugin_class)
     tensor_parallel = resolved.get("torch_tp_plugin")
     if tensor_parallel is not None and resolved.get("parallelism_config") is None and tensor_parallel.tp_size > 1:
         config_class = _plugin_class(PLUGINS["parallelism_config"][1], "torch_tp_plugin")
         resolved["parallelism_config"] = config_class(tp_size=tensor_parallel.tp_size)
     return resolved
+
+
+def _checked_plugin(argument: str, value: Any, wanted: type) -> Any:
+    """One plugin, or for DeepSpeed several by name."""
+    if argument != "deepspeed_plugin" or not isinstance(value, dict) or not value:
+        return _checked(argument, value, wanted)
+    return {name: _checked(f"deepspeed_plugins[{name!r}]", plugin, wanted) for name, plugin in value.items()}
 
 
 def _plugin_class(where: str, asked_by: str) -> Any:

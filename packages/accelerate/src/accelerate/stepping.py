@@ -105,7 +105,7 @@ class StepController:
                 f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') takes "
                 "into account: choose that, or leave the weight out."
             )
-        elif (num_steps := self.gradient_state.num_steps) > 1:
+        elif (num_steps := self.gradient_state.num_steps) > 1 and self.engine.divides_losses:
             loss = loss / num_steps
         if self.has_lomo_optimizer and "learning_rate" in kwargs:
             self.lomo_backward(loss, kwargs["learning_rate"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -13,6 +13,7 @@ import torch
 
 from accel_integrations import gradients
 from accel_integrations.averaging import WindowAverage
+from accel_integrations.checkpoints.forms import holds_engines
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.loss import mean_over_tokens
 from accel_integrations.precision.registry import make_precision
@@ -63,8 +64,14 @@ class Engine(ABC):
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     compiles_in_place: ClassVar[bool] = False
     """True where repeated blocks must stay the modules that they are, because the engine holds on to them."""
+    divides_losses: ClassVar[bool] = True
+    """False where `backward` itself divides a loss by the number of batches in a window."""
     writes_states: ClassVar[bool] = False
     """True where all processes together write models and optimizers into a checkpoint, by `write_states`."""
+    options_of_saving: ClassVar[frozenset[str]] = frozenset()
+    """Names of arguments that `write_states` takes from `save_state`."""
+    options_of_loading: ClassVar[frozenset[str]] = frozenset()
+    """Names of arguments that `read_states` takes from `load_state`."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -73,6 +80,8 @@ class Engine(ABC):
         average_over = context.gradient_state.plugin_kwargs.get("average_over", "steps")
         self.averaging = None if average_over == "steps" else WindowAverage(self, average_over)
         """How gradients are averaged over a window; None when each loss is divided by the number of steps."""
+        self.library_engine: Any = None
+        """What runs backward for this engine, where a library brings an engine of its own."""
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -227,15 +236,58 @@ class Engine(ABC):
         """Restore what `full_optimizer_state` returned, here or in a run of another size."""
         optimizer.load_state_dict(state)
 
-    def write_states(self, folder: Path) -> list[str]:
+    def write_states(self, folder: Path, **options: Any) -> list[str]:
         """Write the states of all prepared models and optimizers into a checkpoint, on all processes.
 
         Called where `writes_states` is set.
+
+        Args:
+            folder: Where to write.
+            options: Those of `options_of_saving` that the user gave.
 
         Returns:
             Relative names of the files that this process wrote.
         """
         raise NotImplementedError(f"The {self.name!r} engine leaves it to its caller to write states.")
+
+    def check_states(self, names: Collection[str], folder: Path) -> None:
+        """Refuse a checkpoint whose states this engine cannot read.
+
+        Args:
+            names: Its files.
+            folder: Where it is.
+
+        Raises:
+            ValueError: Saying how it can be loaded.
+        """
+        if holds_engines(names):
+            raise ValueError(
+                f"The checkpoint {folder} was saved under DeepSpeed: load it with a DeepSpeedPlugin, or make plain "
+                "weights of it with the zero_to_fp32.py in it."
+            )
+
+    def read_states(self, folder: Path, models: Sequence[nn.Module], *, strict: bool = True, **options: Any) -> Any:
+        """Read what prepared models and all prepared optimizers need of a checkpoint, without changing them.
+
+        Args:
+            folder: The checkpoint.
+            models: Those of the prepared models that are to be loaded.
+            strict: Whether the names of their weights must be the same on both sides.
+            options: Those of `options_of_loading` that the user gave.
+
+        Returns:
+            An object whose `apply()`, called on all processes, gives them their states.
+
+        Raises:
+            ValueError: There is no such state, it is damaged, or it does not fit.
+        """
+        from accel_integrations.checkpoints.load_states import read_states
+
+        prepared = self.context.prepared
+        return read_states(folder, models, prepared.optimizers, owners=prepared.wrapped, strict=strict)
+
+    def forget(self) -> None:
+        """Let go of what was prepared, beyond what the record of prepared objects holds."""
 
     def close(self) -> None:
         """Finish what needs the process group, which is about to end; must not wait for other processes."""

@@ -90,7 +90,7 @@ class FSDP2Engine(Engine):
         """The whole model's tensors in main memory, on the main process; nothing on the others."""
         return full_model_state(self.unwrap(model))
 
-    def write_states(self, folder: Path) -> list[str]:
+    def write_states(self, folder: Path, **options: Any) -> list[str]:
         """Write all prepared models and optimizers, in the form that the plugin names."""
         prepared, form = self.context.prepared, self.plugin.state_dict_type
         return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))

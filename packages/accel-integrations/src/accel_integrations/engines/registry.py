@@ -24,12 +24,13 @@ ENGINES: dict[str, str | None] = {
     "MULTI_NEURON": DATA_PARALLEL,
     "FSDP": "accel_integrations.engines.fsdp1:FSDP1Engine",
     "FSDP2": "accel_integrations.engines.fsdp2:FSDP2Engine",
-    "DEEPSPEED": None,
+    "DEEPSPEED": "accel_integrations.engines.deepspeed.engine:DeepSpeedEngine",
     "MEGATRON_LM": None,
     "XLA": None,
 }
-"""Engine class by the distributed type of the run, of which FSDP has two versions; None for those that come with a later release. What the table has
-no class for is looked for among the `accelerate.engines` entry points of installed packages, by the same names."""
+"""Engine class by the distributed type of the run, of which FSDP has two versions; None for those that come with a later
+release. What the table has no class for is looked for among the `accelerate.engines` entry points of installed
+packages, by the same names."""
 
 ENTRY_POINTS = "accelerate.engines"
 

@@ -208,8 +208,26 @@ class DeepSpeedPlugin(Plugin):
         (self._make_config if self.hf_ds_config is None else self._read_config)()
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         self.deepspeed_config.setdefault("steps_per_print", float("inf"))
+        self._check_offload()
         self._settle_zero3_init()
         self._settle_msamp()
+
+    def check(self) -> None:
+        """Refuse to go on without the library.
+
+        Raises:
+            MissingLibraryError: DeepSpeed is not installed.
+        """
+        from accel_state.libraries import is_deepspeed_available
+
+        if not is_deepspeed_available():
+            raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin")
+        if self.get_value("zero_optimization.offload_param.device") == "cpu" and self.zero_stage < 3:
+            warnings.warn(
+                f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}: choose stage "
+                "3, or leave it out.",
+                stacklevel=5,
+            )
 
     def attach(self, state: AcceleratorState) -> None:
         """Write the run's number format into the configuration."""
@@ -256,6 +274,18 @@ class DeepSpeedPlugin(Plugin):
             if value is not None:
                 setattr(self, name, value)
         self.hf_ds_config.set_stage_and_offload()
+
+    def _check_offload(self) -> None:
+        """Refuse to keep on NVMe, or off the device at all, what the stage does not divide."""
+        devices = {part: self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+        lowest = {("optimizer", "cpu"): 1, ("optimizer", "nvme"): 3, ("param", "nvme"): 3}
+        for (part, device), stage in lowest.items():
+            if devices[part] == device and self.zero_stage < stage:
+                raise wrong_value(
+                    "DeepSpeedPlugin.zero_stage",
+                    self.zero_stage,
+                    f"a stage of at least {stage}, because offload_{part}_device={device!r}",
+                )
 
     def _settle_zero3_init(self) -> None:
         if self.zero3_init_flag is None:

@@ -22,5 +22,12 @@ class Plugin:
     main_process: ClassVar[Literal["first", "last"]] = "first"
     """Which process speaks for the run."""
 
+    def check(self) -> None:
+        """Refuse what cannot work on any machine; called before processes are joined.
+
+        Raises:
+            MissingLibraryError: When the library that trains this way is not installed.
+        """
+
     def attach(self, state: AcceleratorState) -> None:
         """Take over what the run has settled, such as the number format; called once, when the state is made."""

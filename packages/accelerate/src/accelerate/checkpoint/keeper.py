@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
-from accel_integrations.checkpoints.load_states import LoadedStates, read_states
 from accel_integrations.checkpoints.stored_states import is_divided
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
@@ -111,9 +110,7 @@ class CheckpointKeeper:
     ) -> Path:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
         accelerator, project = self._accelerator, self._accelerator.project_configuration
-        if save_model_func_kwargs:
-            names = ", ".join(map(repr, sorted(save_model_func_kwargs)))
-            warnings.warn(f"save_state has no use for {names} with this way of training: leave it out", stacklevel=3)
+        options = _known_options(save_model_func_kwargs, accelerator.engine.options_of_saving)
         folder = self._target(output_dir)
         target = Path(os.path.abspath(folder))
         ranks = Ranks(accelerator.state)
@@ -127,7 +124,12 @@ class CheckpointKeeper:
             ranks.together("collect the weights", lambda: self._collect(weights, optimizers, transaction.folder))
             transaction.write(
                 lambda files: self._write(
-                    files, weights, optimizers, storage.writes_shared(project.save_on_each_node), safe_serialization
+                    files,
+                    weights,
+                    optimizers,
+                    storage.writes_shared(project.save_on_each_node),
+                    safe_serialization,
+                    options,
                 )
             )
             transaction.publish(accelerator.step, project.iteration)
@@ -195,10 +197,11 @@ class CheckpointKeeper:
         optimizers: list[WholeOptimizer],
         writes_shared: bool,
         safe_serialization: bool,
+        options: dict[str, Any],
     ) -> None:
         accelerator = self._accelerator
         if accelerator.engine.writes_states:
-            files.adopt(accelerator.engine.write_states(files.folder))
+            files.adopt(accelerator.engine.write_states(files.folder, **options))
         if writes_shared:
             write_shared_state(
                 files,
@@ -257,7 +260,9 @@ class CheckpointKeeper:
         here = [rank for rank, local in enumerate(locals_) if rank - local == ranks.rank - ranks.local_rank]
         logger.info("Loading the training state from %s", folder)
 
-        divided: list[LoadedStates] = []
+        divided: list[Any] = []
+        known = accelerator.engine.options_of_loading
+        options = {name: load_model_func_kwargs.pop(name) for name in known & load_model_func_kwargs.keys()}
         receivers = Receivers(
             [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
             accelerator._schedulers,
@@ -270,6 +275,7 @@ class CheckpointKeeper:
 
         def read() -> None:
             checkpoint = Checkpoint.open(folder, with_divided=True)
+            accelerator.engine.check_states(checkpoint.names, folder)
             state = read_state(
                 checkpoint,
                 replace(receivers, optimizers=()) if self._is_divided(checkpoint) else receivers,
@@ -288,7 +294,9 @@ class CheckpointKeeper:
                 hook(models, os.fspath(folder))
             strict = load_model_func_kwargs.get("strict", True)
             if self._is_divided(checkpoint):
-                divided.append(self._read_divided(checkpoint, models, strict))
+                prepared = accelerator._prepared
+                wanted = [whole for one, whole in zip(prepared.models, prepared.wrapped, strict=True) if one in models]
+                divided.append(accelerator.engine.read_states(folder, wanted, strict=strict, **options))
                 return
             models[:] = [accelerator.engine.unwrap(model) for model in models]
             check_weights(checkpoint, models, state, strict)
@@ -311,11 +319,6 @@ class CheckpointKeeper:
     def _is_divided(self, checkpoint: Checkpoint) -> bool:
         """Whether models and optimizers are read part by part: where they were so written, or are so held now."""
         return self._accelerator.engine.writes_states or is_divided(checkpoint.names)
-
-    def _read_divided(self, checkpoint: Checkpoint, models: Sequence[nn.Module], strict: bool) -> LoadedStates:
-        prepared = self._accelerator._prepared
-        wanted = [whole for model, whole in zip(prepared.models, prepared.wrapped, strict=True) if model in models]
-        return read_states(checkpoint.folder, wanted, prepared.optimizers, owners=prepared.wrapped, strict=strict)
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         """The folder to load from, on process 0, with nothing left to finish in it."""
@@ -348,6 +351,14 @@ def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
     if map_location not in (None, "cpu", "on_device"):
         raise TypeError(f"map_location={map_location!r} is not known: choose from None, 'cpu' and 'on_device'")
     return device if map_location == "on_device" else torch.device("cpu")
+
+
+def _known_options(given: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    """The arguments of `save_state` that the way of training takes; the others are only worth a warning."""
+    if surplus := sorted(given.keys() - known):
+        names = ", ".join(map(repr, surplus))
+        warnings.warn(f"save_state has no use for {names} with this way of training: leave it out", stacklevel=4)
+    return {name: value for name, value in given.items() if name in known}
 
 
 def _remove_surplus(newest: Path, total_limit: int) -> None:

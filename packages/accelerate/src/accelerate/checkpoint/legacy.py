@@ -8,7 +8,8 @@ import struct
 import zipfile
 from pathlib import Path
 
-from accel_ops.filenames import CUSTOM_OBJECT_NAME, FSDP_MODEL_NAME, RNG_STATE_NAME, SCALER_NAME
+from accel_integrations.checkpoints.forms import ENGINE_STATES
+from accel_ops.filenames import CUSTOM_OBJECT_NAME, FSDP_MODEL_NAME, MODEL_NAME, RNG_STATE_NAME, SCALER_NAME
 
 TRAINING_FILES = re.compile(
     r"(?:model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(?:_\d+)?\.(?:safetensors|bin)"
@@ -20,6 +21,9 @@ OTHER_ENGINES = {
     "DeepSpeed": re.compile(r"zero_to_fp32\.py|zero_pp_rank_.*"),
     "Megatron-LM": re.compile(r"latest_checkpointed_iteration\.txt"),
 }
+
+READABLE = ("FSDP", "DeepSpeed")
+"""Those whose checkpoints can be read part by part."""
 
 
 def list_legacy_files(folder: Path, *, with_divided: bool = False) -> list[str]:
@@ -34,7 +38,7 @@ def list_legacy_files(folder: Path, *, with_divided: bool = False) -> list[str]:
     """
     present = sorted(entry.name for entry in os.scandir(folder))
     for engine, pattern in OTHER_ENGINES.items():
-        if with_divided and engine == "FSDP":
+        if with_divided and engine in READABLE:
             continue
         if alien := next((name for name in present if pattern.fullmatch(name)), None):
             raise ValueError(
@@ -49,6 +53,9 @@ def list_legacy_files(folder: Path, *, with_divided: bool = False) -> list[str]:
             "random_states_0.pkl. Give the folder that save_state returned"
         )
     divided = [name for name in present if with_divided and DIVIDED.fullmatch(name)]
+    if with_divided:
+        inner = (path.relative_to(folder).as_posix() for path in folder.glob(f"{MODEL_NAME}*/*.pt"))
+        divided += sorted(name for name in inner if ENGINE_STATES.fullmatch(name))
     for name in names:
         if problem := _find_cut(folder / name):
             raise ValueError(f"The checkpoint {folder} is not complete: {name!r} {problem}. Load another checkpoint")

@@ -1,1 +1,1 @@
-"""DeepSpeed: the wrappers that other libraries know. Its engine is still to come."""
+"""DeepSpeed: its engine behind the interface of all engines, and the wrappers that other libraries know."""

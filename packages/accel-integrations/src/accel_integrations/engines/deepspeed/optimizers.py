@@ -28,6 +28,9 @@ IN_MAIN_MEMORY = (
     _Row(("Lion",), "deepspeed.ops.lion", "DeepSpeedCPULion", ("betas",)),
 )
 
+NOT_KNOWN = ("amsgrad", "maximize", "differentiable")
+"""What PyTorch's optimizers can do and DeepSpeed's cannot."""
+
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     """DeepSpeed's optimizer for the CPU with the groups and settings of one of PyTorch.
@@ -37,6 +40,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
 
     Raises:
         MissingLibraryError: Without DeepSpeed.
+        ValueError: For a setting that DeepSpeed's does not have, such as `amsgrad`.
     """
     if not is_deepspeed_available():
         raise missing_library("deepspeed", "deepspeed", "map_pytorch_optim_to_deepspeed()")
@@ -44,6 +48,13 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     found = next((row for row in IN_MAIN_MEMORY if name in row.replaces), None)
     if found is None:
         return optimizer
+    lost = [name for name in NOT_KNOWN if any(group.get(name) for group in optimizer.param_groups)]
+    if lost:
+        raise ValueError(
+            f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {found.module}.{found.name}, which "
+            "keeps its state in main memory: leave that out, set zero_force_ds_cpu_optimizer to false in the DeepSpeed "
+            "configuration, or do not offload the optimizer."
+        )
     kind: Any = getattr(import_module(found.module), found.name)
     settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *found.settings)}
     if found.name == "DeepSpeedCPUAdam":

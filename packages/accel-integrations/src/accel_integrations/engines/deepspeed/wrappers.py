@@ -6,6 +6,7 @@ from typing import Any
 
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_state import supervision
 
 
 class DeepSpeedEngineWrapper:
@@ -51,8 +52,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Nothing: the engine's step does it."""
 
-    def step(self) -> None:  # type: ignore[override]
-        """Nothing: the engine stepped in backward."""
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing but counting: the engine stepped in backward."""
+        if supervision.counter is not None and self.gradient_state.sync_gradients:
+            supervision.counter[0] += 1
 
     @property
     def step_was_skipped(self) -> bool:

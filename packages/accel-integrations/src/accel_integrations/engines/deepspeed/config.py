@@ -1,0 +1,200 @@
+"""The "auto" values of DeepSpeed's configuration, filled from what is prepared."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_state.settings.deepspeed_auto import AUTO, get_value, leaf_keys
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_integrations.engines.engine import EngineContext
+    from accel_state.settings.deepspeed import DeepSpeedPlugin
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+HIDDEN_SIZE_RULES = {
+    "zero_optimization.reduce_bucket_size": lambda size: size * size,
+    "zero_optimization.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
+    "zero_optimization.stage3_param_persistence_threshold": lambda size: 10 * size,
+}
+"""What transformers and accelerate make of a model's hidden size, in elements."""
+PLAIN_VALUES = {
+    "gradient_clipping": 1.0,
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "scheduler.params.warmup_min_lr": 0,
+}
+HINTS = {
+    MICRO_BATCH: "prepare a data loader with a batch size together with the model",
+    "train_batch_size": "prepare a data loader with a batch size together with the model",
+    "optimizer.": "pass it to DummyOptim",
+    "scheduler.params.warmup_max_lr": "pass lr to DummyOptim",
+    "scheduler.": "pass it to DummyScheduler",
+    "zero_optimization.": "give the model a config with a hidden_size",
+}
+"""What fills a key, or all keys that begin so."""
+
+
+def settle(
+    plugin: DeepSpeedPlugin,
+    context: EngineContext,
+    objects: Sequence[Any],
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    num_shares: int,
+) -> None:
+    """Fill all "auto" values of the plugin's configuration.
+
+    Args:
+        plugin: Its `deepspeed_config` is changed.
+        context: Settings of the run; its accumulation steps become those of the configuration.
+        objects: Everything that is prepared, of which the data loaders say the batch size.
+        model: The model.
+        optimizer: The optimizer, what stands for it, or None.
+        scheduler: Likewise.
+        num_shares: Over how many processes the data is divided.
+
+    Raises:
+        ValueError: Naming every value that nothing fills, and what would; or sizes that contradict one another.
+    """
+    config = plugin.deepspeed_config
+    steps = _settle_steps(config, context)
+    batch = _micro_batch(config, plugin, context, objects, num_shares)
+    values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}
+    if batch is not None:
+        values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_shares}
+    hidden_size = find_hidden_size(model)
+    if hidden_size is not None:
+        values |= {key: rule(hidden_size) for key, rule in HIDDEN_SIZE_RULES.items()}
+    values |= _of_optimizer(optimizer) | _of_scheduler(scheduler, num_shares, context.split_batches)
+    _check_all_known(config, values)
+    plugin.deepspeed_config_process(must_match=False, **values)
+    _check_batch_sizes(config, num_shares)
+
+
+def _settle_steps(config: Mapping[str, Any], context: EngineContext) -> int:
+    """How many batches make a step: what the configuration says, else what the accelerator was told."""
+    told = context.gradient_state.num_steps
+    said = config.get(STEPS, AUTO)
+    if said == AUTO:
+        return told
+    if told not in (1, said):
+        warnings.warn(
+            f"gradient_accumulation_steps={told} of the Accelerator differs from {said} in the DeepSpeed configuration, "
+            "which is used: write 'auto' there, or leave it out of the Accelerator.",
+            stacklevel=2,
+        )
+    context.gradient_state.plugin_kwargs["num_steps"] = said
+    return int(said)
+
+
+def _micro_batch(
+    config: Mapping[str, Any],
+    plugin: DeepSpeedPlugin,
+    context: EngineContext,
+    objects: Sequence[Any],
+    num_shares: int,
+) -> int | None:
+    """Samples per process and batch; None when no loader says it."""
+    said = config.get(MICRO_BATCH, AUTO)
+    if said != AUTO:
+        return int(said)
+    sizes = [_batch_size(loader, context.split_batches, num_shares) for loader in objects if _is_loader(loader)]
+    if not sizes:
+        total = [getattr(loader, "total_batch_size", None) for loader in context.prepared.dataloaders]
+        sizes = [None if one is None else one // num_shares for one in total]
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        raise ValueError(
+            f"{MICRO_BATCH}='auto' cannot be filled, because a data loader has no batch size of its own "
+            f"(batch_size=None): write the number of samples per process and batch into the DeepSpeed configuration."
+        )
+    if not known:
+        return None
+    return (min if plugin.is_train_batch_min else max)(known)
+
+
+def _is_loader(item: Any) -> bool:
+    return isinstance(item, DataLoader) or hasattr(item, "total_batch_size")
+
+
+def _batch_size(loader: Any, split_batches: bool, num_shares: int) -> int | None:
+    if hasattr(loader, "total_batch_size"):  # a prepared one
+        return int(loader.total_batch_size) // num_shares
+    size = loader.batch_size
+    if size is None:
+        size = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        return None
+    return size // num_shares if split_batches else size
+
+
+def find_hidden_size(model: nn.Module) -> int | None:
+    """The width of a transformer, from its configuration.
+
+    Args:
+        model: Any model; those of transformers have a `config` with `hidden_size` or `hidden_sizes`, or with a
+            `text_config` that has.
+    """
+    config = getattr(model, "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        size = getattr(part, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        sizes = getattr(part, "hidden_sizes", None)
+        if sizes:
+            return int(max(sizes))
+    return None
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    if not isinstance(optimizer, DummyOptim):
+        return {}
+    given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+    return {f"optimizer.params.{name}": value for name, value in given.items()}
+
+
+def _of_scheduler(scheduler: Any, num_shares: int, split_batches: bool) -> dict[str, Any]:
+    """Parameters of the configuration's scheduler, which steps once for the batches of all processes."""
+    if not isinstance(scheduler, DummyScheduler):
+        return {}
+    given = {"warmup_num_steps": scheduler.warmup_num_steps, **scheduler.kwargs}
+    rate = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
+    if rate is not None:
+        given["warmup_max_lr"] = rate
+    total = scheduler.total_num_steps
+    if total is not None:
+        given["total_num_steps"] = total if split_batches else math.ceil(total / num_shares)
+    return {f"scheduler.params.{name}": value for name, value in given.items()}
+
+
+def _check_all_known(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    missing = [key for key in leaf_keys(config) if get_value(config, key) == AUTO and key not in values]
+    if not missing:
+        return
+    lines = []
+    for key in missing:
+        hint = next((hint for start, hint in HINTS.items() if key.startswith(start)), None)
+        lines.append(f"- {key}: " + (f"{hint}, or write" if hint else "write") + " a value into the configuration")
+    raise ValueError(
+        "'auto' values of the DeepSpeed configuration cannot be filled, because nothing says them:\n"
+        + "\n".join(lines)
+    )
+
+
+def _check_batch_sizes(config: Mapping[str, Any], num_shares: int) -> None:
+    total, micro, steps = (config.get(key, AUTO) for key in ("train_batch_size", MICRO_BATCH, STEPS))
+    if AUTO in (total, micro, steps) or total == micro * steps * num_shares:
+        return
+    raise ValueError(
+        f"The DeepSpeed configuration has train_batch_size={total}, which is not {MICRO_BATCH}={micro} x "
+        f"{STEPS}={steps} x {num_shares} processes = {micro * steps * num_shares}: write 'auto' for one of them."
+    )

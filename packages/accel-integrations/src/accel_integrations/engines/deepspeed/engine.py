@@ -1,0 +1,309 @@
+"""DeepSpeed behind the interface of all engines: it owns gradients, steps and states; this says when."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+
+from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
+from accel_integrations.engines.deepspeed.config import settle
+from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit
+from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
+from accel_integrations.engines.deepspeed.states import (
+    OPTIONS_OF_LOADING,
+    OPTIONS_OF_SAVING,
+    StoredEngines,
+    check_form,
+    open_engines,
+    read_plain,
+    write_engines,
+    write_plain,
+)
+from accel_integrations.engines.deepspeed.wrappers import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+)
+from accel_integrations.engines.engine import Engine
+from accel_ops.modules import has_compiled_regions, is_compiled_module
+from accel_state.enums import DynamoBackend
+from accel_state.mesh import DataPlace
+
+if TYPE_CHECKING:
+    from accel_integrations.precision.precision import Precision
+    from accel_state.settings.deepspeed import DeepSpeedPlugin
+
+NOT_OFFLOADED = (None, "none")
+
+
+@final
+class DeepSpeedEngine(Engine):
+    """`deepspeed.initialize`: what is prepared together becomes one engine of DeepSpeed, which steps in backward."""
+
+    name = "deepspeed"
+    accepts_transforms = False
+    divides_losses = False
+    writes_states = True
+    options_of_saving = OPTIONS_OF_SAVING
+    options_of_loading = OPTIONS_OF_LOADING
+
+    # ---- before anything starts ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Refuse what DeepSpeed does not do.
+
+        Raises:
+            ValueError: For float16 on a CPU, averages over windows, and axes that DeepSpeed does not know.
+        """
+        state = self.context.state
+        if state.device.type == "cpu" and state.mixed_precision == "fp16":
+            raise ValueError("mixed_precision='fp16' is not possible with DeepSpeed on a CPU: choose 'bf16', or 'no'.")
+        if self.averaging is not None:
+            raise ValueError(
+                "GradientAccumulationPlugin(average_over=...) needs gradients at the end of a window, but DeepSpeed "
+                "steps in backward: leave it out."
+            )
+        config = state.parallelism_config
+        if config is None:
+            return
+        refused = [f"{axis}_size" for axis in config.active_mesh_dims if axis != "sp"]
+        if config.sp_enabled and config.sp_backend != "deepspeed":
+            refused.append(f"sp_backend={config.sp_backend!r}")
+        if refused:
+            raise ValueError(
+                f"ParallelismConfig asks for {', '.join(refused)}, which cannot be "
+                "combined with DeepSpeed: it shards by itself (zero_stage), divides layers by tensor_parallel in its "
+                "own configuration, and sequences by sp_size with sp_backend='deepspeed'."
+            )
+
+    def make_precision(self, wanted: str) -> Precision:
+        """DeepSpeed converts the model itself, but for 8-bit floats."""
+        asked = self.context.state._mixed_precision
+        return super().make_precision("fp8" if asked == "fp8" else "no")
+
+    def data_place(self) -> DataPlace:
+        """All processes read different samples, but for those that share layers."""
+        state = self.context.state
+        share = self._tensor_parallel_size()
+        return DataPlace(state.process_index // share, state.num_processes // share)
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The settings in use."""
+        return get_active_deepspeed_plugin(self.context.state)
+
+    def _tensor_parallel_size(self) -> int:
+        return int(self.plugin.get_value("tensor_parallel.autotp_size") or 1)
+
+    # ---- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare(self, objects: Sequence[Any], prepare_each: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
+        """Build one engine of the model, its optimizer and its scheduler; everything else is prepared as everywhere.
+
+        Raises:
+            ValueError: For objects that do not belong together, or do not fit the configuration.
+        """
+        roles = Roles.find(objects)
+        if roles.model is None:
+            return prepare_each(objects)
+        model: nn.Module = objects[roles.model]
+        optimizer = None if roles.optimizer is None else objects[roles.optimizer]
+        scheduler = None if roles.scheduler is None else objects[roles.scheduler]
+        plugin = self.plugin
+        check_fit(optimizer, scheduler, plugin.deepspeed_config)
+        settle(plugin, self.context, objects, model, optimizer, scheduler, self.data_place().count)
+        results = prepare_each([None if index in roles.positions else item for index, item in enumerate(objects)])
+        built = self._build(model, optimizer, scheduler)
+        for index, made in zip((roles.model, roles.optimizer, roles.scheduler), built, strict=True):
+            if index is not None:
+                results[index] = _mark(made)
+        return prepare_each(results)
+
+    def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
+        """What stands for a model, its optimizer and its scheduler from now on."""
+        plugin, state = self.plugin, self.context.state
+        deepspeed = load_library(state.device)
+        join_processes(state.device, state.backend)
+        plugin.set_moe_leaf_modules(model)
+        model = self.precision.wrap_forward(self.precision.convert(model))
+        arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}
+        if isinstance(optimizer, DummyOptim):
+            arguments["model_parameters"] = optimizer.params
+        elif optimizer is not None:
+            plugin.deepspeed_config.setdefault("zero_allow_untested_optimizer", True)  # the program chose it
+            arguments["optimizer"] = self._placed(optimizer)
+        makes_scheduler = getattr(scheduler, "lr_scheduler_callable", None)
+        if makes_scheduler is not None or type(scheduler).__name__ in OF_DEEPSPEED:
+            arguments["lr_scheduler"] = makes_scheduler or scheduler
+        engine, its_optimizer, _, its_scheduler = deepspeed.initialize(**arguments)
+        self._compile(engine)
+        self._keep(engine)
+        wrapped_optimizer = None if optimizer is None else DeepSpeedOptimizerWrapper(its_optimizer)
+        return engine, wrapped_optimizer, self._wrap_scheduler(scheduler, its_scheduler, wrapped_optimizer)
+
+    def _placed(self, optimizer: torch.optim.Optimizer) -> Any:
+        """DeepSpeed's own optimizer where states are kept in main memory, unless the configuration forbids it."""
+        plugin = self.plugin
+        device = plugin.get_value("zero_optimization.offload_optimizer.device")
+        if device in NOT_OFFLOADED or not plugin.get_value("zero_force_ds_cpu_optimizer", True):
+            return optimizer
+        return map_pytorch_optim_to_deepspeed(optimizer)
+
+    def _wrap_scheduler(self, scheduler: Any, its_scheduler: Any, optimizer: Any) -> Any:
+        if scheduler is None:
+            return None
+        if isinstance(scheduler, DummyScheduler) or type(scheduler).__name__ in OF_DEEPSPEED:
+            return DeepSpeedSchedulerWrapper(its_scheduler, optimizer)
+        wrapped = self.prepare_scheduler(scheduler)
+        wrapped.optimizers = [optimizer]
+        return wrapped
+
+    def _compile(self, engine: Any) -> None:
+        settings = self.context.state.dynamo_plugin
+        if settings.backend == DynamoBackend.NO or is_compiled_module(engine.module):
+            return
+        options = settings.to_kwargs()
+        if settings.use_regional_compilation and not has_compiled_regions(engine.module):
+            self.compile_model(engine.module, settings)
+        else:
+            engine.compile(backend=options.pop("backend"), compile_kwargs=options)
+
+    def _keep(self, engine: Any) -> None:
+        """The first engine is the one that `backward` steps."""
+        if self.library_engine is None:
+            self.library_engine = DeepSpeedEngineWrapper(engine)
+        elif engine.optimizer is not None and hasattr(engine.optimizer, "step"):
+            warnings.warn(
+                "This Accelerator has prepared a second model to train, but backward() goes through the DeepSpeed engine "
+                "of the first: make an Accelerator for each model that is trained.",
+                stacklevel=2,
+            )
+
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        """Move a model that is prepared on its own to the device; DeepSpeed has no part in it."""
+        return model.to(self.context.state.device) if device_placement else model
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Accumulate gradients, and at the end of a window step."""
+        if self.library_engine is None:
+            raise RuntimeError(
+                "backward() needs a DeepSpeed engine, but no model was prepared: pass model and optimizer to prepare() first."
+            )
+        self.library_engine.backward(loss, sync_gradients=self.gradient_state.sync_gradients, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Nothing to hold back: DeepSpeed is told in backward where windows end."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The joint norm that DeepSpeed had, and bounded as its configuration says, before it stepped."""
+        bound = self.plugin.get_value("gradient_clipping")
+        if max_norm != bound and not self._warned_of_clipping:
+            self._warned_of_clipping = True
+            warnings.warn(
+                f"clip_grad_norm_(max_norm={max_norm}) comes too late under DeepSpeed, which stepped in backward with "
+                f"gradient_clipping={bound}: set DeepSpeedPlugin(gradient_clipping={max_norm}).",
+                stacklevel=4,
+            )
+        norm: Any = None if self.library_engine is None else self.library_engine.get_global_grad_norm()
+        return norm
+
+    _warned_of_clipping = False
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Not possible: DeepSpeed stepped in backward.
+
+        Raises:
+            ValueError: Saying what to use instead.
+        """
+        raise ValueError(
+            "clip_grad_value_() is not possible under DeepSpeed, which steps in backward: set gradient_clipping, which "
+            "bounds the norm, in DeepSpeedPlugin or its configuration."
+        )
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The whole model's tensors in main memory, on the main process; under stage 3, nothing on the others.
+
+        Raises:
+            ValueError: Under stage 3, when the configuration does not allow to gather weights.
+        """
+        engine = next((one for one in self._engines if model is one or model is one.module), None)
+        if engine is None:
+            return super().full_state_dict(model)
+        if engine.zero_optimization_partition_weights():
+            if not engine.zero_gather_16bit_weights_on_model_save():
+                raise ValueError(
+                    "ZeRO stage 3 has divided the weights, and the configuration does not allow to gather them: set "
+                    "DeepSpeedPlugin(zero3_save_16bit_model=True), "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use zero_to_fp32.py in a folder of "
+                    "save_state()."
+                )
+            return engine._zero3_consolidated_16bit_state_dict() or {}
+        return {name: _own_copy(value) for name, value in self.unwrap(engine).state_dict().items()}
+
+    @property
+    def _engines(self) -> list[Any]:
+        return [one for one in self.context.prepared.wrapped if _is_engine(one)]
+
+    @property
+    def _others(self) -> list[nn.Module]:
+        """Models that were prepared on their own."""
+        return [one for one in self.context.prepared.wrapped if not _is_engine(one)]
+
+    def write_states(self, folder: Path, **options: Any) -> list[str]:
+        """Write all engines, each into a folder of its own."""
+        return write_plain(self._others, folder) + write_engines(self._engines, folder, options)
+
+    def check_states(self, names: Collection[str], folder: Path) -> None:
+        """Refuse a checkpoint of another way of training."""
+        check_form(names, folder)
+
+    def read_states(
+        self, folder: Path, models: Sequence[nn.Module], *, strict: bool = True, **options: Any
+    ) -> StoredEngines:
+        """Look at the states of engines; `apply` of the result loads them."""
+        engines = [(engine, index) for index, engine in enumerate(self._engines) if engine in models]
+        stored = open_engines(folder, engines, {"load_module_strict": strict, **options})
+        stored.plain = [(one, read_plain(folder, index)) for index, one in enumerate(self._others) if one in models]
+        return stored
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Let go of the engine that backward stepped, and of the memory it holds."""
+        if self.library_engine is not None:
+            self.library_engine.engine.destroy()
+            self.library_engine = None
+
+    def close(self) -> None:
+        """Let DeepSpeed forget process groups that are about to end."""
+        if self.library_engine is not None:
+            leave_processes()
+
+
+def _is_engine(model: Any) -> bool:
+    return hasattr(model, "save_checkpoint")
+
+
+def _mark(made: Any) -> Any:
+    setattr(made, PREPARED_MARK, True)
+    return made
+
+
+def _own_copy(value: Any) -> Any:
+    """A tensor outside of the flat buffer of which DeepSpeed's are views: saved views would take all of it along."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,112 @@
+"""Which of the objects that are prepared together DeepSpeed takes over, and whether they fit its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+
+PREPARED_MARK = "_is_accelerate_prepared"
+OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
+"""Schedulers of DeepSpeed, which its engine steps; they are no `LRScheduler`."""
+
+
+@dataclass
+class Roles:
+    """Positions in what `prepare` was given, of what DeepSpeed builds one engine from; None where there is none."""
+
+    model: int | None = None
+    optimizer: int | None = None
+    scheduler: int | None = None
+
+    @classmethod
+    def find(cls, objects: Sequence[Any]) -> Roles:
+        """Look through objects for those that are not prepared yet.
+
+        Raises:
+            ValueError: For two of a kind, or for an optimizer without its model.
+        """
+        roles = cls()
+        for index, item in enumerate(objects):
+            role = _role_of(item)
+            if role is None:
+                continue
+            if getattr(roles, role) is not None:
+                names = [type(one).__name__ for one in objects if _role_of(one) == role]
+                raise ValueError(
+                    f"prepare() got {len(names)} {role}s ({', '.join(names)}), but a DeepSpeed engine trains one model "
+                    "with one optimizer: make one Accelerator for each model, and prepare them apart."
+                )
+            setattr(roles, role, index)
+        if roles.model is None and roles.optimizer is not None:
+            raise ValueError(
+                f"prepare() got the optimizer {type(objects[roles.optimizer]).__name__} without its model: DeepSpeed "
+                "builds one engine of both, so pass model, optimizer and scheduler to one call of prepare()."
+            )
+        return roles
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Those there are."""
+        return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
+
+
+def _role_of(item: Any) -> str | None:
+    if getattr(item, PREPARED_MARK, False):
+        return None
+    if isinstance(item, nn.Module):
+        return "model"
+    if isinstance(item, DummyOptim) or (
+        isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer)
+    ):
+        return "optimizer"
+    if is_scheduler(item):
+        return "scheduler"
+    return None
+
+
+def is_scheduler(item: Any) -> bool:
+    """Whether an object is a learning-rate scheduler: torch's, DeepSpeed's, or what stands for one."""
+    if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
+        return True
+    return type(item).__name__ in OF_DEEPSPEED
+
+
+def check_fit(optimizer: Any, scheduler: Any, config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer or scheduler that is described twice, or nowhere.
+
+    Args:
+        optimizer: What was prepared, if anything.
+        scheduler: Likewise.
+        config: DeepSpeed's configuration.
+
+    Raises:
+        ValueError: Saying what to take out, or to pass instead.
+    """
+    for kind, item, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
+        if item is None:
+            continue
+        is_dummy, is_described = isinstance(item, dummy), kind in config
+        if is_described and not is_dummy:
+            raise ValueError(
+                f"The {kind} is given twice: the DeepSpeed configuration has a section {kind!r}, and prepare() got a "
+                f"{type(item).__name__}. Take the section out, or pass accelerate.utils.{dummy.__name__} instead."
+            )
+        if is_dummy and not is_described and getattr(item, "lr_scheduler_callable", None) is None:
+            instead = ", or pass lr_scheduler_callable to it" if dummy is DummyScheduler else ""
+            raise ValueError(
+                f"prepare() got a {dummy.__name__}, which stands for the {kind} of the DeepSpeed configuration, but "
+                f"there is no section {kind!r} in it: add one, pass a real {kind}{instead}."
+            )
+    if isinstance(optimizer, DummyOptim) and scheduler is not None and not isinstance(scheduler, DummyScheduler):
+        raise ValueError(
+            f"prepare() got a DummyOptim together with the scheduler {type(scheduler).__name__}, which cannot drive an "
+            "optimizer that DeepSpeed makes only now: pass a DummyScheduler, with a section 'scheduler' in the "
+            "configuration or with lr_scheduler_callable."
+        )

@@ -1,0 +1,71 @@
+"""Joining the processes for DeepSpeed: on which device, through which group, and without stale builds."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import process_group
+from accel_state.processes import kind_of
+
+BUILDS_SHARED_MEMORY = "DS_BUILD_SHM_COMM"
+"""0 spares CPUs the minute in which DeepSpeed compiles its exchange through shared memory, at the first start."""
+
+_joined: weakref.ref[Any] | None = None  # the process group that DeepSpeed was told of
+
+
+def load_library(device: torch.device) -> Any:
+    """Import DeepSpeed for a device, which it settles when it is imported.
+
+    Raises:
+        ValueError: It was imported for another device already.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    found = get_accelerator().device_name()
+    if found != device.type:
+        raise ValueError(
+            f"DeepSpeed computes on {found!r} in this process, but the Accelerator on {device.type!r}: set "
+            f"DS_ACCELERATOR={device.type} before anything imports deepspeed, or make the Accelerator first."
+        )
+    if device.type == "cpu" and os.environ.get(BUILDS_SHARED_MEMORY) == "0":
+        from deepspeed import ops
+
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def join_processes(device: torch.device, backend: str | None) -> None:
+    """Have DeepSpeed use the process group there is; a process that stands alone gets a group of one.
+
+    Args:
+        device: Of this process.
+        backend: The collective library of the run; None when there is no group.
+    """
+    global _joined
+    from deepspeed import comm
+
+    if not dist.is_initialized():
+        process_group.start_alone(kind_of(device))
+    if _joined is not None and _joined() is not dist.group.WORLD:  # of a run that has ended
+        leave_processes()
+    _joined = weakref.ref(dist.group.WORLD)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    comm.init_distributed(dist_backend=backend or dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+def leave_processes() -> None:
+    """Make DeepSpeed forget groups that are about to end, so that another run can begin in this process."""
+    import deepspeed.comm.comm as comm
+    from deepspeed.utils import groups
+
+    release = getattr(groups, "_release_process_group_references", None)
+    if release is not None:  # since 0.19
+        release(group=None)
+    comm.cdb = None
