@@ -16,12 +16,14 @@ from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs
+from accel_state.settings.deepspeed import DeepSpeedPlugin
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accel_state.settings.handlers import AutocastKwargs, GradScalerKwargs, InitProcessGroupKwargs
 from accel_state.settings.profile import ProfileKwargs
 from accel_state.settings.project import ProjectConfiguration
 from accelerate import Accelerator
 from accelerate.accelerator import _split_batches
+from accelerate.arguments import resolve_plugins
 from tests.support.ranks import ranks
 
 
@@ -253,3 +255,13 @@ def test_two_processes(rank: int, world: int) -> None:
     assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (2, rank, rank)
     assert accelerator.is_main_process is accelerator.should_save_model is (rank == 0)
     assert accelerator.is_last_process is (rank == 1)
+
+
+def test_several_deepspeed_plugins_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_state.libraries.is_deepspeed_available", lambda: True)
+    plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
+    assert resolve_plugins({"deepspeed_plugin": plugins})["deepspeed_plugin"] == plugins
+    with pytest.raises(TypeError, match=r"deepspeed_plugins\['teacher'\]=3 is of type int"):
+        resolve_plugins({"deepspeed_plugin": {**plugins, "teacher": 3}})
+    with pytest.raises(TypeError, match=r"fsdp_plugin=\{.*is of type dict"):
+        resolve_plugins({"fsdp_plugin": plugins})

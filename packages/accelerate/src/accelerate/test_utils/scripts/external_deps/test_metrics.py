@@ -1,0 +1,132 @@
+"""Checks that metrics see every sample once, whatever the loader: `gather_for_metrics`.
+
+By itself: `accelerate launch --num_processes 2 .../external_deps/test_metrics.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.test_utils.scripts.checks.check import Check, Place, make_accelerator, need_data_parallelism, same
+from accelerate.test_utils.scripts.checks.running import run_checks
+from accelerate.test_utils.scripts.checks.sentences import Sentences, make_reader
+
+BATCH = 16
+
+
+class Numbers(IterableDataset[int]):
+    """Yields 0, 1, 2, ..."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def predictions(count: int, batch_size: int, **settings: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a model says about sentences, gathered from all processes, and by itself."""
+    accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+    model = make_reader().eval()
+    sentences = Sentences(count, seed=5)
+    with torch.no_grad():
+        wanted = model(sentences.words)
+        prepared, loader = accelerator.prepare(model, DataLoader(sentences, batch_size=batch_size))
+        found = [accelerator.gather_for_metrics(prepared(batch["input_ids"])) for batch in loader]
+    return torch.cat(found).cpu(), wanted
+
+
+def each_once(place: Place, *, dispatch_batches: bool, split_batches: bool, surplus: int) -> None:
+    """Gathered predictions are those of one process, in the order of the data."""
+    need_data_parallelism(place)
+    size = BATCH * place.world if split_batches else BATCH
+    count = 3 * BATCH * place.world + surplus
+    found, wanted = predictions(count, size, dispatch_batches=dispatch_batches, split_batches=split_batches)
+    same(len(found), count, "number of predictions")
+    assert torch.allclose(found, wanted, atol=1e-5), "predictions differ from those of one process"
+
+
+def correct(place: Place) -> None:
+    """A metric is the same number as on one process."""
+    need_data_parallelism(place)
+    found, wanted = predictions(99, BATCH)
+    labels = Sentences(99, seed=5).labels
+    same((found.argmax(-1) == labels).sum().item(), (wanted.argmax(-1) == labels).sum().item(), "right predictions")
+
+
+def streams(place: Place) -> None:
+    """A stream that tells its length gives each item once, whoever reads it."""
+    need_data_parallelism(place)
+    for dispatch in (True, False):
+        accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        loader = accelerator.prepare(DataLoader(Numbers(30), batch_size=4))
+        found = [accelerator.gather_for_metrics(batch) for batch in loader]
+        same(sorted(torch.cat(found).tolist()), list(range(30)), "items")
+
+
+def objects(place: Place) -> None:
+    """What is no tensor is gathered as a list, and without what was added to even it out."""
+    need_data_parallelism(place)
+    accelerator = make_accelerator()
+    count = 2 * BATCH * place.world + 3
+    loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH))  # type: ignore[arg-type]
+    found = [accelerator.gather_for_metrics([f"item {number}" for number in batch.tolist()]) for batch in loader]
+    same([word for batch in found for word in batch], [f"item {number}" for number in range(count)], "items")
+
+
+def dropping(place: Place) -> None:
+    """With drop_last=True nothing is added, and so nothing is cut off again."""
+    need_data_parallelism(place)
+    accelerator: Accelerator = make_accelerator()
+    count = 2 * BATCH * place.world + 5
+    loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True))  # type: ignore[arg-type]
+    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    same(found.tolist(), list(range(2 * BATCH * place.world)), "items")
+
+
+def same_model(place: Place) -> None:
+    """Processes that begin with other weights predict alike once the model is prepared."""
+    need_data_parallelism(place)
+    accelerator = make_accelerator()
+    torch.manual_seed(place.rank)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    with torch.no_grad():
+        found: torch.Tensor = accelerator.gather(model(torch.ones(1, 2, device=accelerator.device)))
+    assert torch.allclose(found, found[:1].expand_as(found)), f"predictions differ: {found.tolist()}"
+
+
+METRICS = (
+    *(
+        Check(
+            "metrics",
+            f"{'dispatched' if dispatch else 'sharded'}, {'split' if split else 'whole'} batches, {surplus} left over",
+            partial(each_once, dispatch_batches=dispatch, split_batches=split, surplus=surplus),
+        )
+        for dispatch, split, surplus in product((False, True), (False, True), (0, 1, 5))
+    ),
+    Check("metrics", "right predictions", correct),
+    Check("metrics", "streams", streams),
+    Check("metrics", "objects", objects),
+    Check("metrics", "drop last", dropping),
+    Check("metrics", "one model", same_model),
+)
+
+
+def main() -> int:
+    """Run these checks, print a table, and return the exit status: 0 when none failed."""
+    return run_checks(METRICS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
