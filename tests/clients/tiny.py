@@ -120,7 +120,7 @@ def tokenizer() -> Any:
 
 
 def save_bert(folder: Path) -> Path:
-    """A tiny encoder with its tokenizer, in the layout of the transformers library."""
+    """A tiny encoder without dropout and its tokenizer, in the layout of the transformers library."""
     import transformers
 
     words = tokenizer()
@@ -129,6 +129,7 @@ def save_bert(folder: Path) -> Path:
         config = transformers.BertConfig(
             vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
             max_position_embeddings=64, pad_token_id=words.pad_token_id,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
         transformers.BertModel(config).save_pretrained(folder)
     words.save_pretrained(folder)

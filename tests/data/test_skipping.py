@@ -88,9 +88,11 @@ def test_a_negative_number_is_refused() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_going_on_draws_no_random_numbers_to_begin_with(workers: int) -> None:
-    loader = prepare_data_loader(DataLoader(Squares(10), batch_size=2, shuffle=True, num_workers=workers))
+def test_going_on_draws_no_random_numbers_to_begin_with(workers: int, shuffle: bool) -> None:
+    plain = DataLoader(Squares(10), batch_size=2, shuffle=shuffle, num_workers=workers)
+    loader = prepare_data_loader(plain, use_seedable_sampler=True)
     torch.manual_seed(3)
     before = torch.get_rng_state()
     for _ in skip_first_batches(skip_first_batches(loader, 1), 0):
@@ -99,3 +101,9 @@ def test_going_on_draws_no_random_numbers_to_begin_with(workers: int) -> None:
     for _ in loader:
         assert not torch.equal(torch.get_rng_state(), before), "an epoch that begins is another matter"
         break
+
+
+def test_an_order_drawn_at_random_does_not_come_twice() -> None:
+    loader = prepare_data_loader(DataLoader(Squares(40), batch_size=2, shuffle=True))
+    rest = lists(skip_first_batches(loader, 1))
+    assert lists(loader)[1:] != rest

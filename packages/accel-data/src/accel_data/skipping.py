@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
 from accel_data.dispatcher import DataLoaderDispatcher
@@ -82,8 +82,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             stream, which can only be read from the start.
 
     Returns:
-        A new loader, of the same kind. To begin with it draws no numbers from torch's generator: those of this epoch
-        were drawn when it began, so after `load_state` dropout goes on as if nothing had happened.
+        A new loader, of the same kind. Where the order does not depend on torch's own generator (a seedable sampler, one
+        with a generator, or no shuffling), beginning it draws no numbers from that: those of this epoch were drawn when
+        it began, so after `load_state` dropout goes on as if nothing had happened.
 
     Raises:
         ValueError: When `num_batches` is negative.
@@ -135,8 +136,13 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     rest = kind(dataloader.dataset, **kwargs)
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.cut = dataloader.cut
-        rest.goes_on = num_batches > 0 or dataloader.goes_on
+        rest.goes_on = dataloader.goes_on or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
     return rest
+
+
+def _draws_for_itself(sampler: Any) -> bool:
+    """Whether a sampler leaves torch's own generator alone; others must not be given the same numbers twice."""
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None
 
 
 def _kind(dataloader: Any) -> type:
