@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -109,3 +111,13 @@ def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
     assert accelerator.should_save_model is (rank == 0)
     with pytest.raises(RuntimeError, match="'tp' axis"):
         _ = accelerator.tensor_parallel_rank
+
+
+def test_an_accelerator_goes_to_another_process() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3, mixed_precision="bf16")
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    copied = pickle.loads(pickle.dumps(accelerator))
+    assert copied.state.__dict__ == accelerator.state.__dict__
+    assert (copied.gradient_accumulation_steps, copied.mixed_precision) == (3, "bf16")
+    loss = copied.prepare(torch.nn.Linear(1, 1))(torch.ones(1, 1)).sum()
+    copied.backward(loss)

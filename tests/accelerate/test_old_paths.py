@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from accelerate.neighbours import HOMES
 from accelerate.utils import other, torch_xla
 
 
@@ -65,3 +66,38 @@ def test_rich_tracebacks_need_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     importlib.import_module("accelerate.utils.rich")
     assert installed == [{"show_locals": False}]
     monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
+
+
+# names that modules had because they used them
+USED_THERE = [
+    ("accelerate.big_modeling", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"),
+    ("accelerate.checkpointing", "get_logger"),
+    ("accelerate.data_loader", "GradientState"),
+    ("accelerate.hooks", "PartialState"),
+    ("accelerate.launchers", "patch_environment"),
+    ("accelerate.optimizer", "AcceleratorState"),
+    ("accelerate.state", "DistributedType"),
+    ("accelerate.state", "is_torch_xla_available"),
+    ("accelerate.tracking", "LoggerType"),
+    ("accelerate.utils.dataclasses", "FSDP_AUTO_WRAP_POLICY"),
+    ("accelerate.utils.deepspeed", "AcceleratedOptimizer"),
+    ("accelerate.utils.modeling", "is_tqdm_available"),
+    ("accelerate.utils.operations", "PartialState"),
+    ("accelerate.utils.other", "FSDP_PYTORCH_VERSION"),
+    ("accelerate.utils.random", "RNGType"),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), USED_THERE)
+def test_names_are_found_where_they_were_used(module: str, name: str) -> None:
+    found = getattr(importlib.import_module(module), name)
+    assert any(getattr(importlib.import_module(home), name, None) is found for home in HOMES)
+
+
+def test_names_that_are_nowhere_are_missing() -> None:
+    state = importlib.import_module("accelerate.state")
+    with pytest.raises(AttributeError, match=r"module 'accelerate.state' has no attribute 'nothing'"):
+        _ = state.nothing
+    assert not hasattr(state, "_export")  # private ones are not looked for
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        exec("from accelerate.state import nothing")

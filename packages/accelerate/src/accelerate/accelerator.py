@@ -583,8 +583,15 @@ class Accelerator:
         return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader cut along the sequence, for DeepSpeed's sequence parallelism; the same one without it."""
-        return dl
+        """The loader cut along the sequence, for DeepSpeed's sequence parallelism; the same one without it.
+
+        Loaders that are prepared together with the model come so already.
+
+        Args:
+            dl: A prepared loader.
+            model (`torch.nn.Module`): Prepared with DeepSpeed.
+        """
+        return self.engine.share_sequences(dl)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether `device_map` spread the model, or a part of it, over several devices."""

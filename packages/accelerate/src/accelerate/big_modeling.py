@@ -25,3 +25,6 @@ from accel_bigmodel.offload.loader import extract_submodules_state_dict as extra
 from accel_bigmodel.streaming.settings import Streaming as Streaming
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

@@ -29,6 +29,9 @@ from accelerate.checkpoint.keeper import optimizer_location
 from accelerate.checkpoint.load import Checkpoint, Receivers, apply_state, apply_weights, check_weights, read_state
 from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FolderWriter
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here
 
 StrPath = str | os.PathLike[str]
 

@@ -12,3 +12,6 @@ from accel_data.samplers import get_sampler as get_sampler
 from accel_data.skipping import SkipBatchSampler as SkipBatchSampler
 from accel_data.skipping import SkipDataLoader as SkipDataLoader
 from accel_data.skipping import skip_first_batches as skip_first_batches
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here
+
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
 

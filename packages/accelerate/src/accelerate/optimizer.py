@@ -7,6 +7,9 @@ import torch
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_integrations.prepared.optimizer import patch_optimizer_step as patch_optimizer_step
 from accel_ops.placement import send_to_device
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here
 
 
 def move_to_device(state: Any, device: torch.device | str | int) -> Any:

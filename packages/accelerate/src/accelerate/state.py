@@ -7,3 +7,6 @@ from accel_state.processes import do_nothing as do_nothing
 from accel_state.processes import is_initialized as is_initialized
 from accel_state.shared import SharedDict as SharedDict
 from accel_state.shared import ThreadLocalSharedDict as ThreadLocalSharedDict
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

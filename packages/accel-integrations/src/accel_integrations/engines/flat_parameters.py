@@ -18,6 +18,9 @@ class FlatParameters:
     def __init__(self) -> None:
         self._flat_of: Any = WeakIdKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy has other parameters, which are part of nothing yet
+
     @staticmethod
     def remember(model: nn.Module) -> dict[str, weakref.ref[nn.Parameter]]:
         """The parameters of a model by name, to be handed to `note`; their memory is not held on to."""

@@ -102,7 +102,32 @@ class MegatronEngine(nn.Module):
         model: The model.
         optimizer: Its optimizer.
         scheduler: The scheduler of the optimizer.
+
+    Attributes:
+        module: The model, or the list of its parts.
+        base_model: The first of them.
+        optimizer: Its optimizer.
+        scheduler: The scheduler of the optimizer.
+        train_step_handler: What computes a batch's loss.
+        module_config: Megatron-LM's settings about the model.
+        iteration: How many steps were taken.
+        num_floating_point_operations_so_far: What they took.
+        report_memory_flag: Whether the use of memory is still to be shown.
+        total_loss_dict: Sums of losses since they were last shown.
+        eval_total_loss_dict: Likewise in evaluation.
     """
+
+    module: Any
+    base_model: Any
+    optimizer: Any
+    scheduler: Any
+    train_step_handler: Any
+    module_config: Any
+    iteration: int
+    num_floating_point_operations_so_far: int
+    report_memory_flag: bool
+    total_loss_dict: dict[str, Any]
+    eval_total_loss_dict: dict[str, Any]
 
     def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
         raise needs_megatron("MegatronEngine")

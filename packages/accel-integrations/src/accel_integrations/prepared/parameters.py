@@ -25,6 +25,9 @@ class ReplacedParameters:
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy has other parameters, none of which was replaced
+
     @contextmanager
     def recording(self, model: nn.Module, inner: Callable[[nn.Module], nn.Module] | None = None) -> Iterator[None]:
         """A block in which parameters of a model may be replaced.

@@ -10,3 +10,6 @@ from accel_integrations.engines.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accel_state.settings.deepspeed_auto import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

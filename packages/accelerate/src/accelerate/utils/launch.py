@@ -9,3 +9,6 @@ from accel_cli.launch.old_names import prepare_simple_launcher_cmd_env as prepar
 from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.launch.old_names import setup_fp8_env as setup_fp8_env
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

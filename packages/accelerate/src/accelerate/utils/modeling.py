@@ -39,3 +39,6 @@ from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_peft_model as is_peft_model
 from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here

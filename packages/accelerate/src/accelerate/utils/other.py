@@ -25,6 +25,9 @@ from accel_ops.modules import model_has_dtensor as model_has_dtensor
 from accel_ops.nested import merge_dicts as merge_dicts
 from accel_ops.nested import recursive_getattr as recursive_getattr
 from accel_ops.tensor_files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accelerate.neighbours import found_among_neighbours
+
+__getattr__ = found_among_neighbours(__name__)  # what others import from here
 
 TORCH_SAFE_GLOBALS = allowed_globals()
 get_free_port = free_port
