@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import subprocess
 import sys
+import typing
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.compile import TorchDynamoPlugin
 from accel_state.settings.ddp import DistributedDataParallelKwargs
+from accel_state.settings.deepspeed import DeepSpeedPlugin
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accel_state.settings.handlers import GradScalerKwargs, InitProcessGroupKwargs
+from accel_state.settings.megatron import MegatronLMPlugin
 from accel_state.settings.parallelism import TorchContextParallelConfig
 from accel_state.settings.project import ProjectConfiguration
 
@@ -59,3 +63,12 @@ def test_wrong_values_name_key_value_and_remedy(make: Any, words: list[str]) -> 
         make()
     text = str(caught.value)
     assert all(word.lower() in text.lower() for word in words), text
+
+
+@pytest.mark.parametrize(
+    "settings_class",
+    [DeepSpeedPlugin, MegatronLMPlugin, ParallelismConfig, TorchDynamoPlugin],
+)
+def test_programs_that_build_command_lines_can_read_the_types(settings_class: type) -> None:
+    hints = typing.get_type_hints(settings_class)
+    assert {row.name for row in dataclasses.fields(settings_class)} <= set(hints)

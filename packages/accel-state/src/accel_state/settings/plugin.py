@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from accel_state.enums import DistributedType
+
 if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
-    from accel_state.enums import DistributedType
 
 VENDOR_KINDS = frozenset({"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron"})
 """Device kinds of one vendor each, whose torch support follows that of CUDA."""
