@@ -71,3 +71,30 @@ def test_adapters_learn_alike_however_the_base_is_shared(rank: int, world: int, 
             assert shared.keys() == adapter.keys()
             for name, tensor in shared.items():
                 torch.testing.assert_close(tensor.cpu(), adapter[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("default")  # the libraries have their own
+def test_trainer_trains_an_adapter_and_goes_on(tmp_path: Path) -> None:
+    import peft
+
+    from tests.clients import tiny
+    from tests.clients.trainer import history, make_trainer
+
+    def adapted() -> Any:
+        settings = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        return peft.get_peft_model(tiny.llama(), settings)
+
+    common = {"model": adapted, "max_steps": 8, "save_steps": 4, "learning_rate": 5e-2}
+    whole = make_trainer(tmp_path, **common)
+    whole.train()
+    names = {path.name for path in (tmp_path / "checkpoint-4").iterdir()}
+    assert "adapter_model.safetensors" in names
+    assert "model.safetensors" not in names
+    resumed = make_trainer(tmp_path, **common)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert history(resumed, "loss") == history(whole, "loss")
+    expected = peft.get_peft_model_state_dict(whole.model)
+    found = peft.get_peft_model_state_dict(resumed.model)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert history(whole, "loss")[-1] < history(whole, "loss")[0]

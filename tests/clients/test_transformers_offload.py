@@ -44,3 +44,28 @@ def test_a_model_loads_and_writes_text_wherever_its_parts_are(folder: Path, devi
         assert spread.hf_device_map == PLACES
         assert spread.model.layers[1].mlp.up_proj.weight.is_meta
         assert not list((tmp_path / "offload").glob("*.dat")), "the checkpoint is read where it is"
+
+
+@pytest.mark.parametrize("options", [{"device_map": {"": "disk"}}, {"device_map": "auto", "max_memory": {"cpu": 10}}])
+def test_a_model_that_stays_on_disk_as_a_whole(folder: Path, options: dict[str, Any], tmp_path: Path) -> None:
+    words = torch.tensor([[1, 2, 3]])
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    spread = transformers.AutoModelForCausalLM.from_pretrained(folder, offload_folder=str(tmp_path), **options)
+    assert spread.hf_device_map == {"": "disk"}
+    assert all(parameter.is_meta for parameter in spread.parameters())
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(spread.generate(words, **settings), plain.generate(words, **settings))
+    assert torch.equal(spread(words).logits, plain(words).logits)
+
+
+def test_memory_is_shared_out_as_asked(folder: Path, tmp_path: Path) -> None:
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    half = sum(parameter.nbytes for parameter in plain.parameters()) // 2
+    spread = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, device_map="auto", max_memory={"cpu": half}, offload_folder=str(tmp_path)
+    )
+    assert set(spread.hf_device_map.values()) == {"cpu", "disk"}
+    held = sum(parameter.nbytes for parameter in spread.parameters() if not parameter.is_meta)
+    assert 0 < held <= half
+    words = torch.tensor([[1, 2, 3]])
+    assert torch.equal(spread(words).logits, plain(words).logits)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -194,3 +198,30 @@ def test_two_processes_learn_like_one(rank: int, of_one_process: dict[str, list[
     weights: list[Any] = [None, None]
     dist.all_gather_object(weights, {name: tensor.sum().item() for name, tensor in trainer.model.state_dict().items()})
     assert weights[0] == weights[1]
+
+
+@pytest.mark.launch
+def test_its_command_launches_with_our_options(tmp_path: Path) -> None:
+    """`trl sft` takes our parser and hands over to our launcher."""
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"text": text}) for text in tiny.sentences(16)]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    tiny.tokenizer().save_pretrained(model_folder(tmp_path))
+    options = {
+        "num_processes": 2, "model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "data", "max_steps": 3,
+        "per_device_train_batch_size": 2, "logging_steps": 1, "output_dir": tmp_path / "out", "bf16": False,
+        "report_to": "none", "gradient_checkpointing": False,
+    }  # fmt: skip
+    command = [str(Path(sys.executable).with_name("trl")), "sft", "--cpu", "--use_cpu"]
+    run = subprocess.run(
+        [*command, *(f"--{name}={value}" for name, value in options.items())],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+    )
+    assert run.returncode == 0, run.stderr
+    state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3
+    assert state["epoch"] == pytest.approx(3 * 2 * 2 / 16), "two processes shared the sentences"

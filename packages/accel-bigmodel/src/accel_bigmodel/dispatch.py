@@ -168,17 +168,14 @@ def dispatch_model(
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
     """
     _check(model, device_map, strict)
-    if len(set(device_map.values())) > 1 or _is_quantised(model) or force_hooks:
+    places = set(device_map.values())
+    if len(places) > 1 or "disk" in places or _is_quantised(model) or force_hooks:
         _dispatch_parts(
             model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
             preload_module_classes, streaming,
         )  # fmt: skip
     else:
-        (device,) = set(device_map.values())
-        if device == "disk":
-            raise ValueError(
-                "The device map puts the whole model on disk: use disk_offload(model, offload_dir) for that."
-            )
+        (device,) = places
         check_memory(bytes_to_move(model, device_map))
         model.to(device)
         start_streaming(model)  # of nothing; but it can be asked where it is
