@@ -149,7 +149,6 @@ def test_a_class_in_a_custom_object_must_be_trusted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("zero_to_fp32.py", "DeepSpeed"),
         ("latest_checkpointed_iteration.txt", "Megatron-LM"),
     ],
 )
@@ -157,6 +156,14 @@ def test_checkpoints_of_other_engines_are_recognised(tmp_path: Path, name: str, 
     write_legacy(make_kept(), tmp_path / "state")
     (tmp_path / "state" / name).touch()
     with pytest.raises(ValueError, match=f"a checkpoint of {engine}, as '{name}' shows"):
+        make_kept().load_state(tmp_path / "state")
+
+
+def test_states_of_deepspeed_are_recognised(tmp_path: Path) -> None:
+    write_legacy(make_kept(), tmp_path / "state")
+    (tmp_path / "state" / "pytorch_model").mkdir()
+    (tmp_path / "state" / "pytorch_model" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(ValueError, match="was saved under DeepSpeed: load it with a DeepSpeedPlugin"):
         make_kept().load_state(tmp_path / "state")
 
 

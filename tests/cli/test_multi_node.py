@@ -73,6 +73,56 @@ def test_a_machine_that_dies_comes_back_and_the_run_goes_on(tmp_path: Path) -> N
     assert found["bias"] == pytest.approx(-0.8), "and no step was taken twice"
 
 
+@needs_namespaces
+@pytest.mark.launch
+def test_deepspeeds_own_launcher_on_two_machines(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
+    (tmp_path / "train.py").write_text(WITH_DEEPSPEED)
+    known = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    words = "launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
+    words += f" --deepspeed_hostfile hosts --deepspeed_multinode_launcher nossh --main_process_ip {ADDRESSES[0]}"
+    with two_machines("ds") as machines:
+        parts = [
+            subprocess.Popen(
+                inside(
+                    machines[rank], HOSTS[rank], f"{PROGRAM} {words} --machine_rank {rank} {tmp_path / 'train.py'}"
+                ),
+                cwd=tmp_path,
+                env={**known, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for rank in (0, 1)
+        ]
+        found = [finish(part) for part in parts]
+    assert found[0] == found[1]
+    assert (found[0]["engine"], found[0]["stage"], found[0]["processes"]) == ("deepspeed", 2, 2)
+    assert found[0]["bias"] == pytest.approx(-0.4), "four steps of 0.1 against a gradient of 1"
+
+
+WITH_DEEPSPEED = """
+import json, sys, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(1, 1)
+torch.nn.init.zeros_(model.bias)
+optimizer = torch.optim.SGD([model.bias], lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(8, 1), batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    accelerator.backward((model(batch) - model.module.weight).sum())
+    optimizer.step()
+stage, bias = model.zero_optimization_stage(), round(model.module.bias.item(), 5)
+found = {"engine": accelerator.engine.name, "stage": stage, "processes": accelerator.num_processes, "bias": bias}
+sys.stdout.write(json.dumps(found) + "\\n")
+accelerator.end_training()
+"""
+
+
 def test_addresses_of_this_machine() -> None:
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address("no.such.host.invalid") is None

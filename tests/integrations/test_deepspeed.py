@@ -22,6 +22,7 @@ from accelerate.utils import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
+    DeepSpeedSequenceParallelConfig,
     DummyOptim,
     DummyScheduler,
     GradientAccumulationPlugin,
@@ -257,6 +258,82 @@ def test_experts_are_gathered_as_one(rank: int, world: int) -> None:
         engine = accelerator.prepare(model)
         assert z3_leaf_module(engine.module[1])
         assert not z3_leaf_module(engine.module[0])
+
+
+def make_llama() -> Any:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
+
+
+@deepspeed_ranks(2)
+def test_sequences_are_shared(rank: int, world: int) -> None:
+    pytest.importorskip("transformers")
+    from deepspeed.utils import groups
+    from torch.distributed.nn.functional import all_gather
+
+    generator = torch.Generator().manual_seed(0)
+    words = [torch.randint(0, 32, (8,), generator=generator) for _ in range(8)]
+    rows = [{"input_ids": row, "labels": row, "position_ids": torch.arange(8)} for row in words]
+    plain = make_llama()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    expected = []
+    for batch in DataLoader(rows, batch_size=2):  # type: ignore[arg-type]
+        loss = plain(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+
+    handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
+    config = ParallelismConfig(sp_size=2, sp_backend="deepspeed", sp_handler=handler)
+    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.0)  # "auto" would be 1
+    with run_with(plugin, parallelism_config=config) as accelerator:
+        model = make_llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+        assert accelerator.deepspeed_config["train_batch_size"] == 2
+        assert len(loader) == 4
+        group = groups._get_sequence_parallel_group()
+        losses = []
+        for part in loader:
+            assert part["input_ids"].shape == (2, 4)
+            loss = model(**part, labels=part["shift_labels"]).loss
+            counts = all_gather((part["shift_labels"] != -100).sum(), group=group)
+            parts = zip(all_gather(loss, group=group), counts, strict=True)
+            loss = sum(one * count for one, count in parts) / sum(counts)
+            accelerator.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses == pytest.approx(expected, abs=1e-5)
+        with pytest.raises(ValueError, match="Linear is not: it has no config"):
+            accelerator.prepare(nn.Linear(1, 1))
+
+
+@deepspeed_ranks(2)
+def test_transformers_builds_models_in_shards(rank: int, world: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if rank == 0:
+        make_llama().save_pretrained(tmp_path)
+    plugin = DeepSpeedPlugin(zero_stage=3, zero3_save_16bit_model=True)
+    plugin.deepspeed_config |= MICRO_BATCH
+    with run_with(plugin) as accelerator:
+        accelerator.wait_for_everyone()
+        assert plugin.is_zero3_init_enabled()
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+        weight = model.lm_head.weight
+        assert (weight.shape, weight.ds_shape) == (torch.Size([0]), torch.Size([32, 16]))
+        with plugin.zero3_init_context_manager(enable=False):
+            whole = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+            assert whole.lm_head.weight.shape == (32, 16)
+        model = accelerator.prepare(model)
+        model.eval()
+        inputs = torch.arange(6)[None]
+        torch.testing.assert_close(model(inputs).logits, whole(inputs).logits)
+        state = accelerator.get_state_dict(model)
+        assert (state["lm_head.weight"].equal(whole.lm_head.weight) if rank == 0 else state == {}) is True
 
 
 @deepspeed_ranks(2)

@@ -45,7 +45,7 @@ def filled(
         Prepared(),
         split_batches=split_batches,
     )
-    settle(plugin, context, objects, model or nn.Linear(1, 1), optimizer, scheduler, shares)
+    settle(plugin, context, objects, model or nn.Linear(1, 1), optimizer, scheduler, shares, shares)
     assert gradient_state.num_steps == plugin.deepspeed_config["gradient_accumulation_steps"]
     return plugin.deepspeed_config
 

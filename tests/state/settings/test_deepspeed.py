@@ -50,6 +50,7 @@ def transformers(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any] | None]
 
     integrations.HfDeepSpeedConfig = TransformersConfig  # type: ignore[attr-defined]
     deepspeed.unset_hf_deepspeed_config = lambda: told.append(None)  # type: ignore[attr-defined]
+    deepspeed.is_deepspeed_zero3_enabled = lambda: bool(told and told[-1])  # type: ignore[attr-defined]
     for module in (package, integrations, deepspeed):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for library in ("transformers", "deepspeed"):
@@ -247,9 +248,13 @@ def test_sharded_building_is_switched_for_a_block(transformers: list[dict[str, A
     block = plugin.zero3_init_context_manager(enable=False)
     block.__enter__()
     assert not plugin.zero3_init_flag
+    assert transformers == []
     assert not block.__exit__(KeyError, KeyError(), None)  # an error inside the block ends it just as well
     assert plugin.zero3_init_flag
-    assert transformers.count(None) == 2
+    assert transformers[-1] is not None
+    with plugin.zero3_init_context_manager(enable=False):
+        assert transformers[-1] is None
+    assert transformers[-1] is not None
 
 
 @pytest.mark.usefixtures("without_libraries")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+from collections.abc import Mapping
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
@@ -25,6 +26,19 @@ def own_address(towards: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def gloo_interface(address: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What processes on the CPU must know to meet on the network of an address, where nobody has said it.
+
+    Args:
+        address: This machine's own; gloo would guess one from its name, often that of no network at all.
+        environ: The variables that are set already.
+    """
+    if "GLOO_SOCKET_IFNAME" in environ or address.startswith("127."):
+        return {}
+    interface = interface_of(address)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def interface_of(address: str) -> str | None:

@@ -160,6 +160,10 @@ class Engine(ABC):
         """The last touch on a prepared data loader (XLA's device loader, sequence-parallel adapters)."""
         return loader
 
+    def share_sequences(self, loader: Any) -> Any:
+        """A prepared loader as the engine's own sequence parallelism needs it; the same one without."""
+        return loader
+
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The model that went into `prepare_model`."""
         return extract_model_from_parallel(model, keep_torch_compile=False)

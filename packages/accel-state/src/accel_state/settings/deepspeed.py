@@ -393,7 +393,7 @@ class DeepSpeedPlugin(Plugin):
     # ---- contract methods: DeepSpeed and transformers ---------------------------------------------------------------
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers about the configuration, so that `from_pretrained` can shard while loading.
+        """Tell transformers whether `from_pretrained` shards parameters while it loads, and how.
 
         Raises:
             MissingLibraryError: When `zero3_init_flag` is set and one of them is not installed.
@@ -407,8 +407,13 @@ class DeepSpeedPlugin(Plugin):
         if missing:
             return
         from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
 
+        self.dschf = None
+        if not self.zero3_init_flag:
+            if is_deepspeed_zero3_enabled():  # by another plugin, or by this one before it was switched off
+                unset_hf_deepspeed_config()
+            return
         config = deepcopy(self.deepspeed_config)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):  # not known yet, but checked
             if config.get(key, AUTO) == AUTO:

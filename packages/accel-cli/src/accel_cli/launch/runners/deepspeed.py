@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
+from accel_cli.launch.network import gloo_interface, own_address
 from accel_cli.launch.plan import USUAL_PORT, Plan, environment
 from accel_state.environment import convert_dict_to_env_variables
 
@@ -72,6 +73,8 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     if launcher.by_mpi:
         address = settings.main_process_ip or next(iter(settings.hosts), "127.0.0.1")
         variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or USUAL_PORT)}
+    if launcher.name == "nossh" and settings.main_process_ip:  # runs on each machine, so knows this one's network
+        variables |= gloo_interface(own_address(settings.main_process_ip) or "127.", environ)
     text = environment_lines(sent(environ) | own_lines() | variables)
     return Plan(
         "deepspeed",

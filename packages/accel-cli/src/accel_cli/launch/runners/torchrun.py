@@ -14,7 +14,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
-from accel_cli.launch.network import interface_of, own_address
+from accel_cli.launch.network import gloo_interface, own_address
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.simple import exit_status
@@ -74,8 +74,7 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
     if arguments.rdzv_backend == "c10d" and "is_host" not in arguments.rdzv_conf:
         mine = f"is_host={str(arguments.node_rank == 0).lower()}"
         arguments.rdzv_conf = f"{arguments.rdzv_conf},{mine}" if arguments.rdzv_conf else mine
-    interface = None if "GLOO_SOCKET_IFNAME" in os.environ else interface_of(address)
-    return {"GLOO_SOCKET_IFNAME": interface} if interface and not address.startswith("127.") else {}
+    return gloo_interface(address, os.environ)
 
 
 @contextmanager

@@ -49,7 +49,8 @@ def settle(
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    num_shares: int,
+    num_readers: int,
+    num_replicas: int,
 ) -> None:
     """Fill all "auto" values of the plugin's configuration.
 
@@ -60,24 +61,25 @@ def settle(
         model: The model.
         optimizer: The optimizer, what stands for it, or None.
         scheduler: Likewise.
-        num_shares: Over how many processes the data is divided.
+        num_readers: How many processes read different samples.
+        num_replicas: How many different batches are worked on together.
 
     Raises:
         ValueError: Naming every value that nothing fills, and what would; or sizes that contradict one another.
     """
     config = plugin.deepspeed_config
     steps = _settle_steps(config, context)
-    batch = _micro_batch(config, plugin, context, objects, num_shares)
+    batch = _micro_batch(config, plugin, context, objects, num_readers)
     values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}
     if batch is not None:
-        values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_shares}
+        values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_replicas}
     hidden_size = find_hidden_size(model)
     if hidden_size is not None:
         values |= {key: rule(hidden_size) for key, rule in HIDDEN_SIZE_RULES.items()}
-    values |= _of_optimizer(optimizer) | _of_scheduler(scheduler, num_shares, context.split_batches)
+    values |= _of_optimizer(optimizer) | _of_scheduler(scheduler, num_replicas, context.split_batches)
     _check_all_known(config, values)
     plugin.deepspeed_config_process(must_match=False, **values)
-    _check_batch_sizes(config, num_shares)
+    _check_batch_sizes(config, num_replicas)
 
 
 def _settle_steps(config: Mapping[str, Any], context: EngineContext) -> int:
@@ -101,16 +103,16 @@ def _micro_batch(
     plugin: DeepSpeedPlugin,
     context: EngineContext,
     objects: Sequence[Any],
-    num_shares: int,
+    num_readers: int,
 ) -> int | None:
     """Samples per process and batch; None when no loader says it."""
     said = config.get(MICRO_BATCH, AUTO)
     if said != AUTO:
         return int(said)
-    sizes = [_batch_size(loader, context.split_batches, num_shares) for loader in objects if _is_loader(loader)]
+    sizes = [_batch_size(loader, context.split_batches, num_readers) for loader in objects if _is_loader(loader)]
     if not sizes:
         total = [getattr(loader, "total_batch_size", None) for loader in context.prepared.dataloaders]
-        sizes = [None if one is None else one // num_shares for one in total]
+        sizes = [None if one is None else one // num_readers for one in total]
     known = [size for size in sizes if size is not None]
     if len(known) < len(sizes):
         raise ValueError(
@@ -126,15 +128,15 @@ def _is_loader(item: Any) -> bool:
     return isinstance(item, DataLoader) or hasattr(item, "total_batch_size")
 
 
-def _batch_size(loader: Any, split_batches: bool, num_shares: int) -> int | None:
+def _batch_size(loader: Any, split_batches: bool, num_readers: int) -> int | None:
     if hasattr(loader, "total_batch_size"):  # a prepared one
-        return int(loader.total_batch_size) // num_shares
+        return int(loader.total_batch_size) // num_readers
     size = loader.batch_size
     if size is None:
         size = getattr(loader.batch_sampler, "batch_size", None)
     if size is None:
         return None
-    return size // num_shares if split_batches else size
+    return size // num_readers if split_batches else size
 
 
 def find_hidden_size(model: nn.Module) -> int | None:
@@ -162,7 +164,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.params.{name}": value for name, value in given.items()}
 
 
-def _of_scheduler(scheduler: Any, num_shares: int, split_batches: bool) -> dict[str, Any]:
+def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dict[str, Any]:
     """Parameters of the configuration's scheduler, which steps once for the batches of all processes."""
     if not isinstance(scheduler, DummyScheduler):
         return {}
@@ -172,7 +174,7 @@ def _of_scheduler(scheduler: Any, num_shares: int, split_batches: bool) -> dict[
         given["warmup_max_lr"] = rate
     total = scheduler.total_num_steps
     if total is not None:
-        given["total_num_steps"] = total if split_batches else math.ceil(total / num_shares)
+        given["total_num_steps"] = total if split_batches else math.ceil(total / num_replicas)
     return {f"scheduler.params.{name}": value for name, value in given.items()}
 
 
@@ -190,11 +192,11 @@ def _check_all_known(config: Mapping[str, Any], values: Mapping[str, Any]) -> No
     )
 
 
-def _check_batch_sizes(config: Mapping[str, Any], num_shares: int) -> None:
+def _check_batch_sizes(config: Mapping[str, Any], num_replicas: int) -> None:
     total, micro, steps = (config.get(key, AUTO) for key in ("train_batch_size", MICRO_BATCH, STEPS))
-    if AUTO in (total, micro, steps) or total == micro * steps * num_shares:
+    if AUTO in (total, micro, steps) or total == micro * steps * num_replicas:
         return
     raise ValueError(
         f"The DeepSpeed configuration has train_batch_size={total}, which is not {MICRO_BATCH}={micro} x "
-        f"{STEPS}={steps} x {num_shares} processes = {micro * steps * num_shares}: write 'auto' for one of them."
+        f"{STEPS}={steps} x {num_replicas} processes = {micro * steps * num_replicas}: write 'auto' for one of them."
     )

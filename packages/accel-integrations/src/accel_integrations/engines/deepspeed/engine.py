@@ -13,9 +13,10 @@ from torch import nn
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
-from accel_integrations.engines.deepspeed.config import settle
+from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit
+from accel_integrations.engines.deepspeed.sequence import SharedBatches, register_attention, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import (
     OPTIONS_OF_LOADING,
@@ -58,7 +59,7 @@ class DeepSpeedEngine(Engine):
     # ---- before anything starts ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what DeepSpeed does not do.
+        """Refuse what DeepSpeed does not do, then have it join the processes.
 
         Raises:
             ValueError: For float16 on a CPU, averages over windows, and axes that DeepSpeed does not know.
@@ -71,7 +72,12 @@ class DeepSpeedEngine(Engine):
                 "GradientAccumulationPlugin(average_over=...) needs gradients at the end of a window, but DeepSpeed "
                 "steps in backward: leave it out."
             )
-        config = state.parallelism_config
+        self._check_axes()
+        load_library(state.device)
+        join_processes(state.device, state.backend)  # models may be built in shards before any is prepared
+
+    def _check_axes(self) -> None:
+        config = self.context.state.parallelism_config
         if config is None:
             return
         refused = [f"{axis}_size" for axis in config.active_mesh_dims if axis != "sp"]
@@ -79,9 +85,9 @@ class DeepSpeedEngine(Engine):
             refused.append(f"sp_backend={config.sp_backend!r}")
         if refused:
             raise ValueError(
-                f"ParallelismConfig asks for {', '.join(refused)}, which cannot be "
-                "combined with DeepSpeed: it shards by itself (zero_stage), divides layers by tensor_parallel in its "
-                "own configuration, and sequences by sp_size with sp_backend='deepspeed'."
+                f"ParallelismConfig asks for {', '.join(refused)}, which cannot be combined with DeepSpeed: it shards by "
+                "itself (zero_stage), divides layers by tensor_parallel in its own configuration, and sequences by sp_size "
+                "with sp_backend='deepspeed'."
             )
 
     def make_precision(self, wanted: str) -> Precision:
@@ -99,6 +105,11 @@ class DeepSpeedEngine(Engine):
     def plugin(self) -> DeepSpeedPlugin:
         """The settings in use."""
         return get_active_deepspeed_plugin(self.context.state)
+
+    def _sequence_size(self) -> int:
+        """How many processes share every sequence."""
+        config = self.context.state.parallelism_config
+        return config.sp_size if config is not None and shares_sequences(config) else 1
 
     def _tensor_parallel_size(self) -> int:
         return int(self.plugin.get_value("tensor_parallel.autotp_size") or 1)
@@ -119,22 +130,25 @@ class DeepSpeedEngine(Engine):
         scheduler = None if roles.scheduler is None else objects[roles.scheduler]
         plugin = self.plugin
         check_fit(optimizer, scheduler, plugin.deepspeed_config)
-        settle(plugin, self.context, objects, model, optimizer, scheduler, self.data_place().count)
+        readers = self.data_place().count
+        settle(plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size())
         results = prepare_each([None if index in roles.positions else item for index, item in enumerate(objects)])
         built = self._build(model, optimizer, scheduler)
         for index, made in zip((roles.model, roles.optimizer, roles.scheduler), built, strict=True):
             if index is not None:
                 results[index] = _mark(made)
-        return prepare_each(results)
+        results = prepare_each(results)
+        return [self.share_sequences(one) if one in self.context.prepared.dataloaders else one for one in results]
 
     def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
         """What stands for a model, its optimizer and its scheduler from now on."""
         plugin, state = self.plugin, self.context.state
         deepspeed = load_library(state.device)
-        join_processes(state.device, state.backend)
         plugin.set_moe_leaf_modules(model)
         model = self.precision.wrap_forward(self.precision.convert(model))
         arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}
+        if (config := state.parallelism_config) is not None and shares_sequences(config):
+            arguments["mpu"] = register_attention(model, config, plugin.deepspeed_config[MICRO_BATCH])
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
         elif optimizer is not None:
@@ -186,6 +200,12 @@ class DeepSpeedEngine(Engine):
                 "of the first: make an Accelerator for each model that is trained.",
                 stacklevel=2,
             )
+
+    def share_sequences(self, loader: Any) -> Any:
+        """The loader cut along sequences, where DeepSpeed shares them; for one prepared without the model too."""
+        if not shares_sequences(self.context.state.parallelism_config):
+            return loader
+        return SharedBatches(loader, self.context.state.device)
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move a model that is prepared on its own to the device; DeepSpeed has no part in it."""
@@ -291,8 +311,7 @@ class DeepSpeedEngine(Engine):
 
     def close(self) -> None:
         """Let DeepSpeed forget process groups that are about to end."""
-        if self.library_engine is not None:
-            leave_processes()
+        leave_processes()
 
 
 def _is_engine(model: Any) -> bool:

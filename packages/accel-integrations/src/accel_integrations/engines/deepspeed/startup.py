@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from typing import Any
 
@@ -62,6 +63,8 @@ def join_processes(device: torch.device, backend: str | None) -> None:
 
 def leave_processes() -> None:
     """Make DeepSpeed forget groups that are about to end, so that another run can begin in this process."""
+    if "deepspeed" not in sys.modules:
+        return
     import deepspeed.comm.comm as comm
     from deepspeed.utils import groups
 
