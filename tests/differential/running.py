@@ -20,7 +20,7 @@ PROGRAMS = Path(__file__).parent / "programs"
 REFERENCE = os.environ.get("REFERENCE_PYTHON", "")
 SHOWN = 12
 NOTHING = "this case is missing"
-TIMEOUT_SECONDS = 100
+TIMEOUT_SECONDS = 300
 
 needs_reference = pytest.mark.skipif(
     not REFERENCE, reason="needs accelerate 1.15 in an environment of its own: uv run tools/dev.py differential"

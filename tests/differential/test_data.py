@@ -12,10 +12,11 @@ def test_shares_of_every_kind_of_loader() -> None:
         "total_batch_size stream *": "streams are read by all processes, which 1.15 does not count",
         "prepare_data_loader unbatched *": "batch_size=None cannot be shared out: said, instead of a TypeError later",
         "skip_first_batches unbatched *": "batch_size=None cannot be shared out: said, instead of a TypeError later",
+        "SkipBatchSampler *": "nothing is left when more is skipped than there is; 1.15 has a negative length",
         "left over unbatched *": "the same; here the error is there before there is a loader",
         "left over *": "nothing is left when more is skipped than there is; 1.15 has a negative length",
         "accelerator stream size=1 * drop_last=True": "a stream without a whole batch has none; 1.15 raises",
-        "accelerator stream size=5 * drop_last=True": "after that error, 1.15 believes to be in its loader for ever",
+        "accelerator stream size=[58] * drop_last=True": "after that error, 1.15 believes to be in its loader for ever",
     }
     same("data_sharing", intended=intended, least=16_000)
 

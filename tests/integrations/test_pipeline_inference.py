@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -115,9 +116,11 @@ def test_what_can_neither_be_cut_nor_traced(rank: int, world: int) -> None:
         prepare_pippy(model, split_points=["layer.2"])
 
 
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @ranks(2)
 def test_transformers(rank: int, world: int) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     PartialState(cpu=True)
     sizes = {"vocab_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
     mask = torch.ones_like(IDS)
