@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,8 @@ from torch import nn
 import accelerate.utils
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.launch.command import launch_command_parser
-from accel_cli.main import COMMANDS
 from accel_cli.questionnaire.mpi import MPI
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, dispatch_model
-from accelerate.old_names import accept_old_names
 from accelerate.utils import (
     DeepSpeedEngineWrapper,
     FP8RecipeKwargs,
@@ -35,11 +34,6 @@ OPEN_MPI = "mpirun (Open MPI) 4.1.4"
 
 Checks = dict[str, Callable[..., None]]
 CHECKS: Checks = {}
-
-
-@accept_old_names
-class Old(Accelerator):
-    """An accelerator that answers to its old names, whether or not `Accelerator` itself does."""
 
 
 def name(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -137,9 +131,11 @@ def retired_flags_are_accepted_and_answered(monkeypatch: pytest.MonkeyPatch, tmp
 def programs_of_their_own_are_there() -> None:
     from accelerate.commands import env, test
 
-    assert callable(env.main)
-    assert callable(test.main)
-    assert {"env", "test"} <= set(COMMANDS)
+    programs = {
+        entry.name: entry.load() for entry in entry_points(group="console_scripts") if "accelerate" in entry.name
+    }
+    assert programs["accelerate-env"] is env.main
+    assert programs["accelerate-test"] is test.main
 
 
 # ---- settings files -----------------------------------------------------------------------------------------------
@@ -209,7 +205,7 @@ def loader_settings_may_be_given_apart() -> None:
     with pytest.warns(
         FutureWarning, match=r"even_batches= is deprecated.*DataLoaderConfiguration\(even_batches=False"
     ):
-        accelerator = Old(cpu=True, even_batches=False, dataloader_config=DataLoaderConfiguration(data_seed=3))
+        accelerator = Accelerator(cpu=True, even_batches=False, dataloader_config=DataLoaderConfiguration(data_seed=3))
     assert accelerator.even_batches is False
     assert accelerator.dataloader_config.data_seed == 3
 
@@ -217,11 +213,11 @@ def loader_settings_may_be_given_apart() -> None:
 @name("Accelerator(downcast_bf16=)")
 def downcasting_acts_like_its_variable() -> None:
     with pytest.warns(FutureWarning, match="ACCELERATE_DOWNCAST_BF16"):
-        Old(cpu=True, downcast_bf16=True)
+        Accelerator(cpu=True, downcast_bf16=True)
     assert os.environ["ACCELERATE_DOWNCAST_BF16"] == "true"
 
     with pytest.warns(FutureWarning, match="ACCELERATE_DOWNCAST_BF16"):
-        Old(cpu=True, downcast_bf16=False)
+        Accelerator(cpu=True, downcast_bf16=False)
     assert "ACCELERATE_DOWNCAST_BF16" not in os.environ
 
 
@@ -230,22 +226,22 @@ def handlers_have_three_names() -> None:
     handler = accelerate.utils.AutocastKwargs(cache_enabled=False)
     for old in ("kwarg_handler", "kwarg_handlers"):
         with pytest.warns(FutureWarning, match=f"{old}= is deprecated: write kwargs_handlers="):
-            accelerator = Old(cpu=True, **{old: [handler]})  # type: ignore[arg-type]
+            accelerator = Accelerator(cpu=True, **{old: [handler]})  # type: ignore[arg-type]
         assert accelerator.autocast_handler is handler
         with pytest.raises(TypeError, match="pass only kwargs_handlers"):
-            Old(cpu=True, kwargs_handlers=[], **{old: [handler]})  # type: ignore[arg-type]
-    assert inspect.signature(Old) == inspect.signature(Accelerator)
+            Accelerator(cpu=True, kwargs_handlers=[], **{old: [handler]})  # type: ignore[arg-type]
+    assert inspect.signature(Accelerator) == inspect.signature(Accelerator)
 
 
 @name("Accelerator.on_local_process(local_process_idx=)")
 def the_local_process_has_two_names() -> None:
     with pytest.warns(FutureWarning, match="local_process_index"):
-        assert Old(cpu=True).on_local_process(lambda: "ran", local_process_idx=0)() == "ran"  # type: ignore[call-arg]
+        assert Accelerator(cpu=True).on_local_process(lambda: "ran", local_process_idx=0)() == "ran"  # type: ignore[call-arg]
 
 
 @name("accelerate.Accelerator.check_breakpoint", "accelerate.Accelerator.set_breakpoint")
 def breakpoints_are_triggers() -> None:
-    accelerator: Any = Old(cpu=True)
+    accelerator: Any = Accelerator(cpu=True)
     with pytest.warns(FutureWarning, match=r"set_breakpoint\(\) is deprecated: call set_trigger\(\)"):
         accelerator.set_breakpoint()
     with pytest.warns(FutureWarning, match=r"call check_trigger\(\)"):
@@ -255,7 +251,7 @@ def breakpoints_are_triggers() -> None:
 
 @name("accelerate.Accelerator.load_checkpoint")
 def a_checkpoint_is_a_state(tmp_path: Path) -> None:
-    accelerator: Any = Old(cpu=True)
+    accelerator: Any = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
     accelerator.save_state(tmp_path / "state")
     before = model.weight.item()

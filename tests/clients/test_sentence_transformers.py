@@ -6,7 +6,6 @@ import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,10 +22,8 @@ pytestmark = [
 ]
 
 
-@pytest.mark.xfail(
-    reason="the library asks that the metadata of accelerate name huggingface as its home page", raises=AssertionError
-)
 def test_the_library_accepts_this_accelerate_for_training() -> None:
+    """It asks whose home page our metadata name."""
     from sentence_transformers.util import is_training_available
 
     assert is_training_available()
@@ -65,15 +62,13 @@ def make_trainer(folder: Path, base: Path, **options: Any) -> Any:
             **options,
         },
     )
-    # all that keeps the library from training: whose home page the metadata of accelerate name
-    with mock.patch("sentence_transformers.util.environment.check_package_availability", return_value=True):
-        return SentenceTransformerTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            eval_dataset=data.select(range(16)),
-            loss=CosineSimilarityLoss(model),
-        )
+    return SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data.select(range(16)),
+        loss=CosineSimilarityLoss(model),
+    )
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ from accelerate.arguments import (
     resolve_rng_types,
 )
 from accelerate.gathering import gather_for_metrics
+from accelerate.old_names import accept_old_names
 from accelerate.preparing import Preparer, is_dispatched
 from accelerate.stepping import Accumulation, StepController
 
@@ -76,6 +77,7 @@ __getattr__ = lazy_exports(  # what they import from here
 )[0]
 
 
+@accept_old_names
 class Accelerator:
     """Runs one training loop on any hardware, with any number of processes, in any number format.
 
@@ -224,7 +226,6 @@ class Accelerator:
         self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is at work
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
-        self.autocast_handler = handlers.autocast
         self.profile_handler = handlers.profile
         self.fp8_recipe_handler = handlers.fp8
         self.has_fp8_handler = handlers.fp8 is not None
@@ -236,6 +237,9 @@ class Accelerator:
         self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
         self.mpu: Any = None  # what an engine with its own model parallelism knows of its groups
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        return self  # what libraries copy holds on to the run, of which there is one
+
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
         """How replicas are built; trainers of other libraries set it before they prepare a model."""
@@ -244,6 +248,15 @@ class Accelerator:
     @ddp_handler.setter
     def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
         self._handlers.ddp = handler
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """How autocast behaves, for models prepared from now on and in `autocast` blocks."""
+        return self._handlers.autocast
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._handlers.autocast = handler
 
     # ---- the run and this process's place in it -----------------------------------------------------------------
 

@@ -224,6 +224,8 @@ class Engine(ABC):
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
         """The mean loss (0-dim) over the tokens of all processes whose gradients are averaged."""
+        if self.num_averaged == 1:
+            return loss
         return mean_over_tokens(loss, num_tokens, self.averaging_group, self.num_averaged)
 
     # ---- storing ------------------------------------------------------------------------------------------------

@@ -19,13 +19,11 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
         loss: 0-dim, the mean over `num_tokens` tokens.
         num_tokens: How many tokens this process's loss counts.
         group: The processes whose gradients are averaged; all when None.
-        size: How many they are.
+        size: By which number the sum of their gradients is divided.
 
     Returns:
         0-dim, equal on all processes.
     """
-    if size == 1:
-        return loss
     own = torch.as_tensor(num_tokens, dtype=loss.dtype, device=loss.device).detach()
     loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
     counted = torch.stack([own, loss.detach() * own])

@@ -81,12 +81,12 @@ class BFloat16Precision(Precision):
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
         self._device_type = device_type
-        self._handler = handlers.autocast
+        self._handlers = handlers
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.bfloat16, self._handler)
+        return wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context under autocast."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handler)
+        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)

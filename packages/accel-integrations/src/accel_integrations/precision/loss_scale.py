@@ -64,7 +64,7 @@ class Float16Precision(Precision):
         self, device_type: str, handlers: Handlers, scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
     ) -> None:
         self._device_type = device_type
-        self._handler = handlers.autocast
+        self._handlers = handlers
         options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
         self.scaler = scaler_class(device_type, **options)
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -72,11 +72,11 @@ class Float16Precision(Precision):
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.float16, self._handler)
+        return wrap_forward(model, self._device_type, torch.float16, self._handlers.autocast)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context under autocast."""
-        return autocast(self._device_type, torch.float16, handler or self._handler)
+        return autocast(self._device_type, torch.float16, handler or self._handlers.autocast)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 

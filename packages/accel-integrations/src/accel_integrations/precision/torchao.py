@@ -32,7 +32,7 @@ class TorchAOPrecision(Precision):
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
         self._device_type = device_type
-        self._handler = handlers.autocast
+        self._handlers = handlers
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, AORecipeKwargs) else AORecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -50,8 +50,8 @@ class TorchAOPrecision(Precision):
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
         """Let the rest of `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.bfloat16, self._handler)
+        return wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context under autocast, in bfloat16; layers decide about 8 bits by themselves."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handler)
+        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)

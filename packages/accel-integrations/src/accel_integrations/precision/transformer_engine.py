@@ -37,7 +37,7 @@ class TransformerEnginePrecision(Precision):
 
     def __init__(self, device_type: str, handlers: Handlers) -> None:
         self._device_type = device_type
-        self._handler = handlers.autocast
+        self._handlers = handlers
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, TERecipeKwargs) else TERecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
@@ -53,10 +53,10 @@ class TransformerEnginePrecision(Precision):
             return model
         plain = model.forward
         apply_fp8_autowrap(model, self._recipe)
-        wrap_forward(model, self._device_type, torch.bfloat16, self._handler)
+        wrap_forward(model, self._device_type, torch.bfloat16, self._handlers.autocast)
         model.__dict__["_original_forward"] = plain
         return model
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         """A context under autocast, in bfloat16."""
-        return autocast(self._device_type, torch.bfloat16, handler or self._handler)
+        return autocast(self._device_type, torch.bfloat16, handler or self._handlers.autocast)

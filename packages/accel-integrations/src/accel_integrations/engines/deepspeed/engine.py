@@ -16,7 +16,7 @@ from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plu
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit
-from accel_integrations.engines.deepspeed.sequence import SharedBatches, register_attention, shares_sequences
+from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import (
     OPTIONS_OF_LOADING,
@@ -34,6 +34,8 @@ from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
 )
 from accel_integrations.engines.engine import Engine
+from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.loss import mean_over_tokens
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -148,7 +150,9 @@ class DeepSpeedEngine(Engine):
         model = self.precision.wrap_forward(self.precision.convert(model))
         arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}
         if (config := state.parallelism_config) is not None and shares_sequences(config):
-            arguments["mpu"] = register_attention(model, config, plugin.deepspeed_config[MICRO_BATCH])
+            self._restore_attention()
+            self._attention = SharedAttention.register(model, config, plugin.deepspeed_config[MICRO_BATCH])
+            arguments["mpu"] = self._attention.groups
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
         elif optimizer is not None:
@@ -253,6 +257,19 @@ class DeepSpeedEngine(Engine):
             "bounds the norm, in DeepSpeedPlugin or its configuration."
         )
 
+    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """Add a weight up over all processes."""
+        return sum_over_group(weight, None)
+
+    @property
+    def num_averaged(self) -> int:
+        """DeepSpeed averages over batches, and adds up what processes that share sequences contribute."""
+        return self.context.state.num_processes // self._sequence_size()
+
+    def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
+        """The mean loss over the tokens of all processes, also where they share sequences of one batch."""
+        return mean_over_tokens(loss, num_tokens, None, self.num_averaged)
+
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -303,8 +320,16 @@ class DeepSpeedEngine(Engine):
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
+    _attention: SharedAttention | None = None
+
+    def _restore_attention(self) -> None:
+        if self._attention is not None:
+            self._attention.restore()
+            self._attention = None
+
     def forget(self) -> None:
         """Let go of the engine that backward stepped, and of the memory it holds."""
+        self._restore_attention()
         if self.library_engine is not None:
             self.library_engine.engine.destroy()
             self.library_engine = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,36 +18,59 @@ def shares_sequences(config: ParallelismConfig | None) -> bool:
     return config is not None and config.sp_enabled and config.sp_backend == "deepspeed"
 
 
-def register_attention(model: nn.Module, config: ParallelismConfig, micro_batch: int) -> Any:
-    """Have a model of transformers trade heads for sequences around its attention.
+@dataclass(frozen=True)
+class SharedAttention:
+    """An attention of transformers in whose place DeepSpeed has put one that trades heads for sequences.
 
-    Args:
-        model: Built with the attention that `sp_attn_implementation` names.
-        config: With `sp_size` and its handler.
-        micro_batch: Samples per process and batch.
-
-    Returns:
-        What `deepspeed.initialize` takes as `mpu`: the groups of processes.
-
-    Raises:
-        ValueError: For a model that is not one of transformers.
+    Attributes:
+        groups: What `deepspeed.initialize` takes as `mpu`.
+        name: What transformers calls the attention.
+        original: The function that it had.
     """
-    if not hasattr(model, "config"):
-        raise ValueError(
-            f"sp_size={config.sp_size} with sp_backend='deepspeed' shares the sequences of models of transformers, which "
-            f"{type(model).__name__} is not: it has no config. Choose sp_backend='torch' without DeepSpeed."
-        )
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
-    handler: Any = config.sp_handler
-    return UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model,
-        core_attn_implementation=handler.sp_attn_implementation,
-        sequence_parallel_size=config.sp_size,
-        micro_batch_size=micro_batch,
-        seq_length=handler.sp_seq_length,
-        seq_length_is_variable=handler.sp_seq_length_is_variable,
-    )
+    groups: Any
+    name: str
+    original: Any
+
+    @classmethod
+    def register(cls, model: nn.Module, config: ParallelismConfig, micro_batch: int) -> SharedAttention:
+        """Have a model share sequences; all models with the same attention do from then on.
+
+        Args:
+            model: Of transformers, built with the attention that `sp_attn_implementation` names.
+            config: With `sp_size` and its handler.
+            micro_batch: Samples per process and batch.
+
+        Raises:
+            ValueError: For a model that is not one of transformers.
+        """
+        if not hasattr(model, "config"):
+            raise ValueError(
+                f"sp_size={config.sp_size} with sp_backend='deepspeed' shares the sequences of models of transformers, "
+                f"which {type(model).__name__} is not: it has no config. Choose sp_backend='torch' without DeepSpeed."
+            )
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        handler: Any = config.sp_handler
+        name = handler.sp_attn_implementation
+        original = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
+        groups = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation=name,
+            sequence_parallel_size=config.sp_size,
+            micro_batch_size=micro_batch,
+            seq_length=handler.sp_seq_length,
+            seq_length_is_variable=handler.sp_seq_length_is_variable,
+        )
+        return cls(groups, name, original)
+
+    def restore(self) -> None:
+        """Give transformers its own attention back, for models of another run in this process."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        if self.original is not None:
+            ALL_ATTENTION_FUNCTIONS[self.name] = self.original
 
 
 class SharedBatches:
