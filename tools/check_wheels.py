@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Build every package and use it as a stranger would: alone, from its wheel, in an empty environment."""
+"""Build every package and use it as a stranger would: alone, from its wheel, in an empty environment.
+
+The umbrella must also be what other libraries mean when they ask for accelerate.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+CLIENTS = ("transformers[torch]", "peft")
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
@@ -21,19 +25,43 @@ def readme_example(package: Path) -> str:
     return found.group(1)
 
 
+def install(python: Path, wheels: Path, *names: str) -> None:
+    """Install from the wheels built here where there is one, with the torch of the workspace."""
+    constraint = wheels / "constraints.txt"
+    constraint.write_text("torch>=2.13,<2.14\n")
+    command = ["uv", "pip", "install", "-q", "--python", str(python), "--find-links", str(wheels)]
+    subprocess.run([*command, "-c", str(constraint), *names], check=True)
+
+
 def try_alone(package: Path, wheels: Path, folder: Path) -> None:
     """Install one wheel with only what it declares, import it and run its README example."""
-    environment = folder / package.name
-    subprocess.run(["uv", "venv", "-q", str(environment)], check=True)
-    python = environment / "bin" / "python"
-    install = ["uv", "pip", "install", "-q", "--python", str(python), "--find-links", str(wheels)]
-    constraint = folder / "constraints.txt"
-    constraint.write_text("torch>=2.13,<2.14\n")
-    subprocess.run([*install, "-c", str(constraint), package.name.replace("_", "-")], check=True)
+    python = _new_environment(folder / package.name)
+    install(python, wheels, package.name)
+    subprocess.run([str(python), "-c", f"import {package.name.replace('-', '_')}"], check=True, cwd=folder)
     script = folder / f"{package.name}_example.py"
     script.write_text(readme_example(package))
     subprocess.run([str(python), "-W", "error::DeprecationWarning", str(script)], check=True, cwd=folder)
     print(f"{package.name}: installs alone, its README example runs", flush=True)
+
+
+def try_with_clients(wheels: Path, folder: Path) -> None:
+    """Install libraries that ask for accelerate: they get ours, no requirement is left open, and they import."""
+    python = _new_environment(folder / "clients")
+    install(python, wheels, *CLIENTS)
+    shown = subprocess.run(
+        [str(python), "-c", "import accelerate, peft, transformers; print(accelerate.__version__)"],
+        check=True, cwd=folder, capture_output=True, text=True,
+    )  # fmt: skip
+    built = next(wheels.glob("accelerate-*.whl")).name.split("-")[1]
+    if shown.stdout.strip() != built:
+        raise SystemExit(f"{' and '.join(CLIENTS)} were installed with accelerate {shown.stdout.strip()}, not {built}")
+    subprocess.run(["uv", "pip", "check", "-q", "--python", str(python)], check=True)
+    print(f"accelerate: {' and '.join(CLIENTS)} install with it", flush=True)
+
+
+def _new_environment(folder: Path) -> Path:
+    subprocess.run(["uv", "venv", "-q", str(folder)], check=True)
+    return folder / "bin" / "python"
 
 
 def main() -> int:
@@ -48,6 +76,8 @@ def main() -> int:
         for package in PACKAGES:
             if not wanted or package.name in wanted:
                 try_alone(package, wheels, folder)
+        if not wanted or "accelerate" in wanted:
+            try_with_clients(wheels, folder)
     return 0
 
 

@@ -176,6 +176,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         versions,
         bench,
         differential,
+        lowest,
         wheels,
         shape,
     )

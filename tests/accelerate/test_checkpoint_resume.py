@@ -67,6 +67,13 @@ def test_resuming_between_epochs(tmp_path: Path) -> None:
     assert_same(run.weights(), resumed.weights())
 
 
+def test_saves_under_names_of_ones_own_are_counted_too(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    for count in (1, 2):
+        accelerator.save_state(tmp_path / "own")
+        assert accelerator.save_iteration == count
+
+
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 def test_resuming_within_an_epoch(tmp_path: Path) -> None:
     # starting an iterator draws a random number, which an uninterrupted run did earlier: so no dropout

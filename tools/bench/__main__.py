@@ -20,6 +20,7 @@ PARTS = {
     "step": "What the accelerator adds to a training step",
     "ddp": "Data parallel training",
     "sharded": "Sharded training",
+    "zero": "DeepSpeed",
     "collectives": "Collectives",
     "dataloading": "Data loading",
     "startup": "Starting",

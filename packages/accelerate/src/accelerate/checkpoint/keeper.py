@@ -133,10 +133,9 @@ class CheckpointKeeper:
                 )
             )
             transaction.publish(accelerator.step, project.iteration)
-        if project.automatic_checkpoint_naming:
-            project.iteration += 1
-            if storage.is_owner and project.total_limit is not None:
-                _remove_surplus(target, project.total_limit)
+        project.iteration += 1
+        if project.automatic_checkpoint_naming and storage.is_owner and project.total_limit is not None:
+            _remove_surplus(target, project.total_limit)
         return folder
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
