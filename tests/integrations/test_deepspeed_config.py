@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +190,16 @@ def test_descriptions_that_fit(
     else:
         with pytest.raises(ValueError, match=problem):
             check_fit(*arguments)
+
+
+def test_locks_of_builds_are_pointed_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    from accel_integrations.engines.deepspeed.startup import load_library
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    for name in ("cpu_adam", "something_else"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "lock").touch()
+    with pytest.warns(UserWarning, match="will wait for the end of a build.*cpu_adam/lock shows") as caught:
+        load_library(torch.device("cpu"))
+    assert "something_else" not in str(caught[0].message)

@@ -54,7 +54,7 @@ class SharedAttention:
 
         handler: Any = config.sp_handler
         name = handler.sp_attn_implementation
-        original = ALL_ATTENTION_FUNCTIONS[name] if name in ALL_ATTENTION_FUNCTIONS else None
+        original = ALL_ATTENTION_FUNCTIONS.get(name)
         groups = UlyssesSPAttentionHF.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=name,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,11 @@ from accel_state.processes import kind_of
 
 BUILDS_SHARED_MEMORY = "DS_BUILD_SHM_COMM"
 """0 spares CPUs the minute in which DeepSpeed compiles its exchange through shared memory, at the first start."""
+
+COMPILED = frozenset({
+    "async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "deepspeed_shm_comm", "fused_adam", "fused_lamb", "fused_lion",
+})  # fmt: skip
+"""What DeepSpeed compiles when it is first needed, by the names of the folders."""
 
 _joined: weakref.ref[Any] | None = None  # the process group that DeepSpeed was told of
 
@@ -39,7 +46,23 @@ def load_library(device: torch.device) -> Any:
         from deepspeed import ops
 
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _warn_of_locks()
     return deepspeed
+
+
+def _warn_of_locks() -> None:
+    """Say why DeepSpeed may wait without a word: a build that was killed leaves its lock behind."""
+    from torch.utils import cpp_extension
+
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    pattern = "*/lock" if "TORCH_EXTENSIONS_DIR" in os.environ else "*/*/lock"
+    locks = [str(path) for path in Path(root).glob(pattern) if path.parent.name in COMPILED]
+    if locks and os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(
+            f"DeepSpeed will wait for the end of a build that another process has begun, as {', '.join(locks)} shows. If "
+            "none is running, because it was killed, delete that file.",
+            stacklevel=2,
+        )
 
 
 def join_processes(device: torch.device, backend: str | None) -> None:
