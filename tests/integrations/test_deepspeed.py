@@ -27,6 +27,7 @@ from accelerate.utils import (
     DummyScheduler,
     GradientAccumulationPlugin,
     ParallelismConfig,
+    TorchDynamoPlugin,
     get_active_deepspeed_plugin,
 )
 from tests.support.leaks import reset_state
@@ -55,6 +56,19 @@ def run_with(plugin: Any, **settings: Any) -> Iterator[Accelerator]:
 def new_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+class Layers(nn.Module):
+    """Repeated blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return inputs
 
 
 def new_loader(batch_size: int = 2, count: int = 32) -> DataLoader[Any]:
@@ -242,6 +256,38 @@ def test_two_models_learn_under_two_accelerators(rank: int, world: int) -> None:
     model = new_model()
     with pytest.warns(UserWarning, match="an Accelerator for each model"):
         second.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+
+@deepspeed_ranks(2)
+def test_a_teacher_may_come_first(rank: int, world: int) -> None:
+    plugin = DeepSpeedPlugin(zero_stage=3)
+    plugin.deepspeed_config |= MICRO_BATCH
+    with run_with(plugin) as accelerator:
+        teacher = accelerator.prepare(new_model(1))
+        student = new_model()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.05)
+        student, optimizer, loader = accelerator.prepare(student, optimizer, new_loader())
+        train(accelerator, student, optimizer, loader)
+        assert (student.global_steps, teacher.global_steps) == (8, 0)
+
+
+@pytest.mark.parametrize("regional", [False, True])
+@deepspeed_ranks(2)
+def test_compiled_models(rank: int, world: int, regional: bool) -> None:
+    curves = []
+    for backend in ("no", "eager"):
+        compilation = TorchDynamoPlugin(backend=backend, use_regional_compilation=regional)  # type: ignore[arg-type]
+        with run_with(DeepSpeedPlugin(zero_stage=2), dynamo_plugin=compilation) as accelerator:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 4), Layers(), nn.Linear(4, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader())
+            curves.append(train(accelerator, model, optimizer, loader))
+            is_compiled = model.is_compiled or any(
+                one._compiled_call_impl is not None for one in model.module[1].layers
+            )
+            assert is_compiled == (backend == "eager")
+    assert curves[0] == pytest.approx(curves[1], abs=1e-6)
 
 
 @deepspeed_ranks(2)

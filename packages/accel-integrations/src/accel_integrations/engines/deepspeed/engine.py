@@ -53,6 +53,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
     accepts_transforms = False
+    compiles_in_place = True
     divides_losses = False
     writes_states = True
     options_of_saving = OPTIONS_OF_SAVING
@@ -185,20 +186,20 @@ class DeepSpeedEngine(Engine):
         return wrapped
 
     def _compile(self, engine: Any) -> None:
-        settings = self.context.state.dynamo_plugin
-        if settings.backend == DynamoBackend.NO or is_compiled_module(engine.module):
+        settings, module = self.context.state.dynamo_plugin, engine.module
+        if settings.backend == DynamoBackend.NO or is_compiled_module(module) or has_compiled_regions(module):
+            return
+        if settings.use_regional_compilation:
+            self.compile_model(module, settings)
             return
         options = settings.to_kwargs()
-        if settings.use_regional_compilation and not has_compiled_regions(engine.module):
-            self.compile_model(engine.module, settings)
-        else:
-            engine.compile(backend=options.pop("backend"), compile_kwargs=options)
+        engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _keep(self, engine: Any) -> None:
-        """The first engine is the one that `backward` steps."""
-        if self.library_engine is None:
+        """The first engine that trains is the one that `backward` steps."""
+        if self.library_engine is None or not _trains(self.library_engine.engine):
             self.library_engine = DeepSpeedEngineWrapper(engine)
-        elif engine.optimizer is not None and hasattr(engine.optimizer, "step"):
+        elif _trains(engine):
             warnings.warn(
                 "This Accelerator has prepared a second model to train, but backward() goes through the DeepSpeed engine "
                 "of the first: make an Accelerator for each model that is trained.",
@@ -337,6 +338,10 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         """Let DeepSpeed forget process groups that are about to end."""
         leave_processes()
+
+
+def _trains(engine: Any) -> bool:
+    return hasattr(engine.optimizer, "step")  # without an optimizer, stage 3 has something else there
 
 
 def _is_engine(model: Any) -> bool:
