@@ -12,16 +12,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_SHM_COMM": "0", "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_DEEPSPEED": "true"}
 os.environ.pop("ACCELERATE_USE_CPU", None)  # told so, 1.15 trains without DeepSpeed
 
+import deepspeed
 import torch
-from record import done, record
+from record import RANK, WORLD, done, record
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 
 HOW = sys.argv[1]
@@ -308,7 +309,16 @@ def state(stage: int, precision: str, schedule: bool, dummies: bool) -> None:
     record(f"steps, {name}", lambda: model.global_steps)
 
 
+def start() -> None:
+    """Without GPUs, 1.15 does not see that there are more processes."""
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    state = PartialState()
+    if state.num_processes != WORLD:
+        state.num_processes, state.process_index, state.local_process_index = WORLD, RANK, RANK
+
+
 if __name__ == "__main__":
+    start()
     if HOW == "train":
         for name, settings in CONFIGURATIONS.items():
             fill(name, settings)

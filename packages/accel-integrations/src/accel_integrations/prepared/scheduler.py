@@ -21,7 +21,10 @@ class AcceleratedScheduler:
 
     Attributes:
         scheduler: The wrapped scheduler.
+        has_own_file: Whether checkpoints hold its state in a file of its own, rather than in that of an engine.
     """
+
+    has_own_file = True
 
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False

@@ -41,6 +41,7 @@ from accelerate.checkpoint.transaction import FileWriter, Transaction
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
+    from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accelerate.accelerator import Accelerator
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
@@ -189,6 +190,12 @@ class CheckpointKeeper:
         for hook in list(self._save_hooks.values()):
             hook(models, weights, os.fspath(folder))
 
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        """Those that no engine stores."""
+        kept: list[AcceleratedScheduler] = self._accelerator._schedulers
+        return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
+
     def _write(
         self,
         files: FileWriter,
@@ -206,7 +213,7 @@ class CheckpointKeeper:
                 files,
                 weights,
                 optimizers,
-                accelerator._schedulers,
+                self._schedulers,
                 accelerator._dataloaders,
                 accelerator.scaler,
                 safe_serialization,
@@ -264,7 +271,7 @@ class CheckpointKeeper:
         options = {name: load_model_func_kwargs.pop(name) for name in known & load_model_func_kwargs.keys()}
         receivers = Receivers(
             [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
-            accelerator._schedulers,
+            self._schedulers,
             accelerator._dataloaders,
             accelerator.scaler,
             accelerator._custom_objects,

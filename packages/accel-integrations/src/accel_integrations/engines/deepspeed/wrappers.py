@@ -71,6 +71,8 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         optimizers: The prepared optimizers.
     """
 
+    has_own_file = False
+
     def __init__(self, scheduler: Any, optimizers: Any) -> None:
         super().__init__(scheduler, optimizers)
 

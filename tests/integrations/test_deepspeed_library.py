@@ -1,0 +1,82 @@
+"""What reaches DeepSpeed as it was written, and what its engine keeps by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.utils import DummyOptim, DummyScheduler
+from tests.integrations.test_deepspeed import ADAM, config_of, deepspeed_ranks, new_loader, new_model, run_with, train
+
+pytest.importorskip("deepspeed")
+WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 20}}
+
+
+@deepspeed_ranks(2)
+def test_schedulers_of_the_engine_are_stored_by_it(rank: int, world: int, tmp_path: Path) -> None:
+    def start(accelerator: Accelerator) -> tuple[Any, ...]:
+        model = new_model()
+        optimizer = DummyOptim(model.parameters(), lr=0.01)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, new_loader(), DummyScheduler(optimizer)
+        )
+        return model, optimizer, loader, scheduler
+
+    config = config_of(2, optimizer=ADAM, scheduler=WARMUP)
+    with run_with(DeepSpeedPlugin(hf_ds_config=config)) as accelerator:
+        parts = start(accelerator)
+        train(accelerator, *parts)
+        accelerator.save_state(tmp_path / "saved")
+        assert not (tmp_path / "saved" / "scheduler.bin").exists()  # nor does accelerate 1.x write one, or look for it
+        expected = [train(accelerator, *parts), parts[-1].get_last_lr()]
+    with run_with(DeepSpeedPlugin(hf_ds_config=config)) as accelerator:
+        parts = start(accelerator)
+        accelerator.load_state(tmp_path / "saved")
+        assert [train(accelerator, *parts), parts[-1].get_last_lr()] == expected
+
+
+@deepspeed_ranks(2)
+def test_schedulers_of_the_program_have_a_file(rank: int, world: int, tmp_path: Path) -> None:
+    with run_with(DeepSpeedPlugin(zero_stage=2)) as accelerator:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, new_loader(), scheduler)
+        train(accelerator, model, optimizer, loader, scheduler)
+        rate = scheduler.get_last_lr()
+        accelerator.save_state(tmp_path)
+        scheduler.load_state_dict({**scheduler.state_dict(), "_last_lr": [7.0]})
+        accelerator.load_state(tmp_path)
+        assert scheduler.get_last_lr() == rate
+
+
+@deepspeed_ranks(2)
+def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    zero = {"zero_hpz_partition_size": 2, "stage3_max_live_parameters": 12345, "round_robin_gradients": True}
+    config = config_of(3, zero=zero, wall_clock_breakdown=True)
+    curves = []
+    for one in (config_of(3), config):
+        with run_with(DeepSpeedPlugin(hf_ds_config=one)) as accelerator:
+            model = new_model()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader())
+            curves.append(train(accelerator, model, optimizer, loader))
+            if one is config:
+                found = model._config.zero_config
+                seen = (found.zero_hpz_partition_size, found.max_live_parameters, found.round_robin_gradients)
+                assert seen == tuple(zero.values())
+                assert model.wall_clock_breakdown()
+                assert accelerator.deepspeed_config["zero_optimization"] == {"stage": 3, **zero}
+    assert curves[0] == pytest.approx(curves[1], abs=1e-6)
+
+    quantised = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
+    plugin = DeepSpeedPlugin(hf_ds_config=config_of(3, zero=dict.fromkeys(quantised, True)))
+    plugin.deepspeed_config_process(must_match=False)
+    found = DeepSpeedConfig(plugin.deepspeed_config).zero_config  # the operations themselves are for GPUs
+    assert all(getattr(found, name) is True for name in quantised)
