@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import DummyOptim, DummyScheduler
-from tests.integrations.test_deepspeed import ADAM, config_of, deepspeed_ranks, new_loader, new_model, run_with, train
+from tests.integrations.test_deepspeed import (
+    ADAM,
+    config_of,
+    deepspeed_ranks,
+    make_llama,
+    new_loader,
+    new_model,
+    run_with,
+    train,
+)
 
 pytest.importorskip("deepspeed")
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 20}}
@@ -80,3 +90,46 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
     plugin.deepspeed_config_process(must_match=False)
     found = DeepSpeedConfig(plugin.deepspeed_config).zero_config  # the operations themselves are for GPUs
     assert all(getattr(found, name) is True for name in quantised)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@deepspeed_ranks(2)
+def test_layers_are_shared_by_deepspeed(rank: int, world: int, stage: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 6), generator=generator)]
+    loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+
+    def step_through(model: Any, optimizer: Any, batches: Any, backward: Any) -> list[float]:
+        losses = []
+        for batch in batches:
+            loss = model(**batch).loss
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    plain = make_llama()
+    expected = step_through(plain, torch.optim.SGD(plain.parameters(), lr=0.5), loader, torch.Tensor.backward)
+
+    sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
+    config = {"zero_optimization": {"stage": stage}, "tensor_parallel": {"autotp_size": 2}, **sizes}
+    with run_with(DeepSpeedPlugin(hf_ds_config={**config, "gradient_clipping": 0.0})) as accelerator:
+        model = make_llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
+        assert model.module.model.layers[0].mlp.up_proj.weight.shape == (16, 16)
+        assert len(batches) == len(loader)  # processes that share layers read the same samples
+        assert step_through(model, optimizer, batches, accelerator.backward) == pytest.approx(expected, abs=1e-4)
+        state = accelerator.get_state_dict(model)
+        accelerator.save_model(model, tmp_path)
+        if rank == 0:
+            assert state.keys() == plain.state_dict().keys()
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-4)
+            make_llama().config.save_pretrained(tmp_path)
+            loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+            assert torch.equal(loaded.lm_head.weight, state["lm_head.weight"])
+        else:
+            assert state == {}

@@ -1,9 +1,9 @@
 """A transformer learns to continue counting, on DeepSpeed: how much is sharded stands in a file.
 
-    export DS_BUILD_SHM_COMM=0  # on CPUs: spares the minute in which DeepSpeed compiles
     accelerate launch --cpu --config_file docs/examples/deepspeed/accelerate.yaml docs/examples/deepspeed/train.py
-    accelerate launch --cpu --num_processes 2 --use_deepspeed \\
-        --deepspeed_config_file docs/examples/deepspeed/zero3.json docs/examples/deepspeed/train.py
+
+Another file beside this program is taken with `--deepspeed_config_file docs/examples/deepspeed/zero3.json`. On CPUs,
+`DS_BUILD_SHM_COMM=0` spares the minute in which DeepSpeed compiles something at the first start.
 
 The files have sections for an optimizer and a scheduler; `DummyOptim` and `DummyScheduler` say what fills their "auto".
 """

@@ -71,15 +71,21 @@ def settle(
     steps = _settle_steps(config, context)
     batch = _micro_batch(config, plugin, context, objects, num_readers)
     values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}
+    num_counted = num_replicas * _num_sharing_layers(config)
     if batch is not None:
-        values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_replicas}
+        values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_counted}
     hidden_size = find_hidden_size(model)
     if hidden_size is not None:
         values |= {key: rule(hidden_size) for key, rule in HIDDEN_SIZE_RULES.items()}
     values |= _of_optimizer(optimizer) | _of_scheduler(scheduler, num_replicas, context.split_batches)
     _check_all_known(config, values)
     plugin.deepspeed_config_process(must_match=False, **values)
-    _check_batch_sizes(config, num_replicas)
+    _check_batch_sizes(config, num_counted)
+
+
+def _num_sharing_layers(config: Mapping[str, Any]) -> int:
+    """Processes that share layers read the same samples, but DeepSpeed's batch size counts each one's."""
+    return int(get_value(config, "tensor_parallel.autotp_size") or 1)
 
 
 def _settle_steps(config: Mapping[str, Any], context: EngineContext) -> int:
@@ -192,11 +198,11 @@ def _check_all_known(config: Mapping[str, Any], values: Mapping[str, Any]) -> No
     )
 
 
-def _check_batch_sizes(config: Mapping[str, Any], num_replicas: int) -> None:
+def _check_batch_sizes(config: Mapping[str, Any], num_counted: int) -> None:
     total, micro, steps = (config.get(key, AUTO) for key in ("train_batch_size", MICRO_BATCH, STEPS))
-    if AUTO in (total, micro, steps) or total == micro * steps * num_replicas:
+    if AUTO in (total, micro, steps) or total == micro * steps * num_counted:
         return
     raise ValueError(
         f"The DeepSpeed configuration has train_batch_size={total}, which is not {MICRO_BATCH}={micro} x "
-        f"{STEPS}={steps} x {num_replicas} processes = {micro * steps * num_replicas}: write 'auto' for one of them."
+        f"{STEPS}={steps} x {num_counted} processes = {micro * steps * num_counted}: write 'auto' for one of them."
     )

@@ -208,7 +208,7 @@ class DeepSpeedEngine(Engine):
 
     def share_sequences(self, loader: Any) -> Any:
         """The loader cut along sequences, where DeepSpeed shares them; for one prepared without the model too."""
-        if not shares_sequences(self.context.state.parallelism_config):
+        if not shares_sequences(self.context.state.parallelism_config) or isinstance(loader, SharedBatches):
             return loader
         return SharedBatches(loader, self.context.state.device)
 
@@ -274,7 +274,9 @@ class DeepSpeedEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in main memory, on the main process; under stage 3, nothing on the others.
+        """The whole model's tensors in main memory, on the main process.
+
+        Under stage 3, and where processes share layers, there is nothing on the others.
 
         Raises:
             ValueError: Under stage 3, when the configuration does not allow to gather weights.
@@ -291,7 +293,11 @@ class DeepSpeedEngine(Engine):
                     "save_state()."
                 )
             return engine._zero3_consolidated_16bit_state_dict() or {}
-        return {name: _own_copy(value) for name, value in self.unwrap(engine).state_dict().items()}
+        tensors = self.unwrap(engine).state_dict()
+        if engine.autotp_size() > 1:
+            parameters = engine._consolidated_16bit_state_dict()
+            tensors = {} if parameters is None else {**tensors, **parameters}
+        return {name: _own_copy(value) for name, value in tensors.items()}
 
     @property
     def _engines(self) -> list[Any]:
