@@ -135,6 +135,17 @@ def test_the_launcher_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         ({"gradient_accumulation_steps": "twice"}, "gradient_accumulation_steps='twice' .* or 'auto'"),
         ({"hf_ds_config": {}}, "no section 'zero_optimization'"),
         ({"hf_ds_config": 3}, "DeepSpeed configuration 3 cannot be used"),
+        ({"hf_ds_config": {"zero_optimization": 5}}, "no section 'zero_optimization'"),
+        ({"hf_ds_config": {"zero_optimization": {"stage": 7}}}, "zero_optimization.stage=7 .*from 0 to 3"),
+        ({"hf_ds_config": {"zero_optimization": {"stage": "3"}}}, "zero_optimization.stage='3' is not valid"),
+        (
+            {"hf_ds_config": {"zero_optimization": {"offload_optimizer": {"device": "disk"}}}},
+            "zero_optimization.offload_optimizer.device='disk' .*'nvme'",
+        ),
+        (
+            {"hf_ds_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": "much"}},
+            "DeepSpeed configuration: gradient_clipping='much' is not valid",
+        ),
     ],
 )
 def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:

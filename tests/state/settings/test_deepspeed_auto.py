@@ -37,6 +37,11 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file.write_text("{x")
     with pytest.raises(ValueError, match=r"ds\.json' is not JSON"):
         read_config(file)
+    file.write_text("[1]")
+    with pytest.raises(ValueError, match=r"ds\.json' holds a list"):
+        read_config(file)
+    with pytest.raises(ValueError, match="cannot be used: give a dictionary"):
+        read_config(tmp_path)
 
 
 def test_questions_to_a_configuration() -> None:

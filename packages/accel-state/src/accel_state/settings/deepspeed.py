@@ -259,7 +259,7 @@ class DeepSpeedPlugin(Plugin):
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
-        if "zero_optimization" not in config:
+        if not isinstance(config.get("zero_optimization"), dict):
             raise ValueError(
                 "The DeepSpeed configuration has no section 'zero_optimization': add one, for example "
                 '{"zero_optimization": {"stage": 2}}.'
@@ -271,8 +271,12 @@ class DeepSpeedPlugin(Plugin):
             fill(config, key, known, [], must_match=False)
         for name, key in CONFIG_KEYS.items():
             value = get_value(config, key)
-            if value is not None:
-                setattr(self, name, value)
+            if value is None:
+                continue
+            kind, label = options_of(self)[name].kind, f"DeepSpeed configuration: {key}"
+            if kind.read(label, value) != value:  # a text where DeepSpeed reads a number
+                raise wrong_value(label, value, kind.expected)
+            setattr(self, name, value)
         self.hf_ds_config.set_stage_and_offload()
 
     def _check_offload(self) -> None:

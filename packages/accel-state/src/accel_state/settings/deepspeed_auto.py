@@ -37,6 +37,10 @@ def read_config(source: Any) -> dict[str, Any]:
                 raise ValueError(f"The DeepSpeed configuration {str(source)!r} is not JSON: {error}.") from None
             if isinstance(config, dict):
                 return config
+            if os.path.isfile(source):
+                raise ValueError(
+                    f"The DeepSpeed configuration {str(source)!r} holds a {type(config).__name__}: write an object, in braces."
+                )
     raise ValueError(
         f"DeepSpeed configuration {source!r} cannot be used: give a dictionary, the path of an existing JSON file, or "
         "a JSON object in url-safe base64."
@@ -44,7 +48,7 @@ def read_config(source: Any) -> dict[str, Any]:
 
 
 def _text_of(source: str | os.PathLike[str]) -> str | None:
-    if os.path.exists(source):
+    if os.path.isfile(source):
         with open(source, encoding="utf-8") as file:
             return file.read()
     try:
