@@ -10,6 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_all_programs_are_there() -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_programs_for_replicas(tmp_path: Path) -> None:
     ended, said = run_all(
         tmp_path,

@@ -160,6 +160,9 @@ def test_shared_parameters_are_found_and_tied_again(caplog: pytest.LogCaptureFix
     model = small_model()
     tied = find_tied_parameters(model)
     assert tied == [["emb.weight", "head.weight"]]
+    shared = nn.Linear(2, 2)
+    later = nn.ModuleDict({"z": shared, "y": nn.Linear(2, 2), "a": shared})
+    assert find_tied_parameters(later) == [["a.weight", "z.weight"], ["a.bias", "z.bias"]]  # in the model's order
     model.head.weight = nn.Parameter(torch.empty(5, 4, device="meta"))  # type: ignore[union-attr]
     retie_parameters(model, [*tied, ["gone.weight", "nowhere.weight"]])
     assert model.head.weight is model.emb.weight  # type: ignore[union-attr]
@@ -178,7 +181,9 @@ def test_tensors_are_replaced() -> None:
     weight = layer.weight.requires_grad_(False)
     set_module_tensor_to_device(model, "1.weight", "cpu")
     assert layer.weight is weight, "it is there already"
-    set_module_tensor_to_device(model, "1.weight", "meta")
+    set_module_tensor_to_device(model, "1.weight", "meta", dtype=torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    set_module_tensor_to_device(model, "1.weight", "meta", dtype="float32")
     assert layer.weight.is_meta
     assert not layer.weight.requires_grad
     set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.ones(4, 4, dtype=torch.float64))

@@ -124,7 +124,7 @@ def facts(seed: int) -> None:
         record(f"buffer_size {seed} {dtype}", lambda o=options: float(compute_module_total_buffer_size(model, **o)))
     record(f"sizes_of_buffers {seed}", lambda: ordered(compute_module_sizes(model, buffers_only=True)))
     record(f"maximum_sizes {seed}", lambda: calculate_maximum_sizes(model))
-    record(f"tied {seed}", lambda: sorted(find_tied_parameters(model)))
+    record(f"tied {seed}", lambda: find_tied_parameters(model))
     record(f"leaves {seed}", lambda: sorted(get_module_leaves(compute_module_sizes(model))))
     for classes in ([], ["Block"], ["Block", "Sequential"]):
         record(

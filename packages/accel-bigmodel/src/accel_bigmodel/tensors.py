@@ -32,7 +32,7 @@ def set_module_tensor_to_device(
         tensor_name: The name of the tensor, with the path to it.
         device: Where to.
         value: What it is to hold; needed when it holds nothing now (meta device). Shape as before.
-        dtype: Of the result, where a value is given that is no integer; as before when None.
+        dtype: Of the result, where a value that is no integer is given or the device is meta; as before when None.
         fp16_statistics: Scales of an 8-bit weight of bitsandbytes.
         tied_params_map: Tensors that are on devices already, by address of the value and by device: several names of
             one parameter get one copy.
@@ -52,6 +52,8 @@ def set_module_tensor_to_device(
         )
     if value is not None:
         value = _checked(value, old, tensor_name, dtype)
+    elif dtype is not None and _is_meta(device):  # what holds nothing can change its dtype
+        value = _checked(old, old, tensor_name, dtype)
     shared = _shared(value if value is not None else old, device, tied_params_map)
     if shared is None:
         made = _moved(old, value, device, non_blocking)

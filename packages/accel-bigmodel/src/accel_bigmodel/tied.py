@@ -23,7 +23,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         kwargs: Taken for the sake of older programs, and not used.
 
     Returns:
-        For each of these parameters its names, sorted.
+        For each of these parameters its names, sorted; the parameters are in the model's order.
 
     Example:
         ```python
@@ -36,7 +36,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
             if parameter is not None:
                 places.setdefault(id(parameter), []).append((path, key))
     groups = (group for group in places.values() if len(group) > 1)
-    return sorted(sorted(f"{path}.{key}" if path else key for path, key in group) for group in groups)
+    return [sorted(f"{path}.{key}" if path else key for path, key in group) for group in groups]
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
