@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +137,55 @@ def test_layers_are_shared_by_deepspeed(rank: int, world: int, stage: int, tmp_p
             assert torch.equal(loaded.lm_head.weight, state["lm_head.weight"])
         else:
             assert state == {}
+
+
+ALONE = """
+import sys
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+sizes = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}, "checkpoint": {"load_universal": True}}
+accelerator = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=sizes))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+model, optimizer, loader = accelerator.prepare(model, optimizer, torch.utils.data.DataLoader(data, batch_size=4))
+accelerator.load_state(sys.argv[1])
+for inputs, targets in loader:
+    loss = (model(inputs) - targets).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    print("loss:", loss.item())
+accelerator.end_training()
+"""
+
+
+@deepspeed_ranks(2)
+def test_a_converted_checkpoint_goes_on_with_another_number_of_processes(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    with run_with(DeepSpeedPlugin(hf_ds_config=config_of(2))) as accelerator:
+        model = new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader())
+        train(accelerator, model, optimizer, loader)
+        accelerator.save_state(tmp_path / "saved")
+        expected = train(accelerator, model, optimizer, loader)
+        if rank == 0:
+            (tmp_path / "alone.py").write_text(ALONE)
+            parts = shutil.ignore_patterns("pytorch_model", "manifest.json")
+            shutil.copytree(tmp_path / "saved", tmp_path / "copy", ignore=parts)
+            folders = ["--input_folder", tmp_path / "saved" / "pytorch_model"]
+            folders += ["--output_folder", tmp_path / "copy" / "pytorch_model"]
+            conversion = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *folders]
+            kept = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "OMP_NUM_THREADS")}
+            kept |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_SHM_COMM": "0"}
+            for command in (conversion, [tmp_path / "alone.py", tmp_path / "copy"]):
+                done = subprocess.run(
+                    [sys.executable, *command], env=kept, capture_output=True, text=True, check=False, timeout=200
+                )
+                assert done.returncode == 0, done.stderr
+            found = [float(line[6:]) for line in done.stdout.splitlines() if line.startswith("loss: ")]
+            assert found == pytest.approx(expected, abs=1e-5)
+        accelerator.wait_for_everyone()

@@ -135,7 +135,8 @@ def _check_shares(engine: Any, folder: Path, names: Sequence[str]) -> None:
     if shares and here is not None and len(shares) != here and not engine.load_universal_checkpoint():
         raise ValueError(
             f"{folder} holds the state of {len(shares)} processes, but there are {here}: launch {len(shares)}, or "
-            "convert it with `ds_to_universal` and set checkpoint.load_universal in the DeepSpeed configuration."
+            "convert it with `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state` and set "
+            "checkpoint.load_universal in the DeepSpeed configuration."
         )
 
 
