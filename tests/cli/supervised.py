@@ -24,13 +24,13 @@ def main(what: str) -> None:
     elif what == "left_alone":
         accelerator.gather(torch.ones(1)) if rank == 0 else sleep_for_ever()
     elif what == "computes":
-        until = time.monotonic() + 2.5  # longer than the timeout of the test
+        until = time.monotonic() + 4.5  # longer than the timeout of the test
         while rank == 0 and time.monotonic() < until:
             sum(range(1000))
     elif what == "steps":
         layer = torch.nn.Linear(1, 1)
         optimizer = accelerator.prepare(torch.optim.SGD(layer.parameters(), lr=0.1))
-        until = time.monotonic() + 2.5
+        until = time.monotonic() + 4.5
         while time.monotonic() < until:
             time.sleep(0.05) or optimizer.step()
     elif what == "raises":
