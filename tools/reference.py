@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ def reference_python() -> Path:
     if not python.exists():
         subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(FOLDER)], check=True)
         wanted = ["accelerate==1.15.0", f"torch=={version('torch')}", f"numpy=={version('numpy')}"]
+        wanted += [f"{name}=={version(name)}" for name in ("deepspeed", "transformers") if find_spec(name)]
         subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), *wanted], check=True)
     return python
 

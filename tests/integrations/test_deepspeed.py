@@ -348,8 +348,9 @@ def test_sequences_are_shared(rank: int, world: int) -> None:
             optimizer.step()
             losses.append(loss.item())
         assert losses == pytest.approx(expected, abs=1e-5)
+        other = nn.Linear(1, 1)
         with pytest.raises(ValueError, match="Linear is not: it has no config"):
-            accelerator.prepare(nn.Linear(1, 1))
+            accelerator.prepare(other, torch.optim.SGD(other.parameters()))
 
 
 @deepspeed_ranks(2)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_integrations.engines.deepspeed.config import find_hidden_size, settle
-from accel_integrations.engines.deepspeed.roles import Roles, check_fit
+from accel_integrations.engines.deepspeed.roles import Roles, check_fit, check_parts
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.gradient_state import GradientState
@@ -63,6 +63,9 @@ def test_batch_sizes_come_from_loaders() -> None:
     assert filled(AUTO, loader(8), split_batches=True)["train_batch_size"] == 8
     batches = DataLoader(range(64), batch_sampler=torch.utils.data.BatchSampler(range(64), 16, False))  # type: ignore[arg-type]
     assert filled(AUTO, batches)["train_micro_batch_size_per_gpu"] == 16
+    assert filled({}, loader(8))["train_micro_batch_size_per_gpu"] == 8
+    with pytest.raises(ValueError, match="train_micro_batch_size_per_gpu: prepare a data loader"):
+        filled({})
     fixed = {**AUTO, "train_micro_batch_size_per_gpu": 5}
     assert filled(fixed, loader(8))["train_batch_size"] == 20
 
@@ -203,3 +206,15 @@ def test_locks_of_builds_are_pointed_out(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.warns(UserWarning, match="will wait for the end of a build.*cpu_adam/lock shows") as caught:
         load_library(torch.device("cpu"))
     assert "something_else" not in str(caught[0].message)
+
+
+def test_a_model_and_its_optimizer_belong_together() -> None:
+    model, other = nn.Linear(2, 1), nn.Linear(1, 1)
+    config = {"zero_optimization": {"stage": 2}}
+    check_parts(model, torch.optim.SGD([model.weight]), config)
+    check_parts(model, None, {**config, "optimizer": {}})
+    check_parts(model, None, {"zero_optimization": {"stage": 3}})
+    with pytest.raises(ValueError, match="model Linear without an optimizer, but ZeRO stage 2.*choose stage 3 or 0"):
+        check_parts(model, None, config)
+    with pytest.raises(ValueError, match="2 parameters of the optimizer SGD are not those of the model Linear"):
+        check_parts(model, torch.optim.SGD([*other.parameters(), model.weight]), config)

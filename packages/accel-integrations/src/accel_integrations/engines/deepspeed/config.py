@@ -68,6 +68,8 @@ def settle(
         ValueError: Naming every value that nothing fills, and what would; or sizes that contradict one another.
     """
     config = plugin.deepspeed_config
+    if "train_batch_size" not in config:
+        config.setdefault(MICRO_BATCH, AUTO)  # DeepSpeed needs one of them
     steps = _settle_steps(config, context)
     batch = _micro_batch(config, plugin, context, objects, num_readers)
     values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}

@@ -15,7 +15,7 @@ from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
-from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit
+from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit, check_parts
 from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import (
@@ -133,6 +133,7 @@ class DeepSpeedEngine(Engine):
         scheduler = None if roles.scheduler is None else objects[roles.scheduler]
         plugin = self.plugin
         check_fit(optimizer, scheduler, plugin.deepspeed_config)
+        check_parts(model, optimizer, plugin.deepspeed_config)
         readers = self.data_place().count
         settle(plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size())
         results = prepare_each([None if index in roles.positions else item for index, item in enumerate(objects)])

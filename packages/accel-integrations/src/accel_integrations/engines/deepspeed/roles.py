@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_state.settings.deepspeed_auto import get_value
 
 PREPARED_MARK = "_is_accelerate_prepared"
 OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
@@ -78,6 +79,34 @@ def is_scheduler(item: Any) -> bool:
     return type(item).__name__ in OF_DEEPSPEED
 
 
+def check_parts(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Refuse a model without the optimizer whose state is to be divided, and an optimizer of another model.
+
+    Args:
+        model: What was prepared.
+        optimizer: What was prepared with it, if anything.
+        config: DeepSpeed's configuration.
+
+    Raises:
+        ValueError: Saying what to pass instead.
+    """
+    stage = get_value(config, "zero_optimization.stage", 0)
+    if optimizer is None and stage in (1, 2) and "optimizer" not in config:
+        raise ValueError(
+            f"prepare() got the model {type(model).__name__} without an optimizer, but ZeRO stage {stage} divides an "
+            "optimizer's state: pass both to one call of prepare(). For a model that only computes, choose stage 3 or 0."
+        )
+    if stage == 0 or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    known = {id(one) for one in model.parameters()}
+    strange = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if strange:
+        raise ValueError(
+            f"{strange} parameters of the optimizer {type(optimizer).__name__} are not those of the model "
+            f"{type(model).__name__} that is prepared with it: make the optimizer from model.parameters()."
+        )
+
+
 def check_fit(optimizer: Any, scheduler: Any, config: Mapping[str, Any]) -> None:
     """Refuse an optimizer or scheduler that is described twice, or nowhere.
 
@@ -102,7 +131,7 @@ def check_fit(optimizer: Any, scheduler: Any, config: Mapping[str, Any]) -> None
             instead = ", or pass lr_scheduler_callable to it" if dummy is DummyScheduler else ""
             raise ValueError(
                 f"prepare() got a {dummy.__name__}, which stands for the {kind} of the DeepSpeed configuration, but "
-                f"there is no section {kind!r} in it: add one, pass a real {kind}{instead}."
+                f"there is no section {kind!r} in it: add one, or pass a real {kind}{instead}."
             )
     if isinstance(optimizer, DummyOptim) and scheduler is not None and not isinstance(scheduler, DummyScheduler):
         raise ValueError(
