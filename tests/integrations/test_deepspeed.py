@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from accelerate.utils import (
 from tests.support.leaks import reset_state
 from tests.support.ranks import ranks
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")  # importing it takes seconds
 deepspeed_ranks = partial(ranks, timeout=300.0)  # importing DeepSpeed takes seconds in every process
 MICRO_BATCH = {"train_micro_batch_size_per_gpu": 2}
 ADAM = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.support.leaks import reset_state
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import make_loader, make_model, reference_curve
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")  # importing it takes seconds
 deepspeed_ranks = partial(ranks, timeout=300.0)  # importing DeepSpeed takes seconds in every process
 STAGES = (0, 1, 2, 3)
 
