@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from accel_data.prepare import prepare_data_loader
 from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
+from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from accel_state.settings.data import DataLoaderConfiguration
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
-PREPARED_MARK = "_is_accelerate_prepared"  # read by other libraries
 
 
 class PreparesEach(Protocol):

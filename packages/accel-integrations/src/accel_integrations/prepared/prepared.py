@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
 
+PREPARED_MARK = "_is_accelerate_prepared"
+"""The attribute of everything that came through `prepare`; read by other libraries."""
+
 
 @dataclass(slots=True)
 class Prepared:

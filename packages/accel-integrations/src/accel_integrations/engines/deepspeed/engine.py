@@ -15,7 +15,7 @@ from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
-from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, PREPARED_MARK, Roles, check_fit, check_parts
+from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, Roles, check_fit, check_parts
 from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import (
@@ -36,6 +36,7 @@ from accel_integrations.engines.deepspeed.wrappers import (
 from accel_integrations.engines.engine import Engine
 from accel_integrations.parallel.alike import sum_over_group
 from accel_integrations.parallel.loss import mean_over_tokens
+from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -146,8 +147,9 @@ class DeepSpeedEngine(Engine):
 
     def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
         """What stands for a model, its optimizer and its scheduler from now on."""
+        import deepspeed
+
         plugin, state = self.plugin, self.context.state
-        deepspeed = load_library(state.device)
         plugin.set_moe_leaf_modules(model)
         model = self.precision.wrap_forward(self.precision.convert(model))
         arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}

@@ -11,9 +11,9 @@ from torch import nn
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_state.settings.deepspeed_auto import get_value
 
-PREPARED_MARK = "_is_accelerate_prepared"
 OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
 """Schedulers of DeepSpeed, which its engine steps; they are no `LRScheduler`."""
 
