@@ -146,7 +146,7 @@ def test_resetting_keeps_the_place_unless_told() -> None:
     state = make()
     AcceleratorState._reset_state()
     assert PartialState().initialized
-    with pytest.raises(AttributeError, match=r"no 'mixed_precision' now|no '_mixed_precision' now"):
+    with pytest.raises(AttributeError, match=r"`AcceleratorState` has no '\w+' now: .* Make an `Accelerator\(\)`"):
         _ = state.mixed_precision
     make()
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.environment import str_to_bool
+from accel_state.public_names import known_as
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class CommandHelp(argparse.HelpFormatter):
             action.option_strings = spelled
 
 
+@known_as("accelerate.commands.utils.CustomArgumentGroup")
 class CommandArgumentGroup(argparse._ArgumentGroup):
     """A group of options in which every flag may be written with underscores or hyphens."""
 
@@ -150,6 +152,7 @@ NOTED_ACTIONS = {
 }
 
 
+@known_as("accelerate.commands.utils.CustomArgumentParser")
 class CommandParser(argparse.ArgumentParser):
     """A parser in which every flag may be written with underscores or hyphens.
 

@@ -15,11 +15,13 @@ from accel_cli.launch.machine import free_port, is_free, network_variables
 from accel_cli.launch.plan import OWN_STORE
 from accel_state.enums import DistributedType
 from accel_state.environment import are_libraries_initialized, patch_environment
+from accel_state.public_names import known_as
 
 ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import starts CUDA
 USUAL_PORT = "29500"
 
 
+@known_as("accelerate.utils.launch.PrepareForLaunch")
 class PrepareForLaunch:
     """A function that first tells its process who it is; what starts processes calls it with their number.
 
@@ -28,6 +30,10 @@ class PrepareForLaunch:
         distributed_type: How the processes work together.
         debug: Whether to join a gloo group through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
     """
+
+    launcher: Callable[..., Any]
+    distributed_type: DistributedType
+    debug: bool
 
     def __init__(
         self, launcher: Callable[..., Any], distributed_type: DistributedType | str = "NO", debug: bool = False

@@ -13,6 +13,7 @@ from typing import Any
 from accel_cli.arguments import CommandParser, Option, make_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.launch.flags.table import OPTIONS as KNOWN
+from accel_state.public_names import known_as
 
 HELP = "Convert a settings file from FSDP 1 to FSDP 2."
 
@@ -23,6 +24,7 @@ OPTIONS = (
 )
 
 
+@known_as("accelerate.commands.to_fsdp2.ConversionStatus")
 class ConversionStatus(Enum):
     """Why a setting of version 1 has no counterpart."""
 

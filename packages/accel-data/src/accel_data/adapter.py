@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from accel_state.errors import missing_library
 from accel_state.gradient_state import GradientState
 from accel_state.libraries import is_torchdata_stateful_dataloader_available
+from accel_state.public_names import known_as
 
 LOADER_ARGUMENTS: dict[str, Any] = {
     "batch_size": 1,
@@ -43,6 +44,7 @@ def copied_arguments(dataloader: Any) -> dict[str, Any]:
     }
 
 
+@known_as("accelerate.data_loader.DataLoaderAdapter")
 class DataLoaderAdapter(DataLoader[Any]):
     """A loader that reads through another one and passes all its attributes on.
 
@@ -113,6 +115,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return _restore, (_plain_class(type(self)), self.use_stateful_dataloader, kept)
 
 
+@known_as("accelerate.data_loader.DataLoaderStateMixin")
 class DataLoaderStateMixin:
     """Tells the gradient state that a loader is being iterated, and when its last batch comes.
 

@@ -8,7 +8,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.data_loader.BatchSamplerShard")
 class BatchSamplerShard(BatchSampler):
     """The batches of one process out of many.
 
@@ -29,6 +32,14 @@ class BatchSamplerShard(BatchSampler):
         ValueError: When a batch cannot be cut evenly, or its size is unknown and it is to be cut.
     """
 
+    batch_sampler: Any
+    batch_size: Any  # None where the sampler has none
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    even_batches: bool
+    drop_last: bool
+
     def __init__(
         self,
         batch_sampler: Any,
@@ -37,7 +48,6 @@ class BatchSamplerShard(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        self.batch_size: Any  # None where the sampler has none
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index

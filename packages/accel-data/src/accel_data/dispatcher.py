@@ -19,8 +19,10 @@ from accel_ops.random import synchronize_rng_states
 from accel_state.gradient_state import GradientState
 from accel_state.mesh import SAME_BATCH_AXES
 from accel_state.processes import PartialState
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.data_loader.DataLoaderDispatcher")
 class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     """Reads batches on the first process and sends every process its share.
 

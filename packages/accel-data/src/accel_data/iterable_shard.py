@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.data_loader.IterableDatasetShard")
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one process out of a stream that each process reads from the start.
 
@@ -27,6 +30,14 @@ class IterableDatasetShard(IterableDataset[Any]):
     Raises:
         ValueError: When `split_batches` cannot divide the batch evenly.
     """
+
+    dataset: Any
+    batch_size: int
+    drop_last: bool
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    epoch: int
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ from accel_data.uneven import UnevenStream
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.gradient_state import GradientState
+from accel_state.public_names import known_as
 
 
 class EpochMixin:
@@ -80,6 +81,7 @@ def _after_restoring(state: torch.Tensor, batches: Iterator[Any]) -> Iterator[An
         yield batch
 
 
+@known_as("accelerate.data_loader.DataLoaderShard")
 class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     """Reads this process's share, moves it to the device, and knows the last batch before handing it out.
 

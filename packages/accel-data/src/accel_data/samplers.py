@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.data_loader.SeedableRandomSampler")
 class SeedableRandomSampler(RandomSampler):
     """A random sampler that shuffles by seed plus epoch: the same on all processes, and again after a restart.
 
@@ -17,6 +20,10 @@ class SeedableRandomSampler(RandomSampler):
         data_seed (`int`, *optional*): The seed; torch's initial seed when None.
         kwargs: For `RandomSampler`.
     """
+
+    initial_seed: int
+    epoch: int
+    generator: torch.Generator | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)

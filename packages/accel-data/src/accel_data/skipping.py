@@ -12,8 +12,10 @@ from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.samplers import batch_sampler_of
 from accel_state.gradient_state import GradientState
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.data_loader.SkipBatchSampler")
 class SkipBatchSampler(BatchSampler):
     """A batch sampler without its first batches; their samples are never read.
 
@@ -45,6 +47,7 @@ class SkipBatchSampler(BatchSampler):
         return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
+@known_as("accelerate.data_loader.SkipDataLoader")
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader that reads its first batches without handing them out, for streams.
 

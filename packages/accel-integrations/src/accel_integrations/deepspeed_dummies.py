@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.utils.deepspeed.DummyOptim")
 class DummyOptim:
     """Stands for the optimizer of DeepSpeed's configuration.
 
@@ -16,6 +19,11 @@ class DummyOptim:
         kwargs: Further arguments of the optimizer.
     """
 
+    params: Iterable[Any]
+    lr: float
+    weight_decay: float
+    kwargs: dict[str, Any]
+
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = params
         self.lr = lr
@@ -23,6 +31,7 @@ class DummyOptim:
         self.kwargs = kwargs
 
 
+@known_as("accelerate.utils.deepspeed.DummyScheduler")
 class DummyScheduler:
     """Stands for the scheduler of DeepSpeed's configuration.
 
@@ -33,6 +42,12 @@ class DummyScheduler:
         lr_scheduler_callable (*optional*): Makes a scheduler from an optimizer, instead.
         kwargs: Further arguments of the scheduler.
     """
+
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+    lr_scheduler_callable: Callable[[Any], Any] | None
+    kwargs: dict[str, Any]
 
     def __init__(
         self,

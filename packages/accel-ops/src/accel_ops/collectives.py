@@ -16,10 +16,12 @@ from accel_ops.transport import Transport, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
+from accel_state.public_names import known_as
 
 MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
 
 
+@known_as("accelerate.utils.operations.CannotPadNestedTensorWarning")
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor cannot be padded and is kept as it is."""
 

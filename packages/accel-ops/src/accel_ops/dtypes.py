@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from accel_ops.nested import honor_type
+from accel_state.public_names import known_as
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -26,12 +27,15 @@ def convert_to_fp32(tensor: Any) -> Any:
     return tensor
 
 
+@known_as("accelerate.utils.operations.ConvertOutputsToFp32")
 class ConvertOutputsToFp32:
     """A forward whose outputs are float32.
 
     Args:
         model_forward: The forward to call.
     """
+
+    model_forward: Callable[..., Any]
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.utils.dataclasses.TensorInformation")
 @dataclass
 class TensorInformation:
     """Shape and dtype of a tensor, without its values."""

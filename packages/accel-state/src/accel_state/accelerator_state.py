@@ -12,7 +12,8 @@ from accel_state.environment import parse_choice_from_env
 from accel_state.errors import missing_library
 from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
-from accel_state.shared import SharedDict
+from accel_state.public_names import known_as
+from accel_state.shared import SharedDict, fact
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +26,7 @@ STARTS_ITS_OWN_GROUP = frozenset({DistributedType.DEEPSPEED})
 """Ways of training whose library joins the processes itself, so that none need be there yet."""
 
 
+@known_as("accelerate.state.AcceleratorState")
 class AcceleratorState(ProcessPlace):
     """Everything that `PartialState` says, and the number format and the way of training of this run.
 
@@ -43,35 +45,23 @@ class AcceleratorState(ProcessPlace):
         parallelism_config (`ParallelismConfig`, *optional*): How processes divide data, layers and sequences.
         kwargs: For `PartialState`, when it is not there yet.
 
-    Attributes:
-        distributed_type (`DistributedType`): The way of training a plugin stands for, else as in `PartialState`.
-        deepspeed_plugins (`DeepSpeedPlugin` or `dict`, *optional*): As given.
-        device_mesh (`DeviceMesh`, *optional*): The processes as a grid, where there is a parallelism config.
-        downcast_bfloat (`bool`): On XLA: whether both float and double become bfloat16.
-
     Raises:
         ValueError: For settings that do not exist, that the device cannot do, that exclude one another, or that
             contradict what the first instance settled.
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
-    _known_attrs: ClassVar[list[str]] = [
-        *PartialState._known_attrs, "deepspeed_plugin", "deepspeed_plugins", "device_mesh", "downcast_bfloat",
-        "dynamo_plugin", "fsdp_plugin", "is_fsdp2", "megatron_lm_plugin", "mixed_precision", "parallelism_config",
-        "torch_tp_plugin",
-    ]  # fmt: skip
 
-    _cpu: bool
-    _mixed_precision: str
-    fork_launched: bool
-    dynamo_plugin: TorchDynamoPlugin
-    deepspeed_plugins: Any
-    fsdp_plugin: Any
-    megatron_lm_plugin: Any
-    torch_tp_plugin: Any
-    parallelism_config: ParallelismConfig | None
-    device_mesh: DeviceMesh | None
-    downcast_bfloat: bool
+    distributed_type: DistributedType = fact("The way of training a plugin stands for, else as in `PartialState`.")
+    dynamo_plugin: TorchDynamoPlugin = fact("How models are compiled.")
+    deepspeed_plugins: Any = fact("The settings of DeepSpeed, or several by name, as given.")
+    fsdp_plugin: Any = fact("The settings of FSDP, where it is in use.")
+    megatron_lm_plugin: Any = fact("The settings of Megatron-LM, where it is in use.")
+    torch_tp_plugin: Any = fact("The settings of a model that is split already, where there are any.")
+    parallelism_config: ParallelismConfig | None = fact("How processes divide data, layers and sequences.")
+    device_mesh: DeviceMesh | None = fact("The processes as a grid, where there is a parallelism config.")
+    downcast_bfloat: bool = fact("On XLA: whether both float and double become bfloat16.")
+    _mixed_precision: str = fact("The number format that was asked for.")
 
     def __init__(
         self,

@@ -5,7 +5,10 @@ from __future__ import annotations
 from enum import Enum, EnumMeta
 from typing import Any
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.utils.dataclasses.EnumWithContains")
 class EnumWithContains(EnumMeta):
     """Metaclass with which `value in SomeEnum` answers for plain values as well as for members."""
 
@@ -17,6 +20,7 @@ class EnumWithContains(EnumMeta):
         return True
 
 
+@known_as("accelerate.utils.dataclasses.BaseEnum")
 class BaseEnum(Enum, metaclass=EnumWithContains):
     """An enum that prints as its value and can list its values."""
 
@@ -29,6 +33,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
         return [member.value for member in cls]
 
 
+@known_as("accelerate.utils.dataclasses.DistributedType")
 class DistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
     """How a run is spread over processes: the way of training where one was chosen, else the kind of device."""
 
@@ -53,6 +58,7 @@ class DistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its
         return cls.XLA if value == "TPU" else None
 
 
+@known_as("accelerate.utils.dataclasses.SageMakerDistributedType")
 class SageMakerDistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
     """How a SageMaker job is spread over its instances."""
 
@@ -61,6 +67,7 @@ class SageMakerDistributedType(str, Enum):  # noqa: UP042 - str() gives the name
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
+@known_as("accelerate.utils.dataclasses.ComputeEnvironment")
 class ComputeEnvironment(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
     """Where `accelerate launch` starts the processes."""
 
@@ -68,6 +75,7 @@ class ComputeEnvironment(str, Enum):  # noqa: UP042 - str() gives the name with 
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
+@known_as("accelerate.utils.dataclasses.FP8BackendType")
 class FP8BackendType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
     """The library that computes in 8-bit floats: Transformer Engine, MS-AMP or torchao."""
 
@@ -77,6 +85,7 @@ class FP8BackendType(str, Enum):  # noqa: UP042 - str() gives the name with its 
     AO = "AO"
 
 
+@known_as("accelerate.utils.dataclasses.DynamoBackend")
 class DynamoBackend(str, BaseEnum):
     """What `torch.compile` hands the captured graphs to; `NO` means not to compile."""
 
@@ -98,6 +107,7 @@ class DynamoBackend(str, BaseEnum):
     NEURON = "NEURON"
 
 
+@known_as("accelerate.utils.dataclasses.PrecisionType")
 class PrecisionType(str, BaseEnum):
     """The number format of the heavy arithmetic (`mixed_precision`)."""
 
@@ -107,6 +117,7 @@ class PrecisionType(str, BaseEnum):
     BF16 = "bf16"
 
 
+@known_as("accelerate.utils.dataclasses.RNGType")
 class RNGType(BaseEnum):
     """A source of random numbers whose state can be synchronised and stored."""
 
@@ -123,6 +134,7 @@ class RNGType(BaseEnum):
     GENERATOR = "generator"
 
 
+@known_as("accelerate.utils.dataclasses.LoggerType")
 class LoggerType(BaseEnum):
     """An experiment tracker; `ALL` means every one that is installed."""
 
@@ -139,6 +151,7 @@ class LoggerType(BaseEnum):
     SWANLAB = "swanlab"
 
 
+@known_as("accelerate.utils.dataclasses.DDPCommunicationHookType")
 class DDPCommunicationHookType(BaseEnum):
     """How DistributedDataParallel compresses gradients on their way between processes."""
 
@@ -149,6 +162,7 @@ class DDPCommunicationHookType(BaseEnum):
     BATCHED_POWER_SGD = "batched_power_sgd"
 
 
+@known_as("accelerate.utils.dataclasses.CustomDtype")
 class CustomDtype(Enum):
     """Number formats that memory is planned for although torch has no plain dtype for them."""
 

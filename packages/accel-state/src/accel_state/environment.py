@@ -16,6 +16,7 @@ from accel_state.nvidia import check_cuda_fp8_capability as check_cuda_fp8_capab
 from accel_state.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accel_state.nvidia import get_driver_version as get_driver_version
 from accel_state.nvidia import get_gpu_info as get_gpu_info
+from accel_state.public_names import known_as
 
 OWN_PREFIX = "ACCELERATE_"
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
@@ -234,6 +235,7 @@ def _purge_function(function: Any) -> Any:
     return purged
 
 
+@known_as("accelerate.utils.environment.CPUInformation")
 @dataclass
 class CPUInformation:
     """Where a CPU process stands among its fellows."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from accel_state.public_names import known_as
 
+
+@known_as("accelerate.utils.operations.DistributedOperationException")
 class DistributedOperationException(Exception):  # noqa: N818 - the name is public interface
     """A collective operation was about to run on values that differ between processes.
 

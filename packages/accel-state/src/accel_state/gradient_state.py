@@ -6,12 +6,14 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_state.shared import SharedDict
+from accel_state.public_names import known_as
+from accel_state.shared import SharedDict, fact
 
 if TYPE_CHECKING:
     from accel_state.settings.accumulation import GradientAccumulationPlugin
 
 
+@known_as("accelerate.state.GradientState")
 class GradientState:
     """Whether this step exchanges and applies gradients, and whether it is the last one of a data loader.
 
@@ -20,16 +22,12 @@ class GradientState:
 
     Args:
         gradient_accumulation_plugin: How gradients are accumulated. May be given again later; the last one counts.
-
-    Attributes:
-        sync_gradients (`bool`): True in steps that end an accumulation window.
-        plugin_kwargs (`dict[str, Any]`): The settings of the plugin that differ from its defaults.
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
 
-    sync_gradients: bool
-    plugin_kwargs: dict[str, Any]
+    sync_gradients: bool = fact("True in steps that end an accumulation window.")
+    plugin_kwargs: dict[str, Any] = fact("The settings of the plugin that differ from its defaults.")
     _is_xla_gradients_synced: bool
     _dataloader_references_ref: list[weakref.ref[Any] | None]
 
@@ -138,6 +136,10 @@ class GradientState:
     def _reset_state(cls) -> None:
         """Forget everything, so that the next instance starts anew."""
         cls._shared_state.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the data loaders, which stay with this process."""
+        return {**self.__dict__, "_dataloader_references_ref": [None]}
 
     def __repr__(self) -> str:
         return (

@@ -9,8 +9,10 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from accel_state.processes import PartialState, is_initialized
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.logging.MultiProcessAdapter")
 class MultiProcessAdapter(logging.LoggerAdapter):
     """A logger whose methods take two more keywords and say which process speaks.
 

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from accel_state.public_names import known_as
 from accel_state.settings.option import at_least, one_of, option, resolve_options, wrong_value
 from accel_state.settings.parallelism import (
     DeepSpeedSequenceParallelConfig,
@@ -88,6 +89,7 @@ def _backend(axis: str, default: str, *others: str) -> Any:
     )
 
 
+@known_as("accelerate.parallelism_config.ParallelismConfig")
 @dataclass(repr=False)
 class ParallelismConfig:
     """How the processes of a run divide data, layers and sequences between them.
@@ -161,6 +163,13 @@ class ParallelismConfig:
                 "it out.",
                 stacklevel=4,
             )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_joined": {}}  # meshes made from others are made again
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a pickled one; accelerate 1.x knows no pipelines."""
+        self.__dict__.update({"pp_size": 1, "_joined": {}, **state})
 
     def __repr__(self) -> str:
         parts = [f"{row.name}={getattr(self, row.name)!r}" for row in fields(self)]

@@ -18,7 +18,8 @@ from accel_state.devices import DEVICE_KINDS, DeviceKind, default_device, detect
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
 from accel_state.numa import set_numa_affinity
-from accel_state.shared import SharedDict
+from accel_state.public_names import known_as
+from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -36,18 +37,17 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 class ProcessPlace:
     """What follows from a process's place; the base of the two states, which share nothing else."""
 
-    _known_attrs: ClassVar[list[str]]
-
-    backend: str | None
-    debug: bool
-    device: torch.device
-    distributed_type: DistributedType
-    fork_launched: bool
-    local_process_index: int
-    num_processes: int
-    process_index: int
-    main_process: Literal["first", "last"]
+    backend: str | None = fact("The collective library, as 'nccl' or 'gloo'; None without a process group.")
+    debug: bool = fact("Whether collectives compare shapes first (`ACCELERATE_DEBUG_MODE`).")
+    device: torch.device = fact("Where to put models and batches; `ACCELERATE_TORCH_DEVICE` overrides the choice.")
+    distributed_type: DistributedType = fact("How the run is spread over processes; `NO` for a single one.")
+    fork_launched: bool = fact("Whether a notebook forked this process.")
+    local_process_index: int = fact("The rank of this process on its machine, from 0.")
+    num_processes: int = fact("How many processes there are, over all machines.")
+    process_index: int = fact("The rank of this process among all, from 0.")
+    main_process: Literal["first", "last"] = "first"
     """Which process speaks for the run."""
+    _cpu: bool = fact("Whether the CPU was asked for.")
 
     # ---- questions ----------------------------------------------------------------------------------------------
 
@@ -205,18 +205,6 @@ class ProcessPlace:
         """
         return _only_if(self.local_process_index == _given("local_process_index", local_process_index), function)
 
-    # ---- errors -------------------------------------------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Explain an attribute that is not there; only called for those."""
-        own = type(self).__name__
-        if name in self._known_attrs:
-            raise AttributeError(
-                f"`{own}` has no {name!r} now: `{own}._reset_state()` was called, or nothing was set up yet. Make an "
-                "`Accelerator()` or a `PartialState()` first."
-            )
-        raise AttributeError(f"'{own}' object has no attribute '{name}'")
-
     def __repr__(self) -> str:
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
@@ -228,6 +216,7 @@ class ProcessPlace:
         )
 
 
+@known_as("accelerate.state.PartialState")
 class PartialState(ProcessPlace):
     """Which process this is, of how many, and on which device it computes.
 
@@ -238,16 +227,6 @@ class PartialState(ProcessPlace):
         cpu (`bool`): Compute on the CPU even where there is an accelerator; so does `ACCELERATE_USE_CPU`.
         kwargs: Arguments of `torch.distributed.init_process_group`, such as `backend` and `timeout`. Without effect
             in a single process, and when the group exists already: it is adopted as it is.
-
-    Attributes:
-        device (`torch.device`): Where to put models and batches. `ACCELERATE_TORCH_DEVICE` overrides the choice.
-        distributed_type (`DistributedType`): `NO` for a single process.
-        num_processes (`int`): How many processes there are.
-        process_index (`int`): The rank of this one.
-        local_process_index (`int`): Its rank on its machine.
-        backend (`str`, *optional*): The collective library; None without a process group.
-        debug (`bool`): Whether collectives compare shapes first (`ACCELERATE_DEBUG_MODE`).
-        fork_launched (`bool`): Whether a notebook forked this process.
 
     Raises:
         TypeError: For keyword arguments that a process group does not take.
@@ -261,12 +240,6 @@ class PartialState(ProcessPlace):
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
-    _known_attrs: ClassVar[list[str]] = [
-        "_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
-        "local_process_index", "main_process", "num_processes", "process_index",
-    ]  # fmt: skip
-
-    _cpu: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -309,7 +282,6 @@ class PartialState(ProcessPlace):
 
     def _find_place(self, cpu: bool, options: dict[str, Any]) -> None:
         self._cpu = cpu
-        self.main_process = "first"
         self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         self.backend = None

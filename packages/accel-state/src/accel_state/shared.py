@@ -1,4 +1,4 @@
-"""The dictionary that all instances of a state share."""
+"""The dictionary that all instances of a state share, and the attributes that lie in it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import threading
 from typing import Any
 
 from accel_state.libraries import is_torch_xla_available
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.state.ThreadLocalSharedDict")
 class ThreadLocalSharedDict(threading.local):
     """Class attribute that gives every thread a dictionary of its own: on TPUs one thread drives each core.
 
@@ -26,3 +28,34 @@ class ThreadLocalSharedDict(threading.local):
 
 
 SharedDict: type = ThreadLocalSharedDict if is_torch_xla_available() else dict
+
+
+class Fact:
+    """A documented attribute of a state; while the shared dictionary has no value for it, it says how to get one.
+
+    Args:
+        meaning: What `help(...)` shows.
+
+    Raises:
+        AttributeError: When the attribute is read while nothing is set up.
+    """
+
+    def __init__(self, meaning: str) -> None:
+        self.__doc__ = meaning
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:  # a value in the dictionary comes first
+        if instance is None:
+            return self
+        own = type(instance).__name__
+        raise AttributeError(
+            f"`{own}` has no {self._name!r} now: `{own}._reset_state()` was called, or nothing was set up yet. Make an "
+            f"`Accelerator()` or a `{own}()` first."
+        )
+
+
+def fact(meaning: str) -> Any:
+    """A `Fact` that may stand where a value of any type is declared."""
+    return Fact(meaning)

@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from accel_state.processes import PartialState
+from accel_state.public_names import known_as
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +39,7 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
     return on_main
 
 
+@known_as("accelerate.tracking.GeneralTracker")
 class GeneralTracker:
     """Base of experiment trackers; subclass it to send a run's numbers to a service or file of your own.
 

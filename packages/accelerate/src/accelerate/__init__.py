@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from accel_state.lazy import lazy_exports
+from accel_state.public_names import use_public_names
 
 __version__ = "2.0.0"
 
@@ -35,6 +36,7 @@ SUBMODULES = (
     "parallelism_config", "scheduler", "state", "tracking", "utils",
 )  # fmt: skip
 
+use_public_names()  # from here on, pickles name classes as accelerate 1.x does
 _export, __dir__, __all__ = lazy_exports(__name__, EXPORTS)
 
 

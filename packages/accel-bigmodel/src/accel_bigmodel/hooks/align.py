@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +13,7 @@ from accel_bigmodel.hooks.hook import ModelHook
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device
 from accel_ops.placement import find_device, send_to_device
+from accel_state.public_names import known_as
 
 Module = TypeVar("Module", bound=nn.Module)
 META = torch.device("meta")
@@ -40,6 +41,7 @@ class Stream(Protocol):
         """Note that the module has run; returns its output."""
 
 
+@known_as("accelerate.hooks.AlignDevicesHook")
 class AlignDevicesHook(ModelHook):
     """Brings inputs, and weights that wait elsewhere, to a module's device before it runs.
 
@@ -53,6 +55,25 @@ class AlignDevicesHook(ModelHook):
         skip_keys (`str` or list of `str`, *optional*): Keyword arguments that stay where they are.
         tied_params_map: Copies of shared parameters, by address and device.
     """
+
+    execution_device: int | str | torch.device | None
+    offload: bool
+    io_same_device: bool
+    weights_map: Any
+    offload_buffers: bool
+    place_submodules: bool
+    skip_keys: str | list[str] | None
+    tied_params_map: TiedTensors | None
+    input_device: torch.device | None
+    original_devices: dict[str, torch.device]
+    param_original_devices: dict[str, torch.device]
+    buffer_original_devices: dict[str, torch.device]
+    tied_params_names: set[str]
+    """Weights that other modules share, by the map of these."""
+    tied_pointers_to_remove: set[tuple[int, Any]]
+    slots: Sequence[WeightSlot] = ()
+    stream: Stream | None = None
+    """What brings weights before they are needed, if something does."""
 
     def __init__(
         self,
@@ -68,21 +89,17 @@ class AlignDevicesHook(ModelHook):
         self.execution_device = execution_device
         self.offload = offload
         self.io_same_device = io_same_device
-        self.weights_map: Any = weights_map
+        self.weights_map = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
-        self.input_device: torch.device | None = None
-        self.original_devices: dict[str, torch.device] = {}
-        self.param_original_devices: dict[str, torch.device] = {}
-        self.buffer_original_devices: dict[str, torch.device] = {}
-        self.tied_params_names: set[str] = set()
-        """Weights that other modules share, by the map of these."""
-        self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
-        self.slots: list[WeightSlot] = []
-        self.stream: Stream | None = None
-        """What brings weights before they are needed, if something does."""
+        self.input_device = None
+        self.original_devices = {}
+        self.param_original_devices = {}
+        self.buffer_original_devices = {}
+        self.tied_params_names = set()
+        self.tied_pointers_to_remove = set()
 
     def __repr__(self) -> str:
         return (

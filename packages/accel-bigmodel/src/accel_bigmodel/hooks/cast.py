@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module
+from accel_state.public_names import known_as
 
 Module = TypeVar("Module", bound=nn.Module)
 CAST_LAYERS = (
@@ -16,6 +17,7 @@ CAST_LAYERS = (
 )  # fmt: skip
 
 
+@known_as("accelerate.hooks.LayerwiseCastingHook")
 class LayerwiseCastingHook(ModelHook):
     """Casts a module's weights for its forward pass, and back.
 
@@ -24,6 +26,10 @@ class LayerwiseCastingHook(ModelHook):
         compute_dtype: During them.
         non_blocking (`bool`): Let casts overlap with other work.
     """
+
+    storage_dtype: torch.dtype
+    compute_dtype: torch.dtype
+    non_blocking: bool
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
         self.storage_dtype = storage_dtype

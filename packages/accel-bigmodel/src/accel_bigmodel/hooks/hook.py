@@ -8,9 +8,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from accel_state.public_names import known_as
+
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@known_as("accelerate.hooks.ModelHook")
 class ModelHook:
     """Runs around the forward pass of a module. Subclasses change what they need.
 
@@ -37,12 +40,15 @@ class ModelHook:
         return module
 
 
+@known_as("accelerate.hooks.SequentialHook")
 class SequentialHook(ModelHook):
     """Several hooks, one after the other.
 
     Args:
         hooks: The hooks.
     """
+
+    hooks: tuple[ModelHook, ...]
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks

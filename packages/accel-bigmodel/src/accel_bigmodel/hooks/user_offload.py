@@ -11,10 +11,12 @@ from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module, remove_hook
 from accel_ops.memory import clear_device_cache
 from accel_ops.placement import send_to_device
 from accel_state.processes import PartialState
+from accel_state.public_names import known_as
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
+@known_as("accelerate.hooks.CpuOffload")
 class CpuOffload(ModelHook):
     """Brings a whole model to a device when it runs; it stays until somebody sends it back.
 
@@ -22,6 +24,9 @@ class CpuOffload(ModelHook):
         execution_device: The device; that of this process when None.
         prev_module_hook: The hook of the model that runs before, which is sent back first.
     """
+
+    execution_device: int | str | torch.device
+    prev_module_hook: UserCpuOffloadHook | None
 
     def __init__(
         self,
@@ -46,6 +51,7 @@ class CpuOffload(ModelHook):
         return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
 
 
+@known_as("accelerate.hooks.UserCpuOffloadHook")
 class UserCpuOffloadHook:
     """A model with `CpuOffload`, and what its owner may do with it.
 
@@ -53,6 +59,9 @@ class UserCpuOffloadHook:
         model: The model.
         hook: Its hook.
     """
+
+    model: nn.Module
+    hook: CpuOffload
 
     def __init__(self, model: nn.Module, hook: CpuOffload) -> None:
         self.model = model

@@ -10,8 +10,10 @@ import torch
 
 from accel_bigmodel.offload.folder import Index, load_offloaded_weight, read_index
 from accel_ops.staging import path_inside
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.utils.offload.OffloadedWeightsLoader")
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights in main memory, in checkpoint files and in a folder, as one mapping.
 
@@ -29,6 +31,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         ValueError: When all are left out.
     """
 
+    state_dict: Any
+    save_folder: str | os.PathLike[str] | None
+    index: Any
+    device: torch.device | str | int | None
+    all_keys: list[str]
+
     def __init__(
         self,
         state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -38,9 +46,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("OffloadedWeightsLoader got no weights: give state_dict, save_folder or index.")
-        self.state_dict: Any = {} if state_dict is None else state_dict
+        self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        self.index: Any = index if index is not None else read_index(save_folder) if save_folder is not None else {}
+        self.index = index if index is not None else read_index(save_folder) if save_folder is not None else {}
         self.device = device
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self._mapped: dict[str, tuple[Any, torch.Tensor]] = {}
@@ -78,6 +86,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return len(self.all_keys)
 
 
+@known_as("accelerate.utils.offload.PrefixedDataset")
 class PrefixedDataset(Mapping[str, torch.Tensor]):
     """The part of a mapping that belongs to one module, by the names in that module.
 
@@ -85,6 +94,9 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
         dataset: The mapping.
         prefix: What to put before names.
     """
+
+    dataset: Mapping[str, torch.Tensor]
+    prefix: str
 
     def __init__(self, dataset: Mapping[str, torch.Tensor], prefix: str) -> None:
         self.dataset = dataset

@@ -9,8 +9,10 @@ from typing import Any, ClassVar, Self
 from accel_cli.configfile.source import Source
 from accel_cli.errors import did_you_mean
 from accel_state.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.commands.config.config_args.BaseConfig")
 @dataclass
 class BaseConfig:
     """Settings that every kind of launch has.
@@ -131,6 +133,7 @@ class BaseConfig:
         write_yaml(yaml_file, self.to_dict())
 
 
+@known_as("accelerate.commands.config.config_args.ClusterConfig")
 @dataclass
 class ClusterConfig(BaseConfig):
     """Settings for machines of one's own.
@@ -171,6 +174,7 @@ class ClusterConfig(BaseConfig):
     )  # fmt: skip
 
 
+@known_as("accelerate.commands.config.config_args.SageMakerConfig")
 @dataclass
 class SageMakerConfig(BaseConfig):
     """Settings for jobs on Amazon SageMaker."""

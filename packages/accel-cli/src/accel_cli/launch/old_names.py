@@ -18,6 +18,7 @@ from accel_cli.launch.resolve import resolve
 from accel_cli.launch.runners.sagemaker import credentials, job
 from accel_cli.launch.runners.sagemaker import plan as plan_job
 from accel_cli.launch.runners.tpu import xla_variables
+from accel_state.public_names import known_as
 
 options_to_group = {group.shown_with.lstrip("-"): group.title for group in GROUPS if group.shown_with}
 
@@ -27,12 +28,15 @@ def clean_option(option: str) -> str | None:
     return option[2:].replace("-", "_") if option.startswith("--") else None
 
 
+@known_as("accelerate.commands.launch.CustomHelpFormatter")
 class CustomHelpFormatter(HelpFormatter):
     """Help without the groups of options that are of use only beside a flag which the command line has not.
 
     Attributes:
         titles: The titles of the groups that are left out.
     """
+
+    titles: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from accel_cli.menu import keys
+from accel_state.public_names import known_as
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)
@@ -30,6 +31,7 @@ def mark_multiple(*keys: int) -> Callable[[Method], Method]:
     return decorate
 
 
+@known_as("accelerate.commands.menu.input.KeyHandler")
 class KeyHandler(type):
     """Metaclass of classes whose marked methods answer to keys.
 

@@ -11,12 +11,14 @@ from accel_cli.menu import cursor
 from accel_cli.menu.handlers import mark, mark_multiple, register
 from accel_cli.menu.keys import KEYMAP, key_by_key
 from accel_cli.menu.writing import Direction, clear_line, forceWrite, linebreak, move_cursor, reset_cursor, writeColor
+from accel_state.public_names import known_as
 
 GREEN = 32
 
 in_colab = sys.modules.get("google.colab")  # whose cells look like a terminal and are none
 
 
+@known_as("accelerate.commands.menu.selection_menu.BulletMenu")
 @register
 class BulletMenu:
     """A list with an arrow that moves up and down.
@@ -30,6 +32,11 @@ class BulletMenu:
         index = BulletMenu("Which one?", ["this", "that"]).run(default_choice=1)
         ```
     """
+
+    position: int
+    choices: Sequence[str]
+    prompt: str | None
+    arrow_char: str
 
     key_handler: dict[int, Any]
     handle_input: Any

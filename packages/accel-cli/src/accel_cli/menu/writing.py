@@ -6,11 +6,14 @@ import shutil
 import sys
 from enum import Enum
 
+from accel_state.public_names import known_as
+
 TERMINAL_WIDTH = shutil.get_terminal_size().columns
 
 CURSOR_TO_CHAR = {"UP": "A", "DOWN": "B", "RIGHT": "C", "LEFT": "D"}
 
 
+@known_as("accelerate.commands.menu.helpers.Direction")
 class Direction(Enum):
     """A way through a menu."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_state.enums import CustomDtype
+from accel_state.public_names import known_as
 from accel_state.settings.option import wrong_value
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -16,6 +17,7 @@ SWITCHES = ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant")
 MODULE_LISTS = ("skip_modules", "keep_in_fp32_modules")
 
 
+@known_as("accelerate.utils.dataclasses.BnbQuantizationConfig")
 @dataclass
 class BnbQuantizationConfig:
     """How `load_and_quantize_model` quantises a model with bitsandbytes.

@@ -10,8 +10,10 @@ from torch import nn
 from accel_integrations.megatron.absent import needs_megatron
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
 class MegatronLMDummyDataLoader:
     """Stands for the data loaders that Megatron-LM makes of its indexed datasets.
 
@@ -21,6 +23,8 @@ class MegatronLMDummyDataLoader:
     Attributes:
         dataset_args: The arguments, with `megatron_dataset_flag`.
     """
+
+    dataset_args: dict[str, Any]
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
@@ -38,6 +42,7 @@ class MegatronLMDummyDataLoader:
         raise needs_megatron("MegatronLMDummyDataLoader.build_train_valid_test_data_iterators()")
 
 
+@known_as("accelerate.utils.megatron_lm.MegatronLMDummyScheduler")
 class MegatronLMDummyScheduler:
     """Stands for the scheduler that Megatron-LM makes.
 
@@ -48,6 +53,11 @@ class MegatronLMDummyScheduler:
         kwargs: Further settings.
     """
 
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+    kwargs: dict[str, Any]
+
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
@@ -57,6 +67,7 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
 
+@known_as("accelerate.utils.megatron_lm.MegatronLMOptimizerWrapper")
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     """An optimizer of Megatron-LM, which takes its steps within `MegatronEngine.train_step`.
 
@@ -79,6 +90,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         return bool(self.optimizer.skipped_iter)  # type: ignore[attr-defined]
 
 
+@known_as("accelerate.utils.megatron_lm.MegatronLMSchedulerWrapper")
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
     """A scheduler of Megatron-LM, which steps within `MegatronEngine.train_step`.
 
@@ -94,6 +106,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         """Do nothing: Megatron-LM does it."""
 
 
+@known_as("accelerate.utils.megatron_lm.MegatronEngine")
 class MegatronEngine(nn.Module):
     """A model that Megatron-LM trains; making one says that this needs an engine for it.
 

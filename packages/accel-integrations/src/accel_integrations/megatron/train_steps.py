@@ -10,16 +10,24 @@ from torch.nn import functional as F
 
 from accel_integrations.megatron.absent import function_that_needs_megatron
 from accel_integrations.megatron.groups import avg_losses_across_data_parallel_group
+from accel_state.public_names import known_as
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
+@known_as("accelerate.utils.megatron_lm.AbstractTrainStep")
 class AbstractTrainStep:
     """How batches are read, and the forward and the loss computed; `MegatronLMPlugin(custom_train_step_class=...)`.
 
     Args:
         name: The name of the kind of model.
     """
+
+    name: str
+    get_batch: Callable[..., Any] | None
+    loss_func: Callable[..., Any] | None
+    forward_step: Callable[..., Any] | None
+    model_output_class: type[Any] | None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -37,6 +45,7 @@ class AbstractTrainStep:
         return None
 
 
+@known_as("accelerate.utils.megatron_lm.BertTrainStep")
 class BertTrainStep(AbstractTrainStep):
     """Steps of BERT: masked words, with or without sentence order; or classification.
 
@@ -90,6 +99,7 @@ class BertTrainStep(AbstractTrainStep):
         return function_that_needs_megatron("A forward pass of BertTrainStep")
 
 
+@known_as("accelerate.utils.megatron_lm.GPTTrainStep")
 class GPTTrainStep(AbstractTrainStep):
     """Steps of GPT: the next word.
 
@@ -127,6 +137,7 @@ class GPTTrainStep(AbstractTrainStep):
         return function_that_needs_megatron("A forward pass of GPTTrainStep")
 
 
+@known_as("accelerate.utils.megatron_lm.T5TrainStep")
 class T5TrainStep(AbstractTrainStep):
     """Steps of T5: spans of words that are left out.
 

@@ -13,10 +13,12 @@ from accel_ops.placement import send_to_device
 from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
+from accel_state.public_names import known_as
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
 
 
+@known_as("accelerate.optimizer.AcceleratedOptimizer")
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps an optimizer: `step` and `zero_grad` do nothing while gradients are still being accumulated.
 
@@ -28,6 +30,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     Attributes:
         optimizer: The wrapped optimizer.
     """
+
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+    accelerator_state: AcceleratorState
+    gradient_state: GradientState
+    device_placement: bool
+    _is_overflow = False
+    _before_step: Callable[[], None] | None = None
+    _take_step: TakeStep | None = None
 
     def __init__(
         self,
@@ -41,9 +52,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
-        self._is_overflow = False
-        self._before_step: Callable[[], None] | None = None
-        self._take_step: TakeStep | None = None
         if device_placement and optimizer.state:
             optimizer.load_state_dict(send_to_device(optimizer.state_dict(), self.accelerator_state.device))
         if is_lomo_optimizer(optimizer):
@@ -153,9 +161,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return {**self.__dict__, **dict.fromkeys(ties)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy, in the state of this process."""
+        """Restore a copy, in the state of this process, if it has one."""
         self.__dict__.update(state)
-        self.accelerator_state = AcceleratorState()
+        if AcceleratorState._shared_state:
+            self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
 
     def __repr__(self) -> str:

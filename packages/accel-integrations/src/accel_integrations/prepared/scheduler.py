@@ -8,8 +8,10 @@ from typing import Any
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.scheduler.AcceleratedScheduler")
 class AcceleratedScheduler:
     """Wraps a scheduler written for one process: it steps when its optimizers step, once for each process's batch.
 
@@ -24,17 +26,29 @@ class AcceleratedScheduler:
         has_own_file: Whether checkpoints hold its state in a file of its own, rather than in that of an engine.
     """
 
+    scheduler: Any
+    optimizers: Sequence[Any]
+    split_batches: bool
+    step_with_optimizer: bool
+    gradient_state: GradientState
+
     has_own_file = True
 
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers: Sequence[Any] = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
         self._steps_per_call = 1 if split_batches else _num_batches_at_a_time()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy, in the state of this process."""
+        self.__dict__.update(state)
+        self.gradient_state = GradientState()
+        self._steps_per_call = 1 if self.split_batches else _num_batches_at_a_time()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as often as one process alone would have stepped for the same data."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.errors import missing_library
+from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, WHOLE, option, resolve_options
 
 
+@known_as("accelerate.utils.dataclasses.DataLoaderConfiguration")
 @dataclass
 class DataLoaderConfiguration:
     """What `Accelerator.prepare` does with data loaders.

@@ -7,11 +7,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType, FP8BackendType
 from accel_state.errors import missing_library
+from accel_state.public_names import known_as
 from accel_state.settings.deepspeed_auto import AUTO, HfDeepSpeedConfig, fill, get_value, leaf_keys
 from accel_state.settings.fp8 import OptLevel
 from accel_state.settings.fsdp_torch import get_module_class_from_name
@@ -71,6 +72,7 @@ ENABLED_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None}
 """The section of the configuration that each `mixed_precision` switches on."""
 
 
+@known_as("accelerate.utils.dataclasses.DeepSpeedPlugin")
 @dataclass
 class DeepSpeedPlugin(Plugin):
     """How DeepSpeed trains: from a configuration of its own, or from a few choices.
@@ -196,17 +198,20 @@ class DeepSpeedPlugin(Plugin):
         help="How much MS-AMP keeps in 8 bits.",
         fallback="O1",
     )
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
+    dschf: Any = field(init=False, repr=False, compare=False)
+    """What keeps the configuration alive that transformers has been shown; itself it keeps only a weak reference."""
 
     def __post_init__(self) -> None:
         self._selected = False
-        self.dschf: Any = None  # a strong reference: transformers itself keeps only a weak one
+        self.dschf = None
         resolve_options(self, options_of(self).keys() - {"transformer_moe_cls_names"})
         if self.enable_msamp is None:
             self.enable_msamp = os.environ.get("ACCELERATE_FP8_BACKEND", "").upper() == FP8BackendType.MSAMP.value
         if isinstance(self.hf_ds_config, str) and self.hf_ds_config.lower() == "none":
             self.hf_ds_config = None
         (self._make_config if self.hf_ds_config is None else self._read_config)()
-        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.deepspeed_config = self.hf_ds_config.config
         self.deepspeed_config.setdefault("steps_per_print", float("inf"))
         self._check_offload()
         self._settle_zero3_init()

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
+from accel_state.public_names import known_as
+
 AUTO = "auto"
 OFFLOAD_DEVICES = frozenset({"cpu", "nvme"})
 
@@ -115,6 +117,7 @@ def fill(config: dict[str, Any], key: str, values: Mapping[str, Any], mismatches
         mismatches.append(f"{key}: {node[last]!r} in the DeepSpeed configuration, {values[key]!r} in the program")
 
 
+@known_as("accelerate.utils.deepspeed.HfDeepSpeedConfig")
 class HfDeepSpeedConfig:
     """A DeepSpeed configuration that can be asked for values by dotted keys.
 
@@ -127,6 +130,8 @@ class HfDeepSpeedConfig:
         assert config.is_zero3() and config.get_value("zero_optimization.stage") == 3
         ```
     """
+
+    config: dict[str, Any]
 
     def __init__(self, config_file_or_dict: Any) -> None:
         self.config = read_config(config_file_or_dict)

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state.errors import missing_library
+from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import (
     BOOLEAN,
@@ -37,6 +38,7 @@ THREE_FLAGS = Kind(
 )
 
 
+@known_as("accelerate.utils.dataclasses.AORecipeKwargs")
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """How torchao converts linear layers to float8.
@@ -98,6 +100,7 @@ class AORecipeKwargs(KwargsHandler):
             )
 
 
+@known_as("accelerate.utils.dataclasses.TERecipeKwargs")
 @dataclass
 class TERecipeKwargs(KwargsHandler):
     """How Transformer Engine scales 8-bit floats, see its `DelayedScaling`.
@@ -204,6 +207,7 @@ def _linear_precision_from_environment() -> tuple[bool, bool, bool]:
     return forward, data, weight
 
 
+@known_as("accelerate.utils.dataclasses.MSAMPRecipeKwargs")
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
     """How much of training MS-AMP keeps in 8 bits.
@@ -227,6 +231,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         resolve_options(self)
 
 
+@known_as("accelerate.utils.dataclasses.FP8RecipeKwargs")
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Either of two recipes in one class; use `TERecipeKwargs` or `MSAMPRecipeKwargs` instead.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
+from accel_state.public_names import known_as
 from accel_state.settings.fsdp_torch import (
     FSDP_VERSIONS,
     WRAP_POLICY,
@@ -71,6 +72,7 @@ VERSION_1_ONLY = (
 )
 
 
+@known_as("accelerate.utils.dataclasses.FullyShardedDataParallelPlugin")
 @dataclass
 class FullyShardedDataParallelPlugin(Plugin):
     """How a model is sharded, by `FullyShardedDataParallel` (version 1) or `fully_shard` (version 2).

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel_state.public_names import known_as
 from accel_state.settings.option import (
     BOOLEAN,
     TEXT,
@@ -28,6 +29,7 @@ NCCL_TIMEOUT = timedelta(minutes=10)
 OTHER_TIMEOUT = timedelta(minutes=30)
 
 
+@known_as("accelerate.utils.dataclasses.KwargsHandler")
 class KwargsHandler:
     """Base of dataclasses that hold keyword arguments for an object built elsewhere."""
 
@@ -45,6 +47,7 @@ class KwargsHandler:
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
 
+@known_as("accelerate.utils.dataclasses.AutocastKwargs")
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves under mixed precision.
@@ -69,6 +72,7 @@ class AutocastKwargs(KwargsHandler):
         resolve_options(self)
 
 
+@known_as("accelerate.utils.dataclasses.GradScalerKwargs")
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """How the loss is scaled under fp16, see `torch.amp.GradScaler`.
@@ -104,6 +108,7 @@ DURATION = Kind(
 )
 
 
+@known_as("accelerate.utils.dataclasses.InitProcessGroupKwargs")
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """How the process group starts, see `torch.distributed.init_process_group`.

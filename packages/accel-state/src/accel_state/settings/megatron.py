@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
 from accel_state.errors import missing_library
+from accel_state.public_names import known_as
 from accel_state.settings.megatron_models import find_parser
 from accel_state.settings.option import (
     BOOLEAN,
@@ -108,6 +109,7 @@ def _launched(name: str, kind: Kind, fallback: Any, help: str) -> Any:
     )
 
 
+@known_as("accelerate.utils.dataclasses.MegatronLMPlugin")
 @dataclass
 class MegatronLMPlugin(Plugin):
     """How Megatron-LM trains. Fields are passed on to it under its own names; those left None may come from the environment.
@@ -246,6 +248,12 @@ class MegatronLMPlugin(Plugin):
     custom_get_batch_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
     custom_loss_function: Callable[..., Any] | None = option(None, kind=FUNCTION)
     other_megatron_args: dict[str, Any] | None = option(None, kind=MAPPING)
+    megatron_lm_default_args: dict[str, Any] = field(init=False, repr=False, compare=False)
+    DDP_impl: str = field(init=False, repr=False, compare=False)
+    data_parallel_size: int = field(init=False, repr=False, compare=False)
+    micro_batch_size: int = field(init=False, repr=False, compare=False)
+    global_batch_size: int = field(init=False, repr=False, compare=False)
+    dataset_args: dict[str, Any] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         resolve_options(self)
@@ -253,7 +261,7 @@ class MegatronLMPlugin(Plugin):
         self.DDP_impl = "local" if replaced else "torch"
         if self.consumed_samples:
             self.consumed_samples = (self.consumed_samples + [0, 0, 0])[:3]
-        self.megatron_lm_default_args: dict[str, Any] = {
+        self.megatron_lm_default_args = {
             **{argument: getattr(self, name) for argument, name in RENAMED_ARGUMENTS.items()},
             **{name: getattr(self, name) for name in SAME_ARGUMENTS},
         }

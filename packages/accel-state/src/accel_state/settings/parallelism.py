@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, option, resolve_options, wrong_value
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
 
@@ -46,6 +47,7 @@ LENGTH = Kind(
 )
 
 
+@known_as("accelerate.utils.dataclasses.TorchTensorParallelPlugin")
 @dataclass
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism over the whole run, for models that are split already.
@@ -64,6 +66,7 @@ class TorchTensorParallelPlugin(Plugin):
         resolve_options(self)
 
 
+@known_as("accelerate.utils.dataclasses.TorchTensorParallelConfig")
 @dataclass
 class TorchTensorParallelConfig:
     """How layers are split over the "tp" axis.
@@ -88,6 +91,7 @@ class TorchTensorParallelConfig:
             )
 
 
+@known_as("accelerate.utils.dataclasses.TorchContextParallelConfig")
 @dataclass
 class TorchContextParallelConfig:
     """How sequences are split over the "cp" axis.
@@ -112,6 +116,7 @@ class TorchContextParallelConfig:
         resolve_options(self)
 
 
+@known_as("accelerate.utils.dataclasses.DeepSpeedSequenceParallelConfig")
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """How sequences are split over the "sp" axis by DeepSpeed.

@@ -6,9 +6,11 @@ import os
 import warnings
 from dataclasses import InitVar, dataclass
 
+from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
 
 
+@known_as("accelerate.utils.dataclasses.ProjectConfiguration")
 @dataclass
 class ProjectConfiguration:
     """Folders of a run and the naming of its checkpoints.

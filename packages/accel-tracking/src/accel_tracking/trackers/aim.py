@@ -6,6 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import non_finite, plain_settings, sort_values
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from aim import Run
 
 
+@known_as("accelerate.tracking.AimTracker")
 class AimTracker(GeneralTracker):
     """Logs to an Aim repository, read by `aim up`.
 
@@ -22,6 +24,11 @@ class AimTracker(GeneralTracker):
         kwargs: For `aim.Run`.
     """
 
+    run_name: str
+    aim_repo_path: str | os.PathLike[str] | None
+    init_kwargs: dict[str, Any]
+    writer: Run | None
+
     name = "aim"
     requires_logging_directory = True
 
@@ -30,7 +37,7 @@ class AimTracker(GeneralTracker):
         self.run_name = run_name
         self.aim_repo_path = logging_dir
         self.init_kwargs = kwargs
-        self.writer: Run | None = None
+        self.writer = None
 
     @property
     def tracker(self) -> Run:

@@ -6,6 +6,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import non_finite, plain_settings, sort_values
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 PREFIXES = ("eval", "test", "train")  # curves of these belong into one plot: "eval_loss" and "train_loss"
 
 
+@known_as("accelerate.tracking.ClearMLTracker")
 class ClearMLTracker(GeneralTracker):
     """Logs to a ClearML task: the one that the program has begun, or else one of its own.
 
@@ -26,6 +28,10 @@ class ClearMLTracker(GeneralTracker):
         kwargs: For `clearml.Task.init`.
     """
 
+    user_provided_run_name: str | None
+    init_kwargs: dict[str, Any]
+    task: Task | None
+
     name = "clearml"
     requires_logging_directory = False
 
@@ -33,7 +39,7 @@ class ClearMLTracker(GeneralTracker):
         super().__init__()
         self.user_provided_run_name = run_name
         self.init_kwargs = kwargs
-        self.task: Task | None = None
+        self.task = None
         self._is_ours = False
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, sort_values
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from comet_ml import CometExperiment
 
 
+@known_as("accelerate.tracking.CometMLTracker")
 class CometMLTracker(GeneralTracker):
     """Logs to Comet; without an account or network with `init_kwargs={"comet_ml": {"online": False}}`.
 
@@ -20,6 +22,10 @@ class CometMLTracker(GeneralTracker):
         kwargs: For `comet_ml.start`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
+    writer: CometExperiment | None
+
     name = "comet_ml"
     requires_logging_directory = False
 
@@ -27,7 +33,7 @@ class CometMLTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.writer: CometExperiment | None = None
+        self.writer = None
 
     @property
     def tracker(self) -> CometExperiment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, sort_values
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from dvclive import Live
 
 
+@known_as("accelerate.tracking.DVCLiveTracker")
 class DVCLiveTracker(GeneralTracker):
     """Logs with DVCLive.
 
@@ -20,6 +22,9 @@ class DVCLiveTracker(GeneralTracker):
         live (`dvclive.Live`, *optional*): One made before, instead of one of its own.
         kwargs: For `dvclive.Live`.
     """
+
+    live: Live | None
+    init_kwargs: dict[str, Any]
 
     name = "dvclive"
     requires_logging_directory = False

@@ -10,6 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from accel_state.environment import str_to_bool
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, sort_values
 
@@ -20,6 +21,7 @@ FORBIDDEN = re.compile(r"[^\w\-. /]")  # in names of metrics and parameters
 FORBIDDEN_IN_PATHS = re.compile(r"^/+|(?<=/)/+|(^|(?<=/))\.+(?=/|$)")  # names are paths, too
 
 
+@known_as("accelerate.tracking.MLflowTracker")
 class MLflowTracker(GeneralTracker):
     """Logs to MLflow: to `MLFLOW_TRACKING_URI`, which may be a file such as `sqlite:///runs.db`.
 
@@ -35,6 +37,15 @@ class MLflowTracker(GeneralTracker):
         run_name (`str`, *optional*): Name of the run; chosen by the library if left out.
         description (`str`, *optional*): Notes on the run.
     """
+
+    experiment_name: str | None
+    logging_dir: str | os.PathLike[str] | None
+    run_id: str | None
+    tags: dict[str, Any]
+    nested_run: bool
+    run_name: str | None
+    description: str | None
+    active_run: ActiveRun | None
 
     name = "mlflow"
     requires_logging_directory = False
@@ -59,7 +70,7 @@ class MLflowTracker(GeneralTracker):
         self.nested_run = bool(str_to_bool(nested)) if isinstance(nested, str) else bool(nested)
         self.run_name = run_name
         self.description = description
-        self.active_run: ActiveRun | None = None
+        self.active_run = None
 
     @property
     def tracker(self) -> ActiveRun:

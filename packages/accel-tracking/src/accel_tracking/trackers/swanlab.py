@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, presentable
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 SHOWN = frozenset({"swanlab"})
 
 
+@known_as("accelerate.tracking.SwanLabTracker")
 class SwanLabTracker(GeneralTracker):
     """Logs to SwanLab; without an account or network with `init_kwargs={"swanlab": {"mode": "offline"}}`.
 
@@ -23,6 +25,10 @@ class SwanLabTracker(GeneralTracker):
         kwargs: For `swanlab.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
+    run: Run | None
+
     name = "swanlab"
     requires_logging_directory = False
     main_process_only = False
@@ -31,7 +37,7 @@ class SwanLabTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.run: Run | None = None
+        self.run = None
 
     @property
     def tracker(self) -> Run:

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import flatten, plain_settings, sort_values
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 SECONDS_TO_DISK = 10  # so that a killed process loses little, and curves are current; the library's own is 120
 
 
+@known_as("accelerate.tracking.TensorBoardTracker")
 class TensorBoardTracker(GeneralTracker):
     """Writes event files to `logging_dir/run_name`.
 
@@ -26,6 +28,12 @@ class TensorBoardTracker(GeneralTracker):
         logging_dir (`str` or path): Folder of all runs.
         kwargs: For `SummaryWriter`; with `flush_secs`, how often it writes to the disk (10 seconds).
     """
+
+    run_name: str
+    logging_dir_param: str | os.PathLike[str]
+    logging_dir: str
+    init_kwargs: dict[str, Any]
+    writer: SummaryWriter | None
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -36,7 +44,7 @@ class TensorBoardTracker(GeneralTracker):
         self.logging_dir_param = logging_dir
         self.logging_dir = os.path.join(logging_dir, run_name)
         self.init_kwargs = kwargs
-        self.writer: SummaryWriter | None = None
+        self.writer = None
 
     @property
     def tracker(self) -> SummaryWriter:

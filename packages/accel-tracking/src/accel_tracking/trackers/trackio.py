@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, presentable
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from trackio import Run
 
 
+@known_as("accelerate.tracking.TrackioTracker")
 class TrackioTracker(GeneralTracker):
     """Logs to Trackio: to a file of this machine, or to a Hugging Face Space with `space_id`.
 
@@ -25,6 +27,10 @@ class TrackioTracker(GeneralTracker):
         kwargs: For `trackio.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
+    run: Run | None
+
     name = "trackio"
     requires_logging_directory = False
     main_process_only = False
@@ -33,7 +39,7 @@ class TrackioTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.run: Run | None = None
+        self.run = None
 
     @property
     def tracker(self) -> Run:

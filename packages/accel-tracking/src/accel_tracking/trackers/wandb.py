@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from accel_state.public_names import known_as
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import MEDIA, plain_settings, presentable
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 SHOWN = MEDIA | {"wandb", "bokeh", "moviepy", "rdkit"}
 
 
+@known_as("accelerate.tracking.WandBTracker")
 class WandBTracker(GeneralTracker):
     """Logs to Weights & Biases; without an account or network with `WANDB_MODE=offline`.
 
@@ -24,6 +26,10 @@ class WandBTracker(GeneralTracker):
         kwargs: For `wandb.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
+    run: wandb.Run | None
+
     name = "wandb"
     requires_logging_directory = False
     main_process_only = False
@@ -32,7 +38,7 @@ class WandBTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = kwargs
-        self.run: wandb.Run | None = None
+        self.run = None
 
     @property
     def tracker(self) -> wandb.Run:

@@ -7,14 +7,18 @@ from typing import Any
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_state import supervision
+from accel_state.public_names import known_as
 
 
+@known_as("accelerate.utils.deepspeed.DeepSpeedEngineWrapper")
 class DeepSpeedEngineWrapper:
     """Runs backward through a DeepSpeed engine, which takes the step too where gradients are synchronised.
 
     Args:
         engine (`deepspeed.DeepSpeedEngine`): What `deepspeed.initialize` returned.
     """
+
+    engine: Any
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -38,6 +42,7 @@ class DeepSpeedEngineWrapper:
         return norm.item() if hasattr(norm, "item") else norm
 
 
+@known_as("accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper")
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
     """Stands for the optimizer of a DeepSpeed engine, which steps and clears gradients by itself.
 
@@ -63,6 +68,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         return bool(self.optimizer.overflow) if self._knows_overflow else False  # type: ignore[attr-defined]
 
 
+@known_as("accelerate.utils.deepspeed.DeepSpeedSchedulerWrapper")
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
     """Stands for the scheduler of a DeepSpeed engine, which steps it by itself.
 
