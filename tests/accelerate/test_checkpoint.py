@@ -17,8 +17,10 @@ from torch import nn
 
 from accel_ops import durable
 from accel_ops.files import load
+from accelerate import Accelerator, dispatch_model
 from accelerate.checkpoint import naming
 from accelerate.checkpoint.manifest import Manifest
+from accelerate.utils import load_state_dict
 from tests.support.keeping import Counter, Kept, make_kept
 
 FILES = ["custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "scheduler.bin"]
@@ -545,3 +547,24 @@ def test_model_folders_are_asked_for_models_and_folders(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="is a file"):
         kept.save_model(kept._models[0], tmp_path / "file")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_model_whose_parts_wait_on_disk_is_saved_whole(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    offloaded = dispatch_model(
+        model, {"0": "cpu", "1": "disk", "2": "disk"}, main_device="cpu", offload_dir=tmp_path / "off"
+    )
+    accelerator = Accelerator(cpu=True)
+    for safe in (True, False):
+        accelerator.save_model(offloaded, tmp_path / str(safe), safe_serialization=safe)
+        found = load_state_dict(tmp_path / str(safe) / ("model.safetensors" if safe else "pytorch_model.bin"))
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+    assert not any(tensor.is_meta for tensor in accelerator.get_state_dict(offloaded).values())
+
+
+def test_a_model_without_values_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"bias, weight of Linear are on the meta device"):
+        make_kept().save_model(nn.Linear(2, 2, device="meta"), tmp_path / "model")
+    assert os.listdir(tmp_path) == []

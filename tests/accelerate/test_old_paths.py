@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import types
-import warnings
 from typing import Any
 
 import pytest
@@ -29,13 +28,13 @@ def test_ports() -> None:
     ("Linux", "5.4.0-90-generic", True), ("Linux", "5.5.0", False), ("Linux", "6.1", False), ("Darwin", "1.0", False),
     ("Linux", "custom", False),
 ])  # fmt: skip
-def test_old_kernels_are_warned_about(system: str, release: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_kernels_are_warned_about(
+    system: str, release: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     found = types.SimpleNamespace(system=system, release=release)
     monkeypatch.setattr(other.platform, "uname", lambda: found)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        other.check_os_kernel()
-    assert bool(caught) is warns
+    other.check_os_kernel()
+    assert [record.name for record in caplog.records] == ["accelerate.utils.other"] * warns
 
 
 def test_xla_is_installed_on_colab_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +100,17 @@ def test_names_that_are_nowhere_are_missing() -> None:
     assert not hasattr(state, "_export")  # private ones are not looked for
     with pytest.raises(ImportError, match="cannot import name 'nothing'"):
         exec("from accelerate.state import nothing")
+
+
+def test_the_bundled_programs_are_reached_by_name() -> None:
+    from accelerate.test_utils import test_ops, test_script, test_sync
+
+    assert all(callable(program.main) for program in (test_ops, test_script, test_sync))
+
+
+def test_what_a_module_only_used_can_be_replaced_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import accelerator
+
+    monkeypatch.setattr("accelerate.accelerator.is_bitsandbytes_multi_backend_available", lambda: True)
+    assert accelerator.is_bitsandbytes_multi_backend_available()
+    assert callable(accelerator.fsdp2_prepare_model)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from accel_data.loader_shard import DataLoaderShard
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_state.libraries import is_bitsandbytes_multi_backend_available
 from accelerate import Accelerator
 from tests.support.ranks import ranks
 
@@ -130,6 +131,15 @@ def test_a_spread_model_trains_in_one_process() -> None:
     plain = nn.Linear(1, 1)
     plain.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
     assert not accelerator.verify_device_map(plain)
+
+
+@pytest.mark.skipif(is_bitsandbytes_multi_backend_available(), reason="layers of bitsandbytes compute on CPUs here")
+def test_quantized_layers_off_the_device_are_not_trained() -> None:
+    model = nn.Linear(2, 2)
+    model.is_loaded_in_8bit = True  # type: ignore[assignment]
+    model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="Linear was loaded in 8 bits with parts of it on cpu.* CPU or disk offload"):
+        Accelerator(cpu=True).prepare(model)
 
 
 @ranks(2)

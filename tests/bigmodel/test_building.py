@@ -51,6 +51,21 @@ def test_buffers_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices() == ("meta", "meta")
 
 
+def test_modules_register_as_ever() -> None:
+    plain = nn.Module.register_parameter, nn.Module.register_buffer
+    for include_buffers in (True, False):
+        with init_empty_weights(include_buffers):
+            assert (nn.Module.register_parameter, nn.Module.register_buffer) == plain
+            module = nn.Module()
+            module.register_parameter("none", None)
+            module.register_parameter("given", nn.Parameter(torch.ones(2, device="cpu")))
+            module.register_buffer("nothing", None)
+            module.register_buffer("seen", torch.ones(2, device="cpu"))
+            module.seen = torch.zeros(2, device="cpu")
+        assert (module.none, module.nothing) == (None, None)
+        assert (module.given.is_meta, module.seen.is_meta) == (True, include_buffers)
+
+
 def test_parameters_keep_class_attributes_and_ties() -> None:
     class Special(nn.Parameter):
         pass
@@ -78,7 +93,6 @@ def test_other_threads_build_as_ever_and_blocks_nest() -> None:
     assert not inner.weight.is_meta
     assert not built[0].weight.is_meta
     assert outer.weight.is_meta
-    assert nn.Module.register_parameter.__qualname__ == "Module.register_parameter"
 
 
 # ---- sizes ------------------------------------------------------------------------------------------------------

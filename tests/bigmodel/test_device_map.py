@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from typing import Any
 
@@ -122,6 +123,44 @@ def test_what_shares_parameters_is_counted_together() -> None:
     assert get_module_size_with_ties([], 80, sizes, parts) == (80, [], [])
 
 
+def test_shared_parameters_count_once_where_sizes_have_them_under_each_name() -> None:
+    names = ("1", "10", "2")
+    parts = [(name, nn.Linear(10, 10)) for name in names]
+    sizes = {name: 440 for name in names} | {f"{name}.weight": 400 for name in names}
+    sizes |= {f"{name}.bias": 40 for name in names}
+    weights = [f"{name}.weight" for name in names]
+    found = get_module_size_with_ties(weights, 440, sizes, parts)
+    assert found == (440 + 3 * 40, list(names), [part for _, part in parts])
+    assert get_module_size_with_ties([*weights, "2.weight", "2.bias"], 440, sizes, parts)[0] == 440 + 2 * 40
+    assert get_module_size_with_ties(["1"], 440, {"1": 440}, [("1", parts[0][1].weight)])[0] == 440
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        ({0: 256, "cpu": 10_000}, "0: 256 bytes, where module.a needs 336 (160 of them to bring later parts to)"),
+        ({0: 256, 1: 100, "cpu": 10_000}, "to); 1: 100 bytes, where module.a needs 176)"),
+        ({0: 500, "cpu": 0}, None),  # all fits before main memory is reached
+        ({0: 400, "cpu": 10}, "(cpu: 10 bytes, where module.b needs 240"),
+        ({"cpu": 10_000}, None),
+    ],
+)
+def test_devices_on_which_nothing_fits_are_told(
+    limits: dict[Any, int], told: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = nn.Sequential(OrderedDict(a=nn.Linear(10, 4), b=nn.Linear(4, 4), c=nn.Linear(4, 8)))
+    model = nn.Sequential(OrderedDict(module=inner))  # 176, 80 and 160 bytes
+    with caplog.at_level(logging.INFO):
+        infer_auto_device_map(model, limits)
+    records = [record for record in caplog.records if record.levelno == logging.INFO]
+    assert [record.name for record in records] == ["accelerate.utils.modeling"] * (told is not None)
+    assert told is None or ("insufficient memory" in caplog.text and told in caplog.text)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        infer_auto_device_map(model, {0: 256}, fallback_allocation=True)
+    assert "insufficient" not in caplog.text
+
+
 def test_maps_are_cleaned() -> None:
     assert clean_device_map({"a.b": 0, "a.c": 0, "d": 1, "a.e.f": 0}) == {"a": 0, "d": 1}
     assert clean_device_map({"a": 0, "b": 0}) == {"": 0}
@@ -137,9 +176,10 @@ def test_maps_that_leave_something_out_are_refused() -> None:
 def test_names_that_the_model_has_not_are_warned_of_or_refused() -> None:
     model = small_model()
     device_map = {"0": 0, "1": 0, "emb": 0, "head": 0, "had": 0}
-    with pytest.warns(UserWarning, match=r"names 'had'.*Did you mean 'head'"):
+    problem = r"device_map keys do not match any submodules of .*: 'had'.*Did you mean 'head'"
+    with pytest.warns(UserWarning, match=problem):
         check_device_map(model, device_map)
-    with pytest.raises(ValueError, match=r"names 'had'.*Did you mean 'head'"):
+    with pytest.raises(ValueError, match=problem):
         check_device_map(model, device_map, strict=True)
     on_cpu = dict.fromkeys(device_map, "cpu")
     with pytest.warns(UserWarning, match="'had'"):

@@ -120,6 +120,7 @@ def test_moving_a_model_that_is_spread_out(tmp_path: Path, caplog: pytest.LogCap
     model = dispatch_model(new_model(), {"": "cpu"}, force_hooks=True)
     assert model.to("cpu") is not None
     assert "moved as a whole" in caplog.text
+    assert {record.name for record in caplog.records} == {"accelerate.big_modeling"}
 
 
 @pytest.mark.parametrize(

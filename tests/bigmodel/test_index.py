@@ -46,6 +46,12 @@ def test_folders(tmp_path: Path) -> None:
     assert found.weight_map == {"x": sharded / "b", "y": sharded / "a", "z": sharded / "b"}
 
 
+def test_an_index_that_is_nothing_but_the_table(tmp_path: Path) -> None:
+    make(tmp_path, "a", "b")
+    (tmp_path / "m.index.json").write_text(json.dumps({"x": "b", "weight_map.bias": "a"}))
+    assert find_checkpoint(tmp_path).weight_map == {"x": tmp_path / "b", "weight_map.bias": tmp_path / "a"}
+
+
 def test_files_that_a_cache_links_to(tmp_path: Path) -> None:
     make(tmp_path, "blobs/123")
     folder = tmp_path / "snapshot"
@@ -95,8 +101,12 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[" * 99_999]
-)
+    "text",
+    [
+        "", "{", "[]", "{}", "3", '{"weight_map": []}', '{"weight_map": {"a": 3}}', '{"weight_map": {}}', "[" * 99_999,
+        '{"weight_map": "a"}', '{"metadata": {}, "x": "a"}',
+    ],
+)  # fmt: skip
 def test_damaged_indexes_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.index.json").write_text(text)
     with pytest.raises(ValueError, match="is no index of a checkpoint"):

@@ -80,6 +80,8 @@ def test_a_batch_that_cannot_be_cut_is_refused_with_the_way_out() -> None:
     sampler = BatchSampler(SequentialSampler(range(8)), 3, False)
     with pytest.raises(ValueError, match="batches of 3 evenly between 2 processes.*multiple of 2"):
         BatchSamplerShard(sampler, 2, 0, split_batches=True)
+    with pytest.raises(ValueError, match=r"split_batches=True cannot cut batches of unknown size .*no batch_size"):
+        BatchSamplerShard([[0, 1], [2, 3]], 2, 0, split_batches=True)
 
 
 def test_batches_of_any_size_fill_up_the_last_round_as_they_are() -> None:

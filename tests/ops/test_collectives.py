@@ -159,7 +159,7 @@ def test_reduce(rank: int, world: int) -> None:
     total = world * (world + 1) // 2
     data = {"a": torch.full((3,), rank + 1.0), "b": [torch.tensor(rank + 1), torch.full((2,), rank + 1.0).bfloat16()]}
     original = data["a"].clone()
-    for reduction, expected in (("sum", total), ("none", total), ("mean", total / world)):
+    for reduction, expected in (("sum", total), ("none", total), ("mean", total / world), ("max", world), ("min", 1)):
         found = reduce(data, reduction)
         assert found["a"].tolist() == [expected] * 3
         assert found["b"][0].item() == expected
@@ -171,8 +171,8 @@ def test_reduce(rank: int, world: int) -> None:
     with CountCollectives() as counted:
         reduce(data, "sum")
     assert counted.count == 1
-    with pytest.raises(ValueError, match="reduction='max'"):
-        reduce(data, "max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reduction='median'"):
+        reduce(data, "median")  # type: ignore[arg-type]
 
 
 @ranks(2, 4)
@@ -223,6 +223,8 @@ def test_padding(rank: int, world: int) -> None:
         assert pad_across_processes(nested) is nested
     with pytest.raises(DistributedOperationException, match="pad_across_processes"):
         pad_across_processes([torch.ones(1)] * (rank + 1))
+    with pytest.raises(DistributedOperationException, match="different numbers of dimensions"):
+        pad_across_processes(torch.ones([2] * (rank + 1)))
 
 
 @ranks(2)

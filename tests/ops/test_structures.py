@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict, UserDict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -124,6 +125,7 @@ def test_batches() -> None:
     assert isinstance(concatenate([Pair(torch.ones(1), torch.ones(2))] * 2), Pair)
     with pytest.raises(TypeError, match="'x'"):
         concatenate(["x", "y"])
+    assert concatenate([{"words": "x", "numbers": data}])["words"] == "x"
     assert listify({"a": torch.tensor([1.5]).bfloat16()}) == {"a": [1.5]}
     assert get_shape(data) == {"a": [3, 2], "b": [[3]]}
     described = get_data_structure(data)
@@ -191,6 +193,12 @@ def test_questions_about_models() -> None:
     assert not is_compiled_module(blocks)
     assert not model_has_dtensor(blocks)
     assert get_model_tp_size(blocks) is None
+    blocks.tp_size = 2  # type: ignore[assignment]
+    assert get_model_tp_size(blocks) == 2
+    blocks.tp_size = None  # type: ignore[assignment]  # as transformers 5 leaves it
+    for noted in (SimpleNamespace(tp_size=4), {"tp_size": 4}):
+        blocks.config = SimpleNamespace(distributed_config=noted)  # type: ignore[assignment]
+        assert get_model_tp_size(blocks) == 4
     assert not has_offloaded_params(blocks)
     names = [name for name, _ in get_module_children_bottom_up(blocks, return_fqns=True)]
     assert names == ["0.0", "0.1", "0.2", "0", ""]

@@ -146,7 +146,9 @@ def test_resetting_keeps_the_place_unless_told() -> None:
     state = make()
     AcceleratorState._reset_state()
     assert PartialState().initialized
-    with pytest.raises(AttributeError, match=r"`AcceleratorState` has no '\w+' now: .* Make an `Accelerator\(\)`"):
+    with pytest.raises(
+        AttributeError, match=r"`AcceleratorState` object has no attribute '\w+' now.* make an `Accelerator\(\)`"
+    ):
         _ = state.mixed_precision
     make()
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -319,3 +321,10 @@ def test_compiled_float32_may_use_tensor_cores(monkeypatch: pytest.MonkeyPatch) 
         assert torch.backends.cuda.matmul.allow_tf32 is True
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_a_place_that_was_reset_by_itself_is_found_again() -> None:
+    make()
+    PartialState._reset_state()
+    make()
+    assert PartialState().initialized

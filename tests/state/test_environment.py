@@ -98,10 +98,11 @@ def test_libraries_already_imported() -> None:
     assert are_libraries_initialized("os", "pytest", "no_such_library") == ["os", "pytest"]
 
 
-def test_lines_for_a_shell_leave_out_what_it_could_misread() -> None:
-    with pytest.warns(UserWarning, match="'BAD' with value '1; rm -rf"):
-        lines = convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "1; rm -rf /"})
+def test_lines_for_a_shell_leave_out_what_it_could_misread(caplog: pytest.LogCaptureFixture) -> None:
+    lines = convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "1; rm -rf /"})
     assert lines == ["GOOD=a=b\n"]
+    assert "'BAD' with value '1; rm -rf" in caplog.text
+    assert caplog.records[0].name == "accelerate.utils.environment"
 
 
 def test_a_process_alone_is_the_only_one() -> None:

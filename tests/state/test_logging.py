@@ -111,3 +111,16 @@ def test_who_speaks_when(rank: int, world: int, tmp_path: Path) -> None:
     assert lines[7] == "[RANK 0] main only"
     assert lines[8:10] == ["[RANK 0] some are quiet", "[RANK 2] some are quiet"]
     assert sorted(lines[10:]) == [f"[RANK {index}] everyone" for index in range(3)]
+
+
+class Wrapper(logging.LoggerAdapter[Any]):
+    """A logger of a program's own around ours, which points at its own caller."""
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": 3})
+
+
+def test_a_wrapped_logger_names_the_place_that_the_wrapper_points_at(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState()
+    Wrapper(get_logger("test_logging.wrapped"), {}).warning("here")
+    assert caplog.records[0].funcName == "test_a_wrapped_logger_names_the_place_that_the_wrapper_points_at"

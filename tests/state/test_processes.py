@@ -74,7 +74,9 @@ def test_a_state_that_was_reset_says_so() -> None:
     state = PartialState()
     PartialState._reset_state()
     assert not state.initialized
-    with pytest.raises(AttributeError, match=r"no 'device' now: `PartialState._reset_state\(\)` was called"):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'device' now. This happens if `PartialState._reset_state\(\)` was called"
+    ):
         _ = state.device
     with pytest.raises(AttributeError, match="'PartialState' object has no attribute 'devise'"):
         _ = state.devise

@@ -24,6 +24,7 @@ from accel_tracking.registry import (
     filter_trackers,
     get_available_trackers,
     register_tracker_class,
+    tracker_class,
 )
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.tracker_set import TrackerSet
@@ -140,7 +141,7 @@ def test_registered_classes_are_found_by_name(registered: None, no_services: Non
 
 
 def test_a_class_that_needs_a_folder_says_so(registered: None) -> None:
-    with pytest.raises(ValueError, match=r"log_with='folder'.*project_dir"):
+    with pytest.raises(ValueError, match=r"`folder` requires a `logging_dir`.*project_dir"):
         filter_trackers("folder")
 
 
@@ -230,6 +231,23 @@ def test_only_named_tracker_classes_can_be_registered() -> None:
 
     with pytest.raises(ValueError, match="Nameless.*name=None"):
         register_tracker_class(Nameless)
+
+    class Folderless(GeneralTracker):
+        name = "folderless"
+
+    with pytest.raises(ValueError, match="Folderless.*requires_logging_directory"):
+        register_tracker_class(Folderless)
+
+
+def test_a_class_that_takes_the_place_of_another_is_warned_of(registered: None) -> None:
+    class Other(MemoryTracker):
+        name = "folder"
+        requires_logging_directory = True
+
+    with pytest.warns(UserWarning, match="Other.* takes the place of the tracker 'folder'"):
+        register_tracker_class(Other)
+    register_tracker_class(Other)  # itself again
+    assert tracker_class("folder") is Other
 
 
 # ---- a run --------------------------------------------------------------------------------------------------------------

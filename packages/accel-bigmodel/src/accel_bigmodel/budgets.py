@@ -12,7 +12,7 @@ from torch import nn
 from accel_bigmodel.sizes import compute_module_sizes, convert_file_size_to_int, get_module_leaves
 from accel_state.devices import detect_device_kind
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")
 
 Device = int | str | torch.device
 NOT_ACCELERATORS = ("cpu", "disk")

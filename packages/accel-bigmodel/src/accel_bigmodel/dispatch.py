@@ -373,7 +373,7 @@ def _warn_when_moved(model: nn.Module, offloaded: bool) -> None:
         def moved(*args: Any, **kwargs: Any) -> Any:
             import logging
 
-            logging.getLogger(__name__).warning(
+            logging.getLogger("accelerate.big_modeling").warning(
                 "%s is spread over devices and is being moved as a whole: what its hooks expect is then wrong.",
                 type(model).__name__,
             )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from accel_state.environment import parse_flag_from_env
 
@@ -55,64 +59,45 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Registration:
-    """Stands in for `nn.Module.register_parameter` and `register_buffer` while a block is open in any thread."""
+    """Puts what modules register on a device, through torch's own hooks, while a block is open in the same thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._num_open = 0
+        self._is_hooked = False
         self._here = threading.local()
-        self._plain: tuple[Callable[..., None], Callable[..., None]]
 
     @contextmanager
     def moving_to(self, device: torch.device, include_buffers: bool) -> Iterator[None]:
         """Let what this thread registers be put on `device`."""
-        before = getattr(self._here, "target", None)
+        self._hook_once()
+        before = self._target
         self._here.target = device, include_buffers
-        self._open()
         try:
             yield
         finally:
-            self._close()
             self._here.target = before
 
-    def _open(self) -> None:
+    @property
+    def _target(self) -> tuple[torch.device, bool] | None:
+        return getattr(self._here, "target", None)
+
+    def _hook_once(self) -> None:
+        # The hooks stay: taking them off would change torch's table while other threads, which build models, read it.
         with self._lock:
-            self._num_open += 1
-            if self._num_open > 1:
-                return
-            self._plain = nn.Module.register_parameter, nn.Module.register_buffer
-            nn.Module.register_parameter = self._parameter()  # type: ignore[method-assign]
-            nn.Module.register_buffer = self._buffer()  # type: ignore[method-assign]
+            if not self._is_hooked:
+                register_module_parameter_registration_hook(self._parameter)
+                register_module_buffer_registration_hook(self._buffer)
+                self._is_hooked = True
 
-    def _close(self) -> None:
-        with self._lock:
-            self._num_open -= 1
-            if not self._num_open:
-                nn.Module.register_parameter, nn.Module.register_buffer = self._plain  # type: ignore[method-assign]
+    def _parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        if self._target is None or parameter.device == self._target[0]:  # a shared one has been moved
+            return None
+        return on_device(parameter, self._target[0])
 
-    def _parameter(self) -> Any:
-        plain, here = self._plain[0], self._here
-
-        def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            plain(module, name, param)
-            target = getattr(here, "target", None)
-            if target is not None and param is not None and param.device != target[0]:  # a shared one has been moved
-                module._parameters[name] = on_device(param, target[0])
-
-        return register_parameter
-
-    def _buffer(self) -> Any:
-        plain, here = self._plain[1], self._here
-
-        def register_buffer(
-            module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True
-        ) -> None:
-            target = getattr(here, "target", None)
-            if target is not None and target[1] and tensor is not None:
-                tensor = tensor.to(target[0])
-            plain(module, name, tensor, persistent=persistent)
-
-        return register_buffer
+    def _buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> Any:
+        if self._target is None or not self._target[1] or buffer is None:
+            return None
+        return buffer.to(self._target[0])
 
 
 _REGISTRATION = _Registration()

@@ -12,7 +12,7 @@ from torch import nn
 from accel_bigmodel.sizes import walk
 
 META = torch.device("meta")
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

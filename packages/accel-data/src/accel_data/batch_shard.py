@@ -55,10 +55,11 @@ class BatchSamplerShard(BatchSampler):
         self.even_batches = even_batches
         self.batch_size = getattr(batch_sampler, "batch_size", None)
         self.drop_last = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (self.batch_size or 0) % num_processes != 0:
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes != 0):
+            size = "unknown size (the sampler has no batch_size)" if self.batch_size is None else str(self.batch_size)
             raise ValueError(
-                f"split_batches=True cannot cut batches of {self.batch_size} evenly between {num_processes} processes: "
-                f"choose a batch size that is a multiple of {num_processes}."
+                f"split_batches=True cannot cut batches of {size} evenly between {num_processes} processes: choose a batch "
+                f"size that is a round multiple of {num_processes}."
             )
 
     @property

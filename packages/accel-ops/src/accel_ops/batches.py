@@ -56,11 +56,11 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     """Join a list of structures of the same shape, leaf by leaf.
 
     Args:
-        data: A list or tuple of nested tensors.
+        data: A list or tuple of nested tensors. A single structure may hold other leaves, too.
         dim: Along which dimension.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf of several structures is no tensor.
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -69,6 +69,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         made: Any = type(first)
         return made({key: concatenate([item[key] for item in data], dim) for key in first})
     if not isinstance(first, torch.Tensor):
+        if len(data) == 1:
+            return first
         raise TypeError(f"Only tensors can be joined, not {first!r} of type {type(first).__name__}.")
     return torch.cat(list(data), dim=dim)
 

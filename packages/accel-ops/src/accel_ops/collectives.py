@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,12 +12,19 @@ import torch.distributed as dist
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
 from accel_ops.packing import flatten_together, layout_of, pack, signature_of, split_into, unpack
-from accel_ops.transport import Transport, transport_of
+from accel_ops.transport import Reduction, Transport, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
+from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 
+HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "none": "sum", "max": "max", "min": "min"}
+FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
 MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
 
 
@@ -76,12 +83,12 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
 
 
 @verify_operation
-def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
-    """Add tensors up over processes, or average them.
+def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] = "mean", scale: float = 1.0) -> Any:
+    """Add tensors up over processes, average them, or take the largest or smallest values.
 
     Args:
         tensor: A tensor or nested structure of tensors, of the same shapes everywhere; not changed.
-        reduction (`"mean"`, `"sum"` or `"none"`): "none" is "sum" under another name.
+        reduction (`"mean"`, `"sum"`, `"max"`, `"min"` or `"none"`): "none" is "sum" under another name.
         scale (`float`): A factor for the result; XLA only.
 
     Returns:
@@ -91,8 +98,8 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
         TypeError: When a leaf is no tensor.
         ValueError: For another `reduction`.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r} is unknown: choose 'mean', 'sum' or 'none'.")
+    if reduction not in HOW:
+        raise ValueError(f"reduction={reduction!r} is unknown: choose 'mean', 'sum', 'max', 'min' or 'none'.")
     state = PartialState()
     leaves, _ = flatten(tensor, "reduce")
     if state.num_processes == 1:
@@ -106,29 +113,31 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none"] = "mean", scal
         factor /= state.num_processes
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
     with torch.no_grad():
-        sums = _sum(moved, transport, state.num_processes, factor)
+        results = _reduced(moved, HOW[reduction], transport, state.num_processes, factor)
     if wire != state.device:
-        sums = [total.to(leaf.device) for total, leaf in zip(sums, leaves, strict=True)]
-    return rebuild(tensor, sums)
+        results = [result.to(leaf.device) for result, leaf in zip(results, leaves, strict=True)]
+    return rebuild(tensor, results)
 
 
-def _sum(leaves: list[torch.Tensor], transport: Transport, world: int, factor: float) -> list[torch.Tensor]:
-    """Sums of the leaves over processes, times `factor`."""
+def _reduced(
+    leaves: list[torch.Tensor], how: Reduction, transport: Transport, world: int, factor: float
+) -> list[torch.Tensor]:
+    """The leaves reduced over processes, times `factor`."""
     layout = layout_of(signature_of(leaves))
     if len(layout.groups) > MAX_REDUCED_DTYPES:
         rows = transport.all_gather(pack(leaves, layout), world)
         per_process = [unpack(row, layout) for row in rows]
-        sums = [torch.stack(parts).sum(0, dtype=parts[0].dtype) for parts in zip(*per_process, strict=True)]
-        return sums if factor == 1.0 else [total * factor for total in sums]
-    sums = list(leaves)
+        totals = [FOLDS[how](torch.stack(parts)) for parts in zip(*per_process, strict=True)]
+        return totals if factor == 1.0 else [total * factor for total in totals]
+    totals = list(leaves)
     for group in layout.groups:
         alike = leaves if len(layout.groups) == 1 else [leaves[index] for index in group.leaves]
-        total = transport.all_reduce(_flat_copy(alike))
+        total = transport.all_reduce(_flat_copy(alike), how)
         total = total if factor == 1.0 else total * factor
         shapes = [layout.shapes[index] for index in group.leaves]
         for index, piece in zip(group.leaves, split_into(total, group.counts, shapes), strict=True):
-            sums[index] = piece
-    return sums
+            totals[index] = piece
+    return totals
 
 
 def _flat_copy(leaves: list[torch.Tensor]) -> torch.Tensor:
@@ -265,28 +274,33 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
     Raises:
         TypeError: When a leaf is no tensor.
-        DistributedOperationException: On all processes, when the numbers of tensors differ.
+        DistributedOperationException: On all processes, when the numbers of tensors or of their dimensions differ.
     """
     state = PartialState()
     leaves, _ = flatten(tensor, "pad_across_processes")
-    if state.num_processes == 1:
-        return tensor
-    own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
-    everywhere = _sizes_everywhere(torch.tensor([own]), state)
-    largest = iter(everywhere.amax(0).tolist())
-    return recursively_apply(lambda leaf: _fill_up(leaf, dim, next(largest), pad_index, pad_first), tensor)
-
-
-def _fill_up(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
-    if leaf.is_nested:
+    if any(leaf.is_nested for leaf in leaves):
         warnings.warn(
             "A nested tensor cannot be padded and is kept as it is: turn it into a padded one first "
             "(torch.nested.to_padded_tensor).",
             CannotPadNestedTensorWarning,
-            stacklevel=5,
+            stacklevel=2,
         )
-        return leaf
-    if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size:
+    if state.num_processes == 1:
+        return tensor
+    own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
+    dimensions = [leaf.dim() for leaf in leaves]
+    everywhere = _sizes_everywhere(torch.tensor([own + dimensions]), state)
+    if not torch.equal(everywhere.amax(0)[len(own) :], everywhere.amin(0)[len(own) :]):
+        raise DistributedOperationException(
+            "pad_across_processes cannot pad tensors with different numbers of dimensions; by process: "
+            f"{everywhere[:, len(own) :].tolist()}. Give them the same number on all processes, for example with unsqueeze."
+        )
+    largest = iter(everywhere.amax(0)[: len(own)].tolist())
+    return recursively_apply(lambda leaf: _fill_up(leaf, dim, next(largest), pad_index, pad_first), tensor)
+
+
+def _fill_up(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+    if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size:
         return leaf
     shape = list(leaf.shape)
     shape[dim] = size - leaf.shape[dim]

@@ -14,7 +14,7 @@ import torch
 from accel_state.devices import detect_device_kind
 from accel_state.processes import PartialState
 
-logger = logging.getLogger(__name__)  # works before this process knows its place
+logger = logging.getLogger("accelerate.utils.memory")  # works before this process knows its place
 
 OUT_OF_MEMORY_MESSAGES = (
     "out of memory",  # any device's allocator, among them XPU's and CUDA's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Literal, overload
 
@@ -76,9 +76,14 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many processes the model is tensor parallel, as transformers notes it; None when it is not."""
-    size = getattr(model, "tp_size", None)
-    return size if isinstance(size, int) else None
+    """Over how many processes the model is tensor parallel, as transformers notes it; None when it is not.
+
+    transformers 5 notes it in `model.config.distributed_config`, an object or a dictionary; earlier ones on the model.
+    """
+    noted = getattr(getattr(model, "config", None), "distributed_config", None)
+    of_config = noted.get("tp_size") if isinstance(noted, Mapping) else getattr(noted, "tp_size", None)
+    sizes = (getattr(model, "tp_size", None), of_config)
+    return next((size for size in sizes if isinstance(size, int)), None)
 
 
 @overload

@@ -34,7 +34,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.other")
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
@@ -75,7 +75,11 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
     """
     dropped = [name for names in find_shared_names(state_dict) for name in names[1:]]
     if dropped:
-        logger.info("Tied weights are saved once; left out: %s", ", ".join(sorted(dropped)))
+        logger.warning(
+            "Removed shared tensors from what is saved, since each is written once: %s. A model that ties them has all of "
+            "them when it is loaded.",
+            ", ".join(sorted(dropped)),
+        )
     left_out = frozenset(dropped)
     return {
         name: tensor.contiguous() if isinstance(tensor, torch.Tensor) else tensor

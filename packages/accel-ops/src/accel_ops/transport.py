@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+from typing import Any, Literal, Protocol, final
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
+
+Reduction = Literal["sum", "max", "min"]
 
 
 class Transport(Protocol):
@@ -31,8 +33,8 @@ class Transport(Protocol):
         """
         ...
 
-    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Sum a buffer over processes; may change `buffer`."""
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """Sum a buffer over processes, or take the largest or smallest values; may change `buffer`."""
         ...
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
@@ -63,10 +65,10 @@ class TorchTransport:
         getattr(dist, ALL_GATHER)(gathered, buffer, group=self._group)
         return gathered.view(world, buffer.numel())
 
-    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Sum a buffer over processes, in place."""
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """Reduce a buffer over processes, in place."""
         _count()
-        dist.all_reduce(buffer, group=self._group)
+        dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self._group)
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
@@ -95,9 +97,9 @@ class XlaTransport:
         gathered = _xla().all_gather(buffer)
         return (gathered if out is None else out.copy_(gathered)).view(world, buffer.numel())
 
-    def all_reduce(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Sum a buffer over processes."""
-        return _xla().all_reduce("sum", buffer)
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """Reduce a buffer over processes."""
+        return _xla().all_reduce(how, buffer)
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
         """Receive the buffer of process `source`, as the sum of it and zeros."""

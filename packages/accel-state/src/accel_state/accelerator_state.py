@@ -85,6 +85,8 @@ class AcceleratorState(ProcessPlace):
         }
         wanted = None if mixed_precision is None else _read_precision("mixed_precision", mixed_precision)
         if self.initialized:
+            if not PartialState._shared_state:  # it was reset by itself
+                PartialState(cpu, **kwargs)
             self._check_same(wanted, cpu, plugins, dynamo_plugin, parallelism_config)
             return
         if not _from_accelerator:

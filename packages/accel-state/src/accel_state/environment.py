@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
-import warnings
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from accel_state.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_su
 from accel_state.nvidia import get_driver_version as get_driver_version
 from accel_state.nvidia import get_gpu_info as get_gpu_info
 from accel_state.public_names import known_as
+
+logger = logging.getLogger("accelerate.utils.environment")
 
 OWN_PREFIX = "ACCELERATE_"
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
@@ -108,10 +110,11 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
         if name and value and SHELL_UNSAFE.isdisjoint(name + value):
             lines.append(f"{name}={value}\n")
         else:
-            warnings.warn(
-                f"Left out environment variable {name!r} with value {value!r}: names and values must not be empty or "
-                "contain blanks, line ends or any of ; < > |",
-                stacklevel=2,
+            logger.warning(
+                "Left out environment variable %r with value %r: names and values must not be empty or contain blanks, line "
+                "ends or any of ; < > |",
+                name,
+                value,
             )
     return lines
 

@@ -40,7 +40,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         state = PartialState()
         in_order = kwargs.pop("in_order", False)
         main_process_only = kwargs.pop("main_process_only", not in_order)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2  # past this method and `_emit`
+        kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + 1  # past `_emit`; this method counts, as in 1.x
         if main_process_only:
             if state.is_main_process:
                 self._emit(level, msg, args, kwargs)
@@ -65,7 +65,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     @functools.cache  # noqa: B019 - loggers live as long as the program
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warn, but only at the first call with the same arguments, which must be hashable."""
-        self.warning(*args, stacklevel=2, **kwargs)
+        self.warning(*args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

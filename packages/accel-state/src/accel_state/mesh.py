@@ -289,6 +289,11 @@ class ParallelismConfig:
             "change the sizes so that their product is the number of processes, or launch as many."
         )
 
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """The axes in use and their sizes, in the order of the mesh."""
+        names = tuple(self._used(*MESH_AXES))
+        return names, tuple(map(self._size_of, names))
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Make the mesh of the axes in use and join the axes that are used together.
 
@@ -311,10 +316,10 @@ class ParallelismConfig:
             return None
         if dist.is_initialized():
             self.check_world_size(dist.get_world_size())
-        names = tuple(self._used(*MESH_AXES))
-        mesh = init_device_mesh(device_type, tuple(map(self._size_of, names)), mesh_dim_names=names)
+        names, shape = self._get_mesh()
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
         self._joined = {
-            joined: mesh[tuple(members)]._flatten(joined)
+            joined: mesh[members]._flatten(joined)
             for joined, source in JOINED_AXES.items()
             if (members := getattr(self, source))
         }

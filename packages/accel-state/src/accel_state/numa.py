@@ -11,7 +11,7 @@ from accel_state.environment import parse_flag_from_env
 from accel_state.libraries import is_cuda_available, is_pynvml_available, is_rocm_available
 from accel_state.nvidia import gpu_bus_ids
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.environment")
 
 SYSFS = Path("/sys")
 

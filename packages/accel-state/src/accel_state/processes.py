@@ -41,10 +41,11 @@ class ProcessPlace:
     debug: bool = fact("Whether collectives compare shapes first (`ACCELERATE_DEBUG_MODE`).")
     device: torch.device = fact("Where to put models and batches; `ACCELERATE_TORCH_DEVICE` overrides the choice.")
     distributed_type: DistributedType = fact("How the run is spread over processes; `NO` for a single one.")
-    fork_launched: bool = fact("Whether a notebook forked this process.")
     local_process_index: int = fact("The rank of this process on its machine, from 0.")
     num_processes: int = fact("How many processes there are, over all machines.")
     process_index: int = fact("The rank of this process among all, from 0.")
+    fork_launched: bool = False
+    """Whether a notebook forked this process."""
     main_process: Literal["first", "last"] = "first"
     """Which process speaks for the run."""
     _cpu: bool = fact("Whether the CPU was asked for.")

@@ -51,8 +51,8 @@ class Fact:
             return self
         own = type(instance).__name__
         raise AttributeError(
-            f"`{own}` has no {self._name!r} now: `{own}._reset_state()` was called, or nothing was set up yet. Make an "
-            f"`Accelerator()` or a `{own}()` first."
+            f"`{own}` object has no attribute {self._name!r} now. This happens if `{own}._reset_state()` was called, or "
+            f"nothing was set up yet: make an `Accelerator()` or a `{own}()` first."
         )
 
 

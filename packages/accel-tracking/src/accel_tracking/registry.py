@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -65,10 +66,19 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     `requires_logging_directory`, and the `init_kwargs` for this name. A package registers its class without being
     imported by an entry point in the group `accelerate.trackers`.
 
+    A class of a name that is taken replaces it, with a warning.
+
     Raises:
-        ValueError: When it is not a subclass of `GeneralTracker` with a `name`.
+        ValueError: When it is not a subclass of `GeneralTracker` with `name` and `requires_logging_directory`.
     """
-    LOGGER_TYPE_TO_CLASS[_checked(tracker_class).name] = tracker_class
+    name = _checked(tracker_class).name
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(
+            f"{tracker_class!r} does not say whether it needs a folder: give the class `requires_logging_directory`."
+        )
+    if LOGGER_TYPE_TO_CLASS.get(name, tracker_class) is not tracker_class or name in SERVICES:
+        warnings.warn(f"{tracker_class!r} takes the place of the tracker {name!r}.", UserWarning, stacklevel=2)
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def _checked(tracker_class: Any) -> type[GeneralTracker]:
@@ -113,7 +123,7 @@ def load_services() -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return name in SERVICES and LOGGER_TYPE_TO_CLASS[name].__module__ == SERVICES[name].module
+    return name in SERVICES and LOGGER_TYPE_TO_CLASS[name] is service_class(name)
 
 
 def get_available_trackers() -> list[str]:
@@ -166,8 +176,8 @@ def _resolve(entry: Any, logging_dir: str | os.PathLike[str] | None) -> Sequence
         raise _unknown(name)
     if _needs_folder(name) and logging_dir is None:
         raise ValueError(
-            f"log_with={name!r} needs a folder to write to: pass project_dir to Accelerator, or logging_dir in its "
-            "ProjectConfiguration."
+            f"Logging with `{name}` requires a `logging_dir` to write to: pass project_dir to Accelerator, or logging_dir in "
+            "its ProjectConfiguration."
         )
     return [name]
 

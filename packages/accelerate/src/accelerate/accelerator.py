@@ -23,7 +23,6 @@ from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
-from accel_state.lazy import lazy_exports
 from accel_state.mesh import MESH_AXES
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
@@ -43,6 +42,7 @@ from accelerate.arguments import (
     resolve_rng_types,
 )
 from accelerate.gathering import gather_for_metrics
+from accelerate.neighbours import found_among_neighbours
 from accelerate.old_names import accept_old_names
 from accelerate.preparing import Preparer, is_dispatched
 from accelerate.stepping import Accumulation, StepController
@@ -66,15 +66,7 @@ if TYPE_CHECKING:
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
-__getattr__ = lazy_exports(  # what they import from here
-    __name__,
-    {
-        "accel_integrations.engines.fsdp_old_names": "fsdp2_prepare_model",
-        "accel_integrations.precision.float8_layers": "convert_model_to_fp8_ao",
-        "accel_integrations.precision.transformer_engine_layers": "convert_model",
-        "accel_state.settings.fp8": "TERecipeKwargs",
-    },
-)[0]
+__getattr__ = found_among_neighbours(__name__)  # what they import from here
 
 
 @accept_old_names
@@ -901,12 +893,14 @@ class Accelerator:
         """
         return gather_for_metrics(input_data, use_gather_object, self.gradient_state, self.parallelism_config)
 
-    def reduce(self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Any:
-        """Add up tensors of all processes, or average them.
+    def reduce(
+        self, tensor: Any, reduction: Literal["sum", "mean", "none", "max", "min"] = "sum", scale: float = 1.0
+    ) -> Any:
+        """Add up tensors of all processes, average them, or take the largest or smallest values.
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): Equal shapes on all processes.
-            reduction (`"sum"`, `"mean"` or `"none"`): What to do; "none" is another name of "sum".
+            reduction (`"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`): What to do; "none" is another name of "sum".
             scale (`float`): A factor for the result; XLA only.
 
         Returns:
@@ -942,13 +936,20 @@ class Accelerator:
         return self._checkpoints._load_hooks  # read by other libraries
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The whole model's tensors by name, wherever they are.
+        """The whole model's tensors by name, wherever they are: on other processes, in main memory or on disk.
 
         Args:
-            model (`torch.nn.Module`): A prepared model.
+            model (`torch.nn.Module`): A prepared model, or one whose parts wait elsewhere (`dispatch_model`).
             unwrap (`bool`): Use the names of the model inside; False keeps the wrappers' prefixes.
         """
-        return self.engine.full_state_dict(model) if unwrap else model.state_dict()
+        if not unwrap:
+            return model.state_dict()
+        if any(hasattr(module, "_hf_hook") for module in model.modules()):
+            from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, waits_elsewhere
+
+            if waits_elsewhere(model):
+                return get_state_dict_offloaded_model(self.unwrap_model(model))
+        return self.engine.full_state_dict(model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object once per run, or once per machine with `ProjectConfiguration(save_on_each_node=True)`.
@@ -1034,11 +1035,15 @@ class Accelerator:
             ValueError: Naming those that lack these methods; then none is registered.
         """
         wanted = ("state_dict", "load_state_dict")
-        wrong = [item for item in objects if not all(callable(getattr(item, name, None)) for name in wanted)]
+        wrong = [
+            f"Item at index {index}, {shorten(item)} ({type(item).__name__})"
+            for index, item in enumerate(objects)
+            if not all(callable(getattr(item, name, None)) for name in wanted)
+        ]
         if wrong:
             raise ValueError(
-                f"register_for_checkpointing() cannot store {', '.join(f'{shorten(x)} ({type(x).__name__})' for x in wrong)}: "
-                "an object needs the methods state_dict() and load_state_dict(state)."
+                f"register_for_checkpointing() cannot store: {'; '.join(wrong)}. An object needs the methods state_dict() and "
+                "load_state_dict(state)."
             )
         self._custom_objects.extend(objects)
 

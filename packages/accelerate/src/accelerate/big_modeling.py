@@ -25,6 +25,8 @@ from accel_bigmodel.offload.loader import extract_submodules_state_dict as extra
 from accel_bigmodel.streaming.settings import Streaming as Streaming
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
+from accel_integrations.parallel.recurrent import check_no_recurrent_layers
 from accelerate.neighbours import found_among_neighbours
 
+_refuse_recurrent_layers_under_sequence_parallelism = check_no_recurrent_layers
 __getattr__ = found_among_neighbours(__name__)  # what others import from here

@@ -19,6 +19,7 @@ from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
+from accel_state.libraries import is_bitsandbytes_multi_backend_available, is_xpu_available
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -196,6 +197,7 @@ class Preparer:
         Raises:
             ValueError: Naming the devices.
         """
+        check_quantized(model)
         if self.state.num_processes == 1 or not is_dispatched(model):
             return
         if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
@@ -207,6 +209,22 @@ class Preparer:
 
     def _placed(self, device_placement: bool | None) -> bool:
         return self.device_placement if device_placement is None else device_placement
+
+
+def check_quantized(model: nn.Module) -> None:
+    """Refuse to train a model of 8-bit or 4-bit layers whose parts wait where these cannot compute.
+
+    Raises:
+        ValueError: Naming the places.
+    """
+    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
+    elsewhere = sorted({"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()})
+    if bits and elsewhere and not (is_bitsandbytes_multi_backend_available() or is_xpu_available()):
+        raise ValueError(
+            f"{type(model).__name__} was loaded in {bits} bits with parts of it on {' and '.join(elsewhere)}, and cannot be "
+            "trained with CPU or disk offload: load all of it on the device on which you train, for example with "
+            'device_map={"": torch.cuda.current_device()}.'
+        )
 
 
 def is_dispatched(model: nn.Module) -> bool:

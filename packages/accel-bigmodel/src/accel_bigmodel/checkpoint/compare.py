@@ -18,7 +18,7 @@ QUANTISED = ("Int8Params", "FP4Params", "Params4bit")  # whose shape is that of 
 FILLED_BY_TORCH = "num_batches_tracked"  # which older checkpoints lack
 MOST_NAMES = 20
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")
 
 
 class CheckpointMismatchError(ValueError, RuntimeError):
@@ -51,16 +51,18 @@ class Difference:
         """
         if self.misshapen or (strict and (self.missing or self.unexpected)):
             raise CheckpointMismatchError(
-                f"The checkpoint {self.source} does not fit {self.model}, which was left as it is:\n{self._report()}"
+                f"The checkpoint {self.source} does not fit {self.model}, which was left as it is:\n"
+                + self._report("not in the model, and not used")
             )
         if self.missing or self.unexpected:
-            logger.warning("The checkpoint %s does not quite fit %s:\n%s", self.source, self.model, self._report())
+            report = self._report("not in the model, so that they were not used when loading")
+            logger.warning("The checkpoint %s does not quite fit %s:\n%s", self.source, self.model, report)
 
-    def _report(self) -> str:
+    def _report(self, about_unexpected: str) -> str:
         shapes = [f"{name} {found} instead of {wanted}" for name, found, wanted in self.misshapen]
         parts = {
             "missing, and left as they are in the model": self.missing,
-            "not in the model, and not used": self.unexpected,
+            about_unexpected: self.unexpected,
             "of another shape": shapes,
         }
         return "\n".join(f"  {len(names)} {what}: {_listed(names)}" for what, names in parts.items() if names)

@@ -90,16 +90,19 @@ def _in_folder(folder: Path, source: str) -> CheckpointFiles:
 def read_weight_map(path: Path) -> dict[str, str]:
     """Which file the index says each tensor is in, by name.
 
+    Args:
+        path: Of a JSON file that is such a table itself, or has it as `weight_map`.
+
     Raises:
         ValueError: It cannot be read as an index.
     """
     try:
         index: Any = json.loads(path.read_bytes())
-        weight_map = index["weight_map"]
+        weight_map = index.get("weight_map", index)
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("weight_map gives no file names")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        reason = error if isinstance(error, ValueError) else "it has no table weight_map"
+            raise ValueError("it gives no file name for each tensor")
+    except (ValueError, AttributeError, RecursionError) as error:
+        reason = error if isinstance(error, ValueError) else "it has no table weight_map, and is none itself"
         raise ValueError(f"{path} is no index of a checkpoint ({reason}). Download or write it again.") from error
     return dict(weight_map)
 

@@ -37,7 +37,7 @@ from accel_bigmodel.tied import (
 
 LOADING_AS_EVER = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")
 
 StrPath = str | os.PathLike[str]
 

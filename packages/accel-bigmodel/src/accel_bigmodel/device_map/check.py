@@ -30,7 +30,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
 
         close = get_close_matches(unknown[0], sorted(known), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        message = f"The device map names {_listed(unknown)}, of which {type(model).__name__} has nothing.{hint}"
+        message = (
+            f"These device_map keys do not match any submodules of {type(model).__name__}: {_listed(unknown)}.{hint}"
+        )
         if strict:
             raise ValueError(message)
         warnings.warn(message, stacklevel=2)

@@ -22,7 +22,7 @@ from accel_bigmodel.tied import (
     find_tied_parameters,
 )
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.modeling")
 
 
 def infer_auto_device_map(
@@ -69,6 +69,7 @@ def infer_auto_device_map(
         )
     filling = _Filling(sizes, limits, whole, tied, fallback_allocation, logger.info if verbose else _silent)
     device_map = filling.run(parts_of(model, ""))
+    _tell_of_empty_devices(filling)
     if not offload_buffers:
         _check_room_for_buffers(model, device_map, sizes, limits, filling.used, dtype, special_dtypes)
     found = OrderedDict(device_map)
@@ -93,6 +94,7 @@ class _Filling:
     log: Any
     used: dict[Device, int] = field(default_factory=dict)
     device_map: dict[str, Device] = field(default_factory=dict)
+    too_small: dict[Device, str] = field(default_factory=dict)
 
     def run(self, parts: list[tuple[str, Part]]) -> dict[str, Device]:
         """Place all parts."""
@@ -130,7 +132,17 @@ class _Filling:
             self.waiting.replace_first(parts_of(part, name))  # type: ignore[arg-type]
         elif not self._fill_gap(room):
             self.log("%s (%d bytes) does not fit on %s (%d free)", name, together, self.device, room)
-            self.device = next(self.devices)
+            self._leave_device(name, together)
+
+    def _leave_device(self, name: str, needed: int) -> None:
+        """Go on to the next device, because a part of so many bytes does not fit on this one."""
+        if self.device not in self.used:
+            kept = self.waiting.largest_later if self.device in self.brought_to else 0
+            beside = f" ({kept} of them to bring later parts to)" if kept else ""
+            self.too_small[self.device] = (
+                f"{self.limits[self.device]} bytes, where {name} needs {needed + kept}{beside}"
+            )
+        self.device = next(self.devices)
 
     def _take(self, names: list[str], size: int) -> None:
         for name in names:
@@ -166,6 +178,14 @@ class _Filling:
         return True
 
 
+def _tell_of_empty_devices(filling: _Filling) -> None:
+    """Log on which devices nothing fitted, and how much would have."""
+    if filling.too_small:
+        listed = "; ".join(f"{device}: {why}" for device, why in filling.too_small.items())
+        advice = "" if filling.fallback else ", or try fallback_allocation=True, which looks for smaller parts"
+        logger.info("Some devices stay empty for insufficient memory (%s). Allow more there%s.", listed, advice)
+
+
 def _partners(tied: list[list[str]]) -> Any:
     """A function from the name of a part to the names that its parameters have elsewhere."""
     if not tied:
@@ -187,10 +207,10 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, Part]],
 ) -> tuple[int, list[str], list[Part]]:
-    """Bytes of a module together with the parts that share parameters with it.
+    """Bytes of a module together with the parts that share parameters with it, which count once.
 
     Args:
-        tied_params: Names, elsewhere, of parameters of the module.
+        tied_params: Names that parameters of the module have elsewhere.
         module_size: Bytes of the module alone.
         module_sizes: Bytes by name.
         modules_to_treat: The parts in question.
@@ -203,6 +223,7 @@ def get_module_size_with_ties(
     found = dict(modules_to_treat)
     names = Waiting(modules_to_treat, module_sizes, set()).holding(list(tied_params))
     extra = sum(module_sizes.get(name, 0) for name in names)
+    extra -= sum(module_sizes.get(name, 0) for name in set(tied_params) if any(is_inside(name, one) for one in names))
     return module_size + extra, names, [found[name] for name in names]
 
 

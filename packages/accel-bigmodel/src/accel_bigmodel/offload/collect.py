@@ -91,6 +91,12 @@ def load_offloaded_weights(
         set_module_tensor_to_device(model, name, "cpu", value=weights[name])
 
 
+def waits_elsewhere(model: nn.Module) -> bool:
+    """Whether weights of any part of a model wait elsewhere between forward passes."""
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    return any(True for hook in hooks for _ in _offloading(hook))
+
+
 def _offloading(hook: Any) -> Iterator[AlignDevicesHook]:
     hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
     return (one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload)

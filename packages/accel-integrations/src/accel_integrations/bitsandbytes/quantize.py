@@ -36,7 +36,7 @@ from accel_state.devices import default_device
 CPU = torch.device("cpu")
 FOUR_BIT_MARK = ".quant_state.bitsandbytes__"  # in names under which bitsandbytes saves 4-bit weights
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.bnb")
 
 Device = int | str | torch.device
 StrPath = str | os.PathLike[str]

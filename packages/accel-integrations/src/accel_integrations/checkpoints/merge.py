@@ -24,7 +24,7 @@ from accel_state.processes import PartialState
 
 MAX_SHARD_SIZE = "5GB"
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.fsdp_utils")
 
 
 def merge_fsdp_weights(

@@ -139,8 +139,8 @@ class DDPEngine(Engine):
         shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
         if len(shards) < len(samplers):
             warnings.warn(
-                f"even_batches has no effect on {len(samplers) - len(shards)} prepared data loaders, which read "
-                "iterable data sets or are fed by the main process.",
+                f"even_batches has no effect on {len(samplers) - len(shards)} prepared data loaders: it is only supported for "
+                "map-style datasets, and these loaders read iterable ones or are fed by the main process.",
                 stacklevel=7,
             )
         return shards

@@ -23,11 +23,11 @@ class AbstractTrainStep:
         name: The name of the kind of model.
     """
 
-    name: str
-    get_batch: Callable[..., Any] | None
-    loss_func: Callable[..., Any] | None
-    forward_step: Callable[..., Any] | None
-    model_output_class: type[Any] | None
+    name: str = ""
+    get_batch: Callable[..., Any] | None = None
+    loss_func: Callable[..., Any] | None = None
+    forward_step: Callable[..., Any] | None = None
+    model_output_class: type[Any] | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -107,6 +107,12 @@ class GPTTrainStep(AbstractTrainStep):
         accelerator: The accelerator.
         args: Megatron-LM's arguments.
     """
+
+    eod_token: int
+    pad_token: int
+    reset_position_ids: bool
+    reset_attention_mask: bool
+    eod_mask_loss: bool
 
     def __init__(self, accelerator: Any, args: Any) -> None:
         super().__init__("GPTTrainStep")

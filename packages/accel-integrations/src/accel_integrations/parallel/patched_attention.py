@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as functional
 from torch import nn
 
+from accel_integrations.parallel.recurrent import check_no_recurrent_layers
 from accel_integrations.parallel.transformers_plan import is_transformers_model
 
 Attention = Callable[..., torch.Tensor]
@@ -68,15 +69,16 @@ class AttentionPatch:
 
 
 def check_attention(model: nn.Module, setting: str) -> None:
-    """Refuse a transformers model whose attention is not `scaled_dot_product_attention`.
+    """Refuse a model whose sequences cannot be shared inside of `scaled_dot_product_attention`.
 
     Args:
         model: The model.
         setting: What needs it, for the error.
 
     Raises:
-        ValueError: Naming the attention that was chosen.
+        ValueError: Naming the attention that was chosen, or layers that pass on a state from token to token.
     """
+    check_no_recurrent_layers(model, setting)
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if is_transformers_model(model) and chosen != "sdpa":
         raise ValueError(

@@ -240,6 +240,11 @@ class CheckpointKeeper:
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, folder)
         state_dict = accelerator.get_state_dict(model)
+        if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
+            raise RuntimeError(
+                f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
+                "device. Load a checkpoint into the model first."
+            )
         is_writer = storage.writes_shared(accelerator.project_configuration.save_on_each_node)
 
         def write() -> None:

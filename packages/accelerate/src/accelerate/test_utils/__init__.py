@@ -1,8 +1,13 @@
 """For tests, of this library and of others: what they need, what they start, and what they train."""
 
+from importlib import import_module
+from typing import Any
+
 from accel_state.lazy import lazy_exports
 
-__getattr__, __dir__, __all__ = lazy_exports(
+PROGRAMS = ("test_ops", "test_script", "test_sync")  # of `scripts`
+
+_export, _names, __all__ = lazy_exports(
     __name__,
     {
         "accelerate.test_utils.launching": (
@@ -23,3 +28,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accelerate.test_utils.training": ("RegressionDataset RegressionModel"),
     },
 )
+
+
+def __getattr__(name: str) -> Any:
+    return import_module(f"{__name__}.scripts.{name}") if name in PROGRAMS else _export(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*_names(), *PROGRAMS})

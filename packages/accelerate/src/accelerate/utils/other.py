@@ -1,8 +1,8 @@
 """The old path of a mixed bag: what has a better place is re-exported, and what nothing else needs is here."""
 
+import logging
 import platform
 import re
-import warnings
 
 from accel_cli.launch.machine import free_port, is_free
 from accel_integrations.compile import compile_regions as compile_regions
@@ -47,8 +47,7 @@ def check_os_kernel() -> None:
     system = platform.uname()
     found = re.match(r"(\d+)\.(\d+)", system.release)
     if system.system == "Linux" and found and tuple(map(int, found.groups())) < (5, 5):
-        warnings.warn(
-            f"This Linux kernel is {system.release!r}; programs of several processes can hang on kernels before 5.5. "
-            "Update the kernel if yours does.",
-            stacklevel=2,
+        logging.getLogger(__name__).warning(
+            f"This Linux kernel is {system.release!r}; programs of several processes can hang on kernels before 5.5.0. "
+            "Update the kernel if yours does."
         )

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_integrations.parallel.recurrent import check_no_recurrent_layers
+
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
@@ -42,13 +44,14 @@ class SharedAttention:
             micro_batch: Samples per process and batch.
 
         Raises:
-            ValueError: For a model that is not one of transformers.
+            ValueError: For a model that is not one of transformers, or has layers that cannot work on a part.
         """
         if not hasattr(model, "config"):
             raise ValueError(
                 f"sp_size={config.sp_size} with sp_backend='deepspeed' shares the sequences of models of transformers, "
                 f"which {type(model).__name__} is not: it has no config. Choose sp_backend='torch' without DeepSpeed."
             )
+        check_no_recurrent_layers(model, f"sp_size={config.sp_size}")
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
