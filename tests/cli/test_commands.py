@@ -20,6 +20,7 @@ from accel_cli.launch import command
 from accel_cli.launch.machine import Machine, free_port, is_free, network_variables
 from accel_cli.launch.plan import Plan
 from accel_cli.main import COMMANDS, full_parser, launch_main, main
+from accelerate.commands import env as old_env
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +51,8 @@ def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytes
     with pytest.raises(SystemExit, match="0"):
         main(["launch", *words, "--help"])
     options, _, more = capsys.readouterr().out.partition("more options:")
+    options, _, hint = options.rpartition("\n\n--num-processes is read as --num_processes")
+    assert "hyphens" in hint
     assert ("--fsdp_version" in options) == (title == "FSDP")
     assert ("--vm" in options) == (title == "TPU")
     assert "--num-processes" not in options  # one spelling is enough
@@ -140,6 +143,14 @@ def test_report(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     Path("a.yaml").write_text("{distributed_type: FSDP, num_processes: 2}")
     assert main(["env", "--config_file", "a.yaml"]) == 0
     assert "\t- distributed_type: FSDP" in capsys.readouterr().out
+
+
+def test_a_report_of_a_program_that_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("accelerate.commands.env.which", asked.append)  # which gives None
+    facts = old_env.env_command(old_env.env_command_parser().parse_args([]))
+    assert asked == ["accelerate"]
+    assert facts["`accelerate` bash location"] == "Not found"
 
 
 def test_a_report_on_what_is_broken(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

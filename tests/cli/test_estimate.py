@@ -323,6 +323,8 @@ def test_models_that_are_unknown_to_their_library() -> None:
     pytest.importorskip("timm")
     assert check_has_model(RuntimeError("Unknown model (x)")) == "timm"
     assert add_timm_hub_prefix(add_timm_hub_prefix("timm/x")) == "hf-hub:timm/x"
+    for name in ("resnet18", "resnet18.a1_in1k", "local-dir:/a/b"):
+        assert add_timm_hub_prefix(name) == name
 
 
 # ---- several devices ------------------------------------------------------------------------------------------------

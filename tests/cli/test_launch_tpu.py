@@ -190,6 +190,7 @@ def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.Capt
     Path("commands").write_text("echo one\n\n  echo two\n")
     assert main(["tpu-config", "--tpu_name", "pod", "--tpu-zone", "z", *words, "--debug"]) == 0
     assert capsys.readouterr().out == (
+        f"Running gcloud compute tpus tpu-vm ssh pod --zone z --command cd /usr/share; {commands} --worker all\n"
         f"gcloud compute tpus tpu-vm ssh pod --zone z --command 'cd /usr/share; {commands}' --worker all\n"
     )
 
@@ -197,7 +198,7 @@ def test_commands_for_a_pod(words: list[str], commands: str, capsys: pytest.Capt
 def test_the_settings_file_says_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
     file = pod(tpu_name="mine", tpu_zone="zone", commands=["a", "b"], num_processes=8)
     assert main(["tpu-config", "--config_file", file, "--use_alpha", "--debug"]) == 0
-    assert capsys.readouterr().out.startswith("gcloud alpha compute tpus tpu-vm ssh mine --zone zone ")
+    assert capsys.readouterr().out.startswith("Running gcloud alpha compute tpus tpu-vm ssh mine --zone zone ")
     assert main(["tpu-config", "--config_file", file, "--tpu_name", "other", "--command", "c", "--debug"]) == 0
     assert "ssh other --zone zone --command 'cd /usr/share; c'" in capsys.readouterr().out
     Path("home/accelerate").mkdir(parents=True)

@@ -137,6 +137,38 @@ def test_the_file_itself_can_be_replaced() -> None:
     assert sorted(os.listdir()) == ["link.yaml", "old.yaml"]
 
 
+@pytest.mark.parametrize("target", ["new.yaml", "old.yaml"])
+def test_settings_for_version_2_are_copied_with_a_warning(target: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path("old.yaml").write_text(text := "distributed_type: FSDP\n# mine\nfsdp_config:\n  fsdp_version: 2\n")
+    assert main(["to-fsdp2", "--config_file", "old.yaml", "--output_file", target, "--overwrite"]) == 0
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "line 4: fsdp_version is 2 already" in caplog.text
+    assert yaml.safe_load(Path(target).read_text()) == yaml.safe_load(text)
+    assert Path("old.yaml").read_text() == text
+
+
+def test_the_reader_of_settings_can_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(**VERSION_1)
+    monkeypatch.setattr(to_fsdp2, "load_config", lambda path: {"fsdp_config": {"fsdp_version": 2}})
+    words = ["--config_file", "old.yaml", "--output_file", "new.yaml"]
+    to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args(words))
+    assert "2 already" in caplog.text
+    assert yaml.safe_load(Path("new.yaml").read_text()) == {"fsdp_config": {"fsdp_version": 2}}
+
+
+def test_errors_about_files_are_those_of_python() -> None:
+    parse = to_fsdp2.to_fsdp2_command_parser().parse_args
+    with pytest.raises(FileNotFoundError):
+        to_fsdp2.to_fsdp2_command(parse(["--config_file", "no.yaml"]))
+    write(**VERSION_1)
+    os.symlink("nowhere", "link.yaml")
+    for name in ("old.yaml", "link.yaml"):
+        with pytest.raises(FileExistsError):
+            to_fsdp2.to_fsdp2_command(parse(["--config_file", "old.yaml", "--output_file", name]))
+
+
 def test_json_stays_json() -> None:
     write("old.json", **VERSION_1)
     assert main(["to-fsdp2", "--config_file", "old.json", "--output_file", "folder/new.json"]) == 0
@@ -148,7 +180,7 @@ def test_json_stays_json() -> None:
     [
         (None, ["--output_file", "new.yaml"], "'old.yaml' does not exist"),
         ("{distributed_type: MULTI_GPU}", ["--output_file", "new.yaml"], "is not for FSDP: its distributed_type is"),
-        ("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2", ["--output_file", "new.yaml"], "line 3: fsdp_version"),
+        (None, [], "'old.yaml' does not exist"),
         ("{distributed_type: FSDP}", [], "give --output_file, or --overwrite"),
         ("{distributed_type: FSDP}", ["--output_file", "there.yaml"], "'there.yaml' exists already"),
         ("{distributed_type: FSDP}", ["--output_file", "folder", "--overwrite"], "'folder' is a folder"),

@@ -57,6 +57,11 @@ class Option:
         """True when the flag takes no value."""
         return self.action in ("store_true", "store_false")
 
+    @property
+    def usual(self) -> Any:
+        """The value when nobody gives one, as argparse sets it: a text is read as if it had been given."""
+        return self.type(self.default) if self.type is not None and isinstance(self.default, str) else self.default
+
     def add_to(self, container: Any) -> None:
         """Add the option to an argparse parser or group."""
         if not self.flags:

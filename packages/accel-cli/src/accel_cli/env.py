@@ -13,6 +13,8 @@ from accel_cli.errors import without_traceback
 HELP = "Print versions, devices and settings, for a bug report."
 PACKAGES = ("numpy", "safetensors", "transformers", "deepspeed")  # looked up, never imported
 
+LOCATION = "`accelerate` bash location"  # a key that programs read
+
 SETTINGS_FILE = Option("--config_file", "Settings file to show instead of the default one.", metavar="FILE")
 
 
@@ -24,17 +26,18 @@ def env_command_parser(subparsers: Any = None) -> CommandParser:
     return parser
 
 
-def env_command(args: Namespace) -> dict[str, Any]:
+def env_command(args: Namespace, find: Callable[[str], str | None] | None = None) -> dict[str, Any]:
     """Print and return what is known about this installation.
 
     Args:
         args: With `config_file`, the settings file to show, or None for the default one.
+        find: Finds a program by its name; `shutil.which` when None.
 
     Raises:
         FileNotFoundError: When the settings file that was named does not exist.
     """
     settings = _settings(args.config_file)
-    facts: dict[str, Any] = {**describe()}
+    facts: dict[str, Any] = {**describe(find)}
     print("\nCopy and paste the text below into your report\n")
     for name, value in facts.items():
         print(f"- {name}: {value}")
@@ -45,9 +48,14 @@ def env_command(args: Namespace) -> dict[str, Any]:
     return facts
 
 
-def describe() -> dict[str, str]:
-    """Return versions and devices as text. What cannot be found out says why; nothing is raised."""
-    facts = {name: _safely(ask) for name, ask in FACTS.items()}
+def describe(find: Callable[[str], str | None] | None = None) -> dict[str, str]:
+    """Return versions and devices as text. What cannot be found out says why; nothing is raised.
+
+    Args:
+        find: Finds a program by its name; `shutil.which` when None.
+    """
+    asked = FACTS | {LOCATION: lambda: _location(find)}
+    facts = {name: _safely(ask) for name, ask in asked.items()}
     for package in PACKAGES:
         if (version := _version(package)) != "not installed":
             facts[f"{package} version"] = version
@@ -98,10 +106,10 @@ def _python() -> str:
     return f"{platform.python_version()} ({platform.python_implementation()})"
 
 
-def _location() -> str:
+def _location(find: Callable[[str], str | None] | None = None) -> str:
     import shutil
 
-    return shutil.which("accelerate") or "not on the PATH"
+    return (find or shutil.which)("accelerate") or "Not found"
 
 
 def _memory() -> str:
@@ -129,7 +137,7 @@ def _accelerators() -> str:
 FACTS: dict[str, Callable[[], str]] = {
     "`Accelerate` version": lambda: _version("accelerate"),
     "Platform": _platform,
-    "`accelerate` location": _location,
+    LOCATION: _location,
     "Python version": _python,
     "PyTorch version": _torch,
     "PyTorch accelerators": _accelerators,

@@ -17,6 +17,10 @@ class MissingFileError(UsageError, FileNotFoundError):
     """A file that was named does not exist."""
 
 
+class ExistingFileError(UsageError, FileExistsError):
+    """A file that would be replaced exists."""
+
+
 @contextmanager
 def without_traceback() -> Iterator[None]:
     """Turn the errors of a function that programs call, too, into those that the command line prints."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser, switch
-from accel_cli.errors import UsageError, without_traceback
+from accel_cli.errors import ExistingFileError, MissingFileError, UsageError, without_traceback
 from accel_cli.launch.flags.table import OPTIONS as KNOWN
 from accel_state.public_names import known_as
+
+if TYPE_CHECKING:
+    from accel_cli.configfile.source import Source
 
 HELP = "Convert a settings file from FSDP 1 to FSDP 2."
 
@@ -114,25 +117,33 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> CommandParser:
     return parser
 
 
-def to_fsdp2_command(args: Namespace) -> None:
+def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | None = None) -> None:
     """Convert a settings file, and print what became of each FSDP setting.
+
+    One that is for FSDP 2 already is copied as it is, with a warning in the log.
 
     Args:
         args: What the parser of `to_fsdp2_command_parser` gave.
+        load: Reads the settings file; `load_config` when None.
 
     Raises:
-        ValueError: When the file is for FSDP 2 already or not for FSDP, or the output exists and may not be replaced.
+        ValueError: When the file is not for FSDP, or no output is named.
         FileNotFoundError: When there is no such file.
+        FileExistsError: When the output exists and may not be replaced.
     """
-    from accel_cli.configfile.write import check_target, write_json, write_yaml
+    from accel_cli.configfile.write import check_target
 
-    target = _target(args)
-    check_target(target)
-    config = _read(args.config_file)
-    converted, outcomes, others = convert(config)
     with without_traceback():
-        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
-        (write_json if target.endswith(".json") else write_yaml)(target, converted)
+        target = _target(args)
+    check_target(target)
+    config = (load or load_config)(args.config_file)
+    source = _source(args.config_file)
+    if _version(config) == "2":
+        _keep(config, source, target)
+        return
+    _check(config, source)
+    converted, outcomes, others = convert(config)
+    _write(target, converted)
     print(report(outcomes))
     for line in others:
         print(line)
@@ -248,27 +259,53 @@ def _version(config: dict[str, Any]) -> str:
 
 def _target(args: Namespace) -> str:
     """Find out what to write, and whether we may."""
+    from pathlib import Path
+
+    if not Path(args.config_file).expanduser().exists():
+        raise MissingFileError(f"Settings file {args.config_file!r} does not exist.")
     if not args.output_file and not args.overwrite:
         raise UsageError("There is no file to write: give --output_file, or --overwrite to replace the settings file.")
     target = os.path.expanduser(args.output_file or args.config_file)
-    if os.path.lexists(target) and not args.overwrite:
-        raise UsageError(f"The output file {target!r} exists already: name another, or give --overwrite.")
+    if not args.overwrite and (Path(target).exists() or Path(target).is_symlink()):
+        raise ExistingFileError(f"The output file {target!r} exists already: name another, or give --overwrite.")
     return target
 
 
-def _read(path: str) -> dict[str, Any]:
-    """Read a file that must be right, and for FSDP 1."""
-    from accel_cli.configfile.read import config_class, read_values
+def _write(target: str, values: dict[str, Any]) -> None:
+    """Write settings; missing folders are made."""
+    from accel_cli.configfile.write import write_json, write_yaml
 
     with without_traceback():
-        values, source = read_values(path)
+        os.makedirs(os.path.dirname(target) or ".", exist_ok=True)
+        (write_json if target.endswith(".json") else write_yaml)(target, values)
+
+
+def _keep(values: dict[str, Any], source: Source, target: str) -> None:
+    """Copy settings for version 2, unless they are to replace themselves: whoever converts many files goes on."""
+    import logging
+
+    where = source.at("fsdp_config.fsdp_version", "fsdp_config.version")
+    logging.getLogger("accelerate.commands.to_fsdp2").warning(
+        "%s: fsdp_version is 2 already, there is nothing to convert.", where
+    )
+    if not (os.path.exists(target) and os.path.samefile(source.path, target)):
+        _write(target, values)
+
+
+def _source(path: str) -> Source:
+    """Read the text of a settings file, of which messages name the lines."""
+    from accel_cli.configfile.source import read_source
+
+    with without_traceback():
+        return read_source(os.path.expanduser(path))
+
+
+def _check(values: dict[str, Any], source: Source) -> None:
+    """Refuse a file that is wrong, or not for FSDP."""
+    from accel_cli.configfile.read import config_class
+
+    with without_traceback():
         config_class(values).from_values(values, source)
     kind = str(values.get("distributed_type")).upper()
     if kind != "FSDP" and not values.get("fsdp_config"):
         raise UsageError(f"{source} is not for FSDP: its distributed_type is {kind!r}.")
-    if _version(values) == "2":
-        raise UsageError(
-            f"{source.at('fsdp_config.fsdp_version', 'fsdp_config.version')}: fsdp_version is 2 already, there is "
-            "nothing to convert."
-        )
-    return values

@@ -53,6 +53,8 @@ def tpu_command_launcher(args: Namespace) -> None:
     """
     command = gcloud_command(args)
     if args.debug:
+        # the first line is what programs look for, the second one what a shell understands
+        print(f"Running {' '.join(command)}")
         print(shlex.join(command))
         return
     import shutil

@@ -19,6 +19,10 @@ INSTALLED: dict[str, Callable[[], bool]] = {
 }
 
 
+class WrongLibraryError(UsageError, RuntimeError):
+    """A model is of another library than the one that is to build it."""
+
+
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> nn.Module:
@@ -44,6 +48,8 @@ def build_on_meta(source: ModelSource, trust_remote_code: bool = False) -> nn.Mo
     try:
         with torch.device("meta"):
             return build(source, trust_remote_code)
+    except UsageError:
+        raise
     except RuntimeError:
         from accel_bigmodel.empty import init_empty_weights
 
@@ -135,7 +141,9 @@ def _build_timm(source: ModelSource, trust_remote_code: bool) -> nn.Module:
 
     architecture = source.config.get("architecture")
     if not isinstance(architecture, str) or ":" in architecture:  # which would be looked up elsewhere
-        raise UsageError(f"The config.json of {source.name!r} names no architecture, as those of timm do")
+        raise WrongLibraryError(
+            f"Tried to load `{source.name}` with `timm` but its config.json names no architecture, as those of timm do"
+        )
     given = {key: source.config[key] for key in ("num_classes", "global_pool") if source.config.get(key) is not None}
     given |= source.config.get("model_args") or {}
     try:
@@ -154,8 +162,11 @@ BUILDERS: dict[str, Callable[[ModelSource, bool], Any]] = {
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Give the name under which timm finds a model on the Hub."""
-    return model_name if model_name.startswith("hf-hub:") else f"hf-hub:{model_name}"
+    """Give the name under which timm finds a model; one on the Hub has a slash in its name.
+
+    timm's own names, and those that say where the model is (`local-dir:...`), stay as they are.
+    """
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 
 def check_has_model(error: Exception) -> str:

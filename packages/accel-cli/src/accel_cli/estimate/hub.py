@@ -37,8 +37,10 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
         raise problem from error
 
 
-class HubError(UsageError):
+class HubError(UsageError, OSError):
     """The Hub could not give what was asked for.
+
+    An `OSError`, too, as what the Hub's own client raises.
 
     Attributes:
         kind: `"gated"`, `"missing"`, `"offline"`, `"name"` or `"other"`.

@@ -34,6 +34,7 @@ def launch_command_parser(subparsers: Any = None) -> CommandParser:
         allow_abbrev=False,
         shown_with=SHOWN_WITH,
         usage="accelerate launch [options] script [arguments of the script]",
+        epilog="--num-processes is read as --num_processes, and every other flag may be spelled with hyphens, too.",
     )
     add_launch_options(parser)
     if subparsers is not None:

@@ -66,12 +66,17 @@ class Machine:
         """Tell whether this user may do anything."""
         return hasattr(os, "geteuid") and os.geteuid() == 0
 
+    def find_program(self, name: str) -> str | None:
+        """Return the path of a program that can be run by its name; None when there is none."""
+        import shutil
+
+        return shutil.which(name)
+
     def mpi_version(self) -> str:
         """Ask mpirun what it is; an empty text when there is none."""
-        import shutil
         import subprocess
 
-        if shutil.which("mpirun") is None:
+        if self.find_program("mpirun") is None:
             return ""
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
         return f"{done.stdout}\n{done.stderr}".strip()

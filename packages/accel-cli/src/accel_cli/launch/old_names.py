@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Action, HelpFormatter, Namespace
-from typing import Any
+from argparse import Action, ArgumentParser, HelpFormatter, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.command import finish
 from accel_cli.launch.flags.fp8 import FP8
 from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, PIPELINE, SEQUENCE
-from accel_cli.launch.flags.table import GROUPS
+from accel_cli.launch.flags.table import GROUPS, OPTIONS
 from accel_cli.launch.libraries import check_libraries
-from accel_cli.launch.plan import Plan, environment, make_plan
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import Plan, agent_words, environment, make_plan, rendezvous
 from accel_cli.launch.resolve import resolve
 from accel_cli.launch.runners.sagemaker import credentials, job
 from accel_cli.launch.runners.sagemaker import plan as plan_job
 from accel_cli.launch.runners.tpu import xla_variables
+from accel_cli.launch.validate import check_flags, check_settings
 from accel_state.public_names import known_as
+
+if TYPE_CHECKING:
+    from accel_cli.configfile.schema import BaseConfig
 
 options_to_group = {group.shown_with.lstrip("-"): group.title for group in GROUPS if group.shown_with}
 
@@ -64,13 +70,80 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     return os.pathsep.join([*paths, str(path_to_add)])
 
 
-def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, bool]:
+    """Check a parsed command line and complete it in place, as `accelerate launch` does before it starts anything.
+
+    The script may still be missing, and a free port is chosen by whoever starts the processes.
+
+    Args:
+        args: The parsed command line of `accelerate launch`.
+
+    Returns:
+        `args`; the settings file, or None when none counts; and whether the precision is the one of that file.
+
+    Raises:
+        ValueError: When something is wrong with the command line, the settings file or the environment.
+        FileNotFoundError: When the settings file that was named does not exist.
+    """
+    check_flags(args)
+    settings = resolve(args)
+    check_settings(settings, script=False)
+    chosen = {name: getattr(settings, name) for name in OPTIONS if name != "main_process_port"}
+    # some flags are words, "true" or "false"; a file says it with truth values, which programs test as such
+    chosen |= {name: value == "True" for name, value in chosen.items()
+               if settings.sources.get(name) == "file" and value in ("True", "False")}  # fmt: skip
+    vars(args).update(chosen, use_cpu=settings.use_cpu)
+    if settings.sources.get("main_process_port") != "guess":
+        args.main_process_port = settings.main_process_port
+    if settings.settings_file is None:
+        return args, None, False
+    from accel_cli.configfile.read import load_config_from_file
+
+    return args, load_config_from_file(settings.settings_file), settings.sources.get("mixed_precision") == "file"
+
+
+def filter_arguments(args: Namespace, parser: ArgumentParser, default_args: Sequence[str] = ()) -> Namespace:
+    """Return what another parser knows of some arguments.
+
+    Args:
+        args: The arguments; names that the parser has not are left out.
+        parser: For example that of torch's launcher.
+        default_args: What the parser parses for the rest; words that it does not know are ignored.
+    """
+    known, _ = parser.parse_known_args(default_args)
+    vars(known).update({name: value for name, value in vars(args).items() if hasattr(known, name)})
+    return known
+
+
+def mpirun_words(machine: Machine | None = None) -> tuple[str, str, str, str, str]:
+    """Return how this machine's mpirun is called.
+
+    Args:
+        machine: Who answers questions about the machine.
+
+    Returns:
+        The program, and its flags for the list of machines, the number of processes, that of one machine, and what
+        processes are bound to (empty where nobody must say so).
+
+    Raises:
+        ValueError: When there is no mpirun (a FileNotFoundError, too), or an unknown one.
+    """
+    from accel_cli.launch.runners.mpi import kind_of
+
+    kind = kind_of((machine or Machine()).mpi_version())
+    return "mpirun", kind.hostfile, "-n", kind.per_machine, "--bind-to" if "--bind-to" in kind.always else ""
+
+
+def prepare_simple_launcher_cmd_env(
+    args: Namespace, machine: Machine | None = None
+) -> tuple[list[str], dict[str, str]]:
     """Return the command for one process, or for mpirun when there is a hostfile, and its whole environment.
 
     Args:
         args: The parsed command line of `accelerate launch`.
+        machine: Who answers questions about the machine.
     """
-    settings = resolve(args)
+    settings = resolve(args, machine=machine)
     settings.runner = "mpi" if settings.runner == "mpi" else "simple"
     plan = make_plan(settings)
     return list(plan.argv), {**os.environ, **plan.environment}
@@ -80,9 +153,23 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     """Return the whole environment of a process that torch's elastic agent starts.
 
     Args:
-        args: The parsed command line of `accelerate launch`.
+        args: The parsed command line of `accelerate launch`. It gets what the agent must be told, by the names of
+            the agent's flags: `nproc_per_node`, `nnodes` and, depending on the machines, `master_addr`,
+            `master_port` (text), `node_rank` or `rdzv_endpoint`.
     """
-    return {**os.environ, **environment(resolve(args), os.environ)}
+    settings = _with_agent(args)
+    words = agent_words(settings)
+    vars(args).update({name: value if name == "node_rank" else str(value) for name, value in words.items()})
+    args.main_process_port, args.rdzv_backend = settings.main_process_port, rendezvous(settings)
+    return {**os.environ, **environment(settings, os.environ)}
+
+
+def _with_agent(args: Namespace) -> Namespace:
+    settings = resolve(args)
+    settings.runner = "torchrun"
+    if settings.num_machines == 1 and not settings.main_process_port:
+        settings.main_process_port = Machine().port(settings.main_process_port)
+    return settings
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
@@ -112,9 +199,7 @@ def simple_launcher(args: Namespace) -> None:
 
 def multi_gpu_launcher(args: Namespace) -> None:
     """Run the script in several processes, under torch's elastic agent, and wait; raises as `simple_launcher`."""
-    settings = resolve(args)
-    settings.runner = "torchrun"
-    finish(make_plan(settings))
+    finish(make_plan(_with_agent(args)))
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:

@@ -178,14 +178,22 @@ def agent_environment(settings: Namespace, environ: Mapping[str, str]) -> dict[s
     return {OWN_STORE: "1"} if own_store and OWN_STORE not in environ else {}
 
 
-def torchrun_command(settings: Namespace) -> list[str]:
-    """Return the command that runs the script in several processes, under torch's elastic agent."""
-    words = {"nnodes": settings.num_machines, "nproc_per_node": settings.num_processes // settings.num_machines}
+def agent_words(settings: Namespace) -> dict[str, object]:
+    """Return what torch's elastic agent is told about processes and machines, by the names of its own flags."""
+    words: dict[str, object] = {
+        "nnodes": settings.num_machines,
+        "nproc_per_node": settings.num_processes // settings.num_machines,
+    }
     if settings.num_machines > 1:
         words["node_rank"] = settings.machine_rank
     if rendezvous(settings) != OPTIONS["rdzv_backend"].default:
         words["rdzv_backend"] = rendezvous(settings)
-    words |= _meeting_point(settings)
+    return words | _meeting_point(settings)
+
+
+def torchrun_command(settings: Namespace) -> list[str]:
+    """Return the command that runs the script in several processes, under torch's elastic agent."""
+    words = agent_words(settings)
     for name in PASSED_ON:
         value = getattr(settings, name)
         if value != OPTIONS[name].default:

@@ -6,6 +6,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 
+from accel_cli.arguments import lower
 from accel_cli.launch.flags.table import GROUPS, OPTIONS
 from accel_cli.launch.from_environment import take_environment
 from accel_cli.launch.from_file import take_file
@@ -42,7 +43,8 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
     """Complete what was parsed.
 
     Args:
-        args: The parsed command line; it is not changed.
+        args: The parsed command line; it is not changed. A program may have changed it, or have made one by hand:
+            options that it lacks have their default, and values other than the default count as given.
         environ: The environment variables; those of this process when None.
         machine: Who answers questions about the machine.
 
@@ -64,10 +66,10 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
     """
     environ = os.environ if environ is None else environ
     machine = machine or Machine()
-    settings = Namespace(**{option.name: option.default for option in OPTIONS.values()} | vars(args))
-    settings.sources = dict.fromkeys(getattr(args, "nondefault", ()), "flag")
+    settings = Namespace(**{option.name: option.usual for option in OPTIONS.values()} | vars(args))
+    settings.sources = dict.fromkeys(_given(args), "flag")
     settings.notes = []
-    settings.use_cpu = args.cpu
+    settings.use_cpu = settings.cpu
     settings.settings_file = settings.sagemaker = None
     settings.deepspeed_fields = []
 
@@ -82,6 +84,13 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
     _guess_the_rest(settings, machine)
     _note_what_has_no_effect(settings)
     return settings
+
+
+def _given(args: Namespace) -> set[str]:
+    """Name what the command line gave, or a program set afterwards."""
+    values = {name: value for name, value in vars(args).items() if name in OPTIONS and value is not None}
+    changed = {name for name, value in values.items() if lower(value) != lower(OPTIONS[name].usual)}
+    return {*getattr(args, "nondefault", ()), *changed}
 
 
 def _guess_machines(settings: Namespace, machine: Machine) -> None:

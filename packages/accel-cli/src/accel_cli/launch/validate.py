@@ -44,18 +44,20 @@ def check_flags(args: Namespace) -> None:
     _check_together(args)
 
 
-def check_settings(settings: Namespace) -> None:
+def check_settings(settings: Namespace, *, script: bool = True) -> None:
     """Refuse settings that cannot be carried out.
 
     Args:
         settings: The resolved settings.
+        script: Whether to look for the script, too.
 
     Raises:
         ValueError: When they contradict one another.
         FileNotFoundError: When the script does not exist.
     """
     for check in CHECKS:
-        check(settings)
+        if script or check is not _check_script:
+            check(settings)
 
 
 def _check_exclusive(args: Namespace) -> None:

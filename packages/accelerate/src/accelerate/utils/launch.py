@@ -1,14 +1,42 @@
 """The old path of what builds launches and of what started processes run first."""
 
+import subprocess as subprocess
+from argparse import Namespace
+from shutil import which
+
+from accel_cli.launch import old_names
+from accel_cli.launch.machine import Machine
 from accel_cli.launch.old_names import env_var_path_add as env_var_path_add
+from accel_cli.launch.old_names import filter_arguments as _filter_args  # noqa: F401
 from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_cli.launch.old_names import prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config
 from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env
 from accel_cli.launch.old_names import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accel_cli.launch.old_names import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
 from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.launch.old_names import setup_fp8_env as setup_fp8_env
+from accel_cli.launch.runners.sagemaker import hyperparameters as _convert_nargs_to_dict  # noqa: F401
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
 from accelerate.neighbours import found_among_neighbours
 
 __getattr__ = found_among_neighbours(__name__)  # what others import from here
+
+
+class _ThisMachine(Machine):
+    """Finds programs by the `which` of this module, which others replace."""
+
+    def find_program(self, name: str) -> str | None:
+        return which(name)
+
+
+def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command for one process, or for mpirun when there is a hostfile, and its whole environment.
+
+    Args:
+        args: The parsed command line of `accelerate launch`.
+    """
+    return old_names.prepare_simple_launcher_cmd_env(args, _ThisMachine())
+
+
+def _get_mpirun_args() -> tuple[str, str, str, str, str]:
+    """Return how mpirun is called, as `accel_cli.launch.old_names.mpirun_words` does."""
+    return old_names.mpirun_words(_ThisMachine())

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import MissingFileError, UsageError
 from accel_cli.launch.plan import USUAL_PORT, Plan, environment, script_command, single_environment
 
 # beginnings of variables that a script may need on the other machines
@@ -55,10 +55,10 @@ def kind_of(version: str) -> Mpi:
         version: What `mpirun --version` said; empty when there is no such program.
 
     Raises:
-        ValueError: When there is none, or an unknown one.
+        ValueError: When there is none (a FileNotFoundError, too), or an unknown one.
     """
     if not version:
-        raise UsageError(
+        raise MissingFileError(
             "There is no program 'mpirun': install Open MPI, Intel MPI, MPICH or MVAPICH, or leave --mpirun_hostfile out."
         )
     for kind in KINDS:
