@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import FP8BackendType
 from accel_state.mesh import ParallelismConfig
+from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.ddp import DistributedDataParallelKwargs
 from accel_state.settings.handlers import KwargsHandler
 from accelerate import Accelerator
@@ -111,6 +115,37 @@ def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
     assert accelerator.should_save_model is (rank == 0)
     with pytest.raises(RuntimeError, match="'tp' axis"):
         _ = accelerator.tensor_parallel_rank
+
+
+def test_settings_may_be_changed_for_what_is_prepared_later() -> None:
+    accelerator = Accelerator(cpu=True)
+    first = accelerator.prepare(DataLoader(range(8), shuffle=True))  # type: ignore[arg-type]
+    accelerator.dataloader_config = DataLoaderConfiguration(use_seedable_sampler=True, split_batches=True)
+    accelerator.rng_types, accelerator.step_scheduler_with_optimizer = [], False
+    accelerator.device_placement = False
+    later = accelerator.prepare(DataLoader(range(8), shuffle=True))  # type: ignore[arg-type]
+    kinds = [type(loader.batch_sampler.sampler).__name__ for loader in (first, later)]
+    assert kinds == ["RandomSampler", "SeedableRandomSampler"]
+    assert (later.rng_types, later.device) == ([], None)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(optimizer))
+    assert scheduler.split_batches
+    assert not scheduler.step_with_optimizer
+
+
+@ranks(2)
+def test_an_accelerator_of_several_processes_can_be_pickled(rank: int, world: int) -> None:
+    cases: list[dict[str, Any]] = [{}, {"parallelism_config": ParallelismConfig(dp_replicate_size=2)}]
+    for settings in cases:
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(**settings)
+        accelerator.prepare(DataLoader([1, 2, 3, 4]))
+        copied = pickle.loads(pickle.dumps(accelerator))
+        assert (copied.process_index, copied.num_processes) == (rank, world)
+        if not settings:
+            model = accelerator.prepare(torch.nn.Linear(1, 1))
+            assert len(pickle.loads(pickle.dumps(accelerator))._models) == 1
+            assert torch.equal(pickle.loads(pickle.dumps(model)).module.weight, model.module.weight)
 
 
 def test_an_accelerator_goes_to_another_process() -> None:

@@ -47,6 +47,18 @@ def test_what_there_is_one_of_is_written_once(rank: int, tmp_path: Path) -> None
 
 
 @ranks(2)
+def test_processes_that_name_different_folders_share_that_of_the_first(rank: int, tmp_path: Path) -> None:
+    kept = make_kept()
+    kept.fill(3.0)
+    kept.save_state(tmp_path / f"mine-{rank}")  # as when each process makes a temporary folder
+    kept.fill(4.0)
+    kept.load_state(tmp_path / f"mine-{rank}")
+    assert kept.values() == {3.0}
+    dist.barrier()
+    assert "mine-1" not in os.listdir(tmp_path)
+
+
+@ranks(2)
 def test_automatic_names_are_agreed_on(rank: int, tmp_path: Path) -> None:
     kept = make_kept(tmp_path, total_limit=1)
     for value in range(3):

@@ -41,6 +41,7 @@ from accelerate.arguments import (
     resolve_project,
     resolve_rng_types,
 )
+from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
 from accelerate.neighbours import found_among_neighbours
 from accelerate.old_names import accept_old_names
@@ -149,11 +150,9 @@ class Accelerator:
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         # What was asked for
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.project_configuration = resolve_project(project_dir, project_config)
-        self.dataloader_config = resolve_loader_settings(dataloader_config, split_batches)
-        self.rng_types = resolve_rng_types(rng_types)
+        loader_settings = resolve_loader_settings(dataloader_config, split_batches)
+        chosen_rng_types = resolve_rng_types(rng_types)
         accumulation = resolve_accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
         compilation = resolve_dynamo(dynamo_backend, dynamo_plugin)
         handlers = resolve_handlers(kwargs_handlers)
@@ -188,7 +187,7 @@ class Accelerator:
                     prepared=self._prepared,
                     device_placement=device_placement,
                     step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                    split_batches=self.dataloader_config.split_batches,
+                    split_batches=loader_settings.split_batches,
                 )
             )
 
@@ -198,8 +197,8 @@ class Accelerator:
             self.engine,
             self.state,
             self._prepared,
-            loader_settings=self.dataloader_config,
-            rng_types=self.rng_types,
+            loader_settings=loader_settings,
+            rng_types=chosen_rng_types,
             device_placement=device_placement,
         )
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
@@ -317,6 +316,22 @@ class Accelerator:
         return FP8BackendType(float8_backend(recipe)) if self.fp8_enabled else FP8BackendType.NO
 
     # ---- settings -----------------------------------------------------------------------------------------------
+
+    device_placement: bool = delegated("_preparer.device_placement", "Whether `prepare` moves things to the device.")
+    rng_types: Sequence[Any] = delegated("_preparer.rng_types", "Random generators that loaders synchronise.")
+    step_scheduler_with_optimizer: bool = delegated(
+        "engine.context.step_scheduler_with_optimizer", "Whether schedulers step when their optimizers do."
+    )
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How data loaders share out their batches; may be replaced by other settings for the next loaders."""
+        return self._preparer.loader_settings
+
+    @dataloader_config.setter
+    def dataloader_config(self, settings: DataLoaderConfiguration) -> None:
+        self._preparer.loader_settings = settings
+        self.engine.context.split_batches = settings.split_batches
 
     @property
     def split_batches(self) -> bool:

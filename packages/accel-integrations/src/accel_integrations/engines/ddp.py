@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -18,6 +17,7 @@ from accel_integrations.parallel.alike import sum_over_group
 from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.ties import Ties
 from accel_ops.collectives import reduce
 from accel_ops.modules import is_on, model_has_dtensor
 
@@ -34,7 +34,7 @@ class DDPEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self._averagers: WeakKeyDictionary[nn.Module, GradientAverager] = WeakKeyDictionary()
+        self._averagers: Ties[nn.Module, GradientAverager] = Ties()
 
     def check(self) -> None:
         """Refuse a mesh with axes along which parameters would have to be sharded, or that another library makes.

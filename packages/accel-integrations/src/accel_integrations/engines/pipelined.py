@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from accel_integrations.parallel.pipeline_run import Line
 from accel_integrations.parallel.pipeline_split import cut_model
 from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_state_dict
+from accel_integrations.prepared.ties import Ties
 from accel_state.enums import DynamoBackend
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class PipelinedEngine(Engine):
         assert config is not None
         self._config = config
         self._settings: PipelineParallelConfig = config.pp_handler  # type: ignore[assignment] # made with pp_size
-        self._parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
+        self._parts: Ties[nn.Module, _Part] = Ties()
         self._prepares_together = False
-        self._optimizers: weakref.WeakKeyDictionary[Any, OptimizerLayout] = weakref.WeakKeyDictionary()
+        self._optimizers: Ties[Any, OptimizerLayout] = Ties()
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 

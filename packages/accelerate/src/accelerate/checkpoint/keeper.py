@@ -266,9 +266,11 @@ class CheckpointKeeper:
         location = optimizer_location(load_model_func_kwargs.pop("map_location", None), accelerator.state.device)
         ranks = Ranks(accelerator.state)
         newest = ranks.only_first("find the checkpoint", lambda: self._find(input_dir))
-        folder = newest if input_dir is None else Path(input_dir).expanduser()
-        locals_ = ranks.together("look at the checkpoint", lambda: self._recover(folder, ranks))
-        here = [rank for rank, local in enumerate(locals_) if rank - local == ranks.rank - ranks.local_rank]
+        named = newest if input_dir is None else Path(input_dir).expanduser()
+        first_here = ranks.rank - ranks.local_rank
+        seen = ranks.together("look at the checkpoint", lambda: self._recover(named, ranks))
+        here = [rank for rank, (local, _) in enumerate(seen) if rank - local == first_here]
+        folder = named if seen[ranks.rank][1] == seen[first_here][1] else Path(seen[first_here][1])
         logger.info("Loading the training state from %s", folder)
 
         divided: list[Any] = []
@@ -346,11 +348,16 @@ class CheckpointKeeper:
         return folder
 
     @staticmethod
-    def _recover(folder: Path, ranks: Ranks) -> int:
-        """Finish an interrupted save on machines with a file system of their own."""
+    def _recover(folder: Path, ranks: Ranks) -> tuple[int, str]:
+        """Finish an interrupted save on machines with a file system of their own.
+
+        Returns:
+            The process's rank on its machine, and its folder: all processes of a machine load from that of the first,
+            where they have saved, even if each was given a name of its own.
+        """
         if ranks.local_rank == 0 and not ranks.is_first:
             recover(folder)
-        return ranks.local_rank
+        return ranks.local_rank, os.path.abspath(folder)
 
 
 def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
