@@ -91,6 +91,11 @@ def differential(arguments: list[str]) -> int:
     )  # fmt: skip
 
 
+def released(arguments: list[str]) -> int:
+    """Run the released tests of accelerate 1.15 on it and on this library, and compare."""
+    return run(sys.executable, "tools/released_tests.py", *arguments)
+
+
 def lowest(arguments: list[str]) -> int:
     """Run the tests with the lowest versions of other packages that ours say they work with."""
     python = LOWEST / "bin" / "python"
@@ -176,6 +181,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         versions,
         bench,
         differential,
+        released,
         lowest,
         wheels,
         shape,

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,8 +13,8 @@ from accel_state.enums import DistributedType, FP8BackendType
 from accel_state.errors import missing_library
 from accel_state.public_names import known_as
 from accel_state.settings.deepspeed_auto import AUTO, HfDeepSpeedConfig, fill, get_value, leaf_keys
+from accel_state.settings.deepspeed_libraries import gather_as_one, tell_transformers
 from accel_state.settings.fp8 import OptLevel
-from accel_state.settings.fsdp_torch import get_module_class_from_name
 from accel_state.settings.option import (
     BOOLEAN,
     TEXT,
@@ -407,30 +406,8 @@ class DeepSpeedPlugin(Plugin):
         Raises:
             MissingLibraryError: When `zero3_init_flag` is set and one of them is not installed.
         """
-        from accel_state.libraries import is_deepspeed_available, is_transformers_available
-
-        present = {"transformers": is_transformers_available(), "deepspeed": is_deepspeed_available()}
-        missing = [library for library, there in present.items() if not there]
-        if missing and self.zero3_init_flag:
-            raise missing_library(missing[0], why="DeepSpeedPlugin(zero3_init_flag=True)")
-        if missing:
-            return
-        from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
-        from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
-
-        self.dschf = None
-        if not self.zero3_init_flag:
-            if is_deepspeed_zero3_enabled():  # by another plugin, or by this one before it was switched off
-                unset_hf_deepspeed_config()
-            return
-        config = deepcopy(self.deepspeed_config)
-        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):  # not known yet, but checked
-            if config.get(key, AUTO) == AUTO:
-                config[key] = 1
-        if config.get("train_batch_size") == AUTO:
-            del config["train_batch_size"]
-        unset_hf_deepspeed_config()
-        self.dschf = TransformersConfig(config)
+        self.dschf = None  # before another one is made
+        self.dschf = tell_transformers(self.deepspeed_config, sharded=self.zero3_init_flag)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether parameters are sharded while a model is built."""
@@ -455,7 +432,6 @@ class DeepSpeedPlugin(Plugin):
 
     def _switch_zero3_init(self, enable: bool) -> None:
         self.zero3_init_flag = enable
-        self.dschf = None
         self.set_deepspeed_weakref()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
@@ -474,20 +450,7 @@ class DeepSpeedPlugin(Plugin):
         names: list[str] = CLASS_NAMES.read(
             "DeepSpeedPlugin.transformer_moe_cls_names", self.transformer_moe_cls_names
         )
-        classes = [get_module_class_from_name(model, name) for name in names]
-        for name, found in zip(names, classes, strict=True):
-            if found is None:
-                present = sorted({type(module).__name__ for module in model.modules()})
-                expected = f"classes of modules in {type(model).__name__}"
-                raise wrong_value("DeepSpeedPlugin.transformer_moe_cls_names", name, expected, present)
-        from accel_state.libraries import is_deepspeed_available
-
-        if not is_deepspeed_available():
-            raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin.set_moe_leaf_modules")
-        from deepspeed import utils
-
-        functions: Any = utils
-        functions.set_z3_leaf_modules(model, classes)
+        gather_as_one(model, names)
 
     # ---- contract methods: one of several plugins -------------------------------------------------------------------
 
