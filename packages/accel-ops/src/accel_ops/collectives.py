@@ -290,12 +290,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
     dimensions = [leaf.dim() for leaf in leaves]
     everywhere = _sizes_everywhere(torch.tensor([own + dimensions]), state)
-    if not torch.equal(everywhere.amax(0)[len(own) :], everywhere.amin(0)[len(own) :]):
+    sizes, dimensions_everywhere = everywhere[:, : len(own)], everywhere[:, len(own) :]
+    if (dimensions_everywhere != dimensions_everywhere[0]).any():
         raise DistributedOperationException(
             "pad_across_processes cannot pad tensors with different numbers of dimensions; by process: "
-            f"{everywhere[:, len(own) :].tolist()}. Give them the same number on all processes, for example with unsqueeze."
+            f"{dimensions_everywhere.tolist()}. Give them the same number on all processes, for example with unsqueeze."
         )
-    largest = iter(everywhere.amax(0)[: len(own)].tolist())
+    largest = iter(sizes.amax(0).tolist())
     return recursively_apply(lambda leaf: _fill_up(leaf, dim, next(largest), pad_index, pad_first), tensor)
 
 

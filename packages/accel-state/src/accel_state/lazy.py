@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -13,7 +14,8 @@ def lazy_exports(
 
     Args:
         module_name: The package that re-exports, usually `__name__`.
-        table: Defining module -> names separated by blanks. `"name=other"` re-exports `other` as `name`.
+        table: Defining module -> names separated by blanks, of modules inside of it, too. `"name=other"` re-exports
+            `other` as `name`.
 
     Returns:
         The three values for `__getattr__`, `__dir__` and `__all__` of the package.
@@ -35,7 +37,7 @@ def lazy_exports(
             defining_module, source = origin[name]
         except KeyError:
             raise AttributeError(f"module {module_name!r} has no attribute {name!r}") from None
-        value = getattr(import_module(defining_module), source)
+        value = _find(import_module(defining_module), source)
         namespace[name] = value  # the next access is a plain dictionary look-up
         return value
 
@@ -43,3 +45,12 @@ def lazy_exports(
         return sorted(set(namespace) | set(origin))
 
     return __getattr__, __dir__, sorted(origin)
+
+
+def _find(module: ModuleType, name: str) -> Any:
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        if not hasattr(module, "__path__"):
+            raise
+    return import_module(f"{module.__name__}.{name}")

@@ -959,11 +959,10 @@ class Accelerator:
         """
         if not unwrap:
             return model.state_dict()
-        if any(hasattr(module, "_hf_hook") for module in model.modules()):
-            from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, waits_elsewhere
+        from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, waits_elsewhere
 
-            if waits_elsewhere(model):
-                return get_state_dict_offloaded_model(self.unwrap_model(model))
+        if waits_elsewhere(model):
+            return get_state_dict_offloaded_model(self.unwrap_model(model))
         return self.engine.full_state_dict(model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:

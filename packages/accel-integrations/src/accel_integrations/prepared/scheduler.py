@@ -41,14 +41,16 @@ class AcceleratedScheduler:
         self.optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
+        self._join_this_process()
+
+    def _join_this_process(self) -> None:
         self.gradient_state = GradientState()
-        self._steps_per_call = 1 if split_batches else _num_batches_at_a_time()
+        self._steps_per_call = 1 if self.split_batches else _num_batches_at_a_time()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, in the state of this process."""
         self.__dict__.update(state)
-        self.gradient_state = GradientState()
-        self._steps_per_call = 1 if self.split_batches else _num_batches_at_a_time()
+        self._join_this_process()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Step as often as one process alone would have stepped for the same data."""

@@ -1,13 +1,8 @@
 """For tests, of this library and of others: what they need, what they start, and what they train."""
 
-from importlib import import_module
-from typing import Any
-
 from accel_state.lazy import lazy_exports
 
-PROGRAMS = ("test_ops", "test_script", "test_sync")  # of `scripts`
-
-_export, _names, __all__ = lazy_exports(
+__getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "accelerate.test_utils.launching": (
@@ -25,14 +20,7 @@ _export, _names, __all__ = lazy_exports(
             "require_torchvision require_tpu require_transformer_engine "
             "require_transformer_engine_mxfp8 require_xpu run_first skip slow torch_device"
         ),
+        "accelerate.test_utils.scripts": "test_ops test_script test_sync",
         "accelerate.test_utils.training": ("RegressionDataset RegressionModel"),
     },
 )
-
-
-def __getattr__(name: str) -> Any:
-    return import_module(f"{__name__}.scripts.{name}") if name in PROGRAMS else _export(name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*_names(), *PROGRAMS})
