@@ -392,10 +392,12 @@ def test_checkpoints_that_cannot_be_used_change_nothing(rank: int, world: int, t
         nn.init.zeros_(beside.weight)
         accelerator.load_state(tmp_path / "engine", load_optimizer_states=False)
         assert torch.equal(beside.weight, kept)
+        accelerator.wait_for_everyone()
         if rank == 0:
             (tmp_path / "engine" / "manifest.json").unlink()  # as of accelerate 1.x, so that checksums do not notice
         accelerator.wait_for_everyone()
         accelerator.load_state(tmp_path / "engine")
+        accelerator.wait_for_everyone()
         part = tmp_path / "engine" / "pytorch_model" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         if rank == 0:
             part.rename(tmp_path / "aside")
