@@ -160,6 +160,18 @@ def test_weights_that_are_replaced_in_the_map_are_used() -> None:
     assert layer(torch.ones(1, 2)).tolist() == [[3, 3]]
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_come_also_where_the_start_of_a_hook_was_left_out(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    layer = nn.Linear(2, 2, bias=False, device=device)
+    hook = AlignDevicesHook("cpu", offload=True, weights_map={"weight": 3 * torch.eye(2)})
+    with monkeypatch.context() as patch:  # as compressed-tensors does, whose weights are in place already
+        patch.setattr(AlignDevicesHook, "init_hook", lambda self, module: module)
+        add_hook_to_module(layer, hook)
+    for _ in range(2):
+        assert layer(torch.ones(1, 2)).tolist() == [[3, 3]]
+        assert layer.weight.is_meta
+
+
 def test_modules_that_use_the_weights_of_others_get_them_at_once() -> None:
     class Direct(nn.Module):
         def __init__(self) -> None:

@@ -71,7 +71,8 @@ class AlignDevicesHook(ModelHook):
     tied_params_names: set[str]
     """Weights that other modules share, by the map of these."""
     tied_pointers_to_remove: set[tuple[int, Any]]
-    slots: Sequence[WeightSlot] = ()
+    slots: Sequence[WeightSlot] | None = None
+    """Where weights come and go; None before it is known."""
     stream: Stream | None = None
     """What brings weights before they are needed, if something does."""
 
@@ -123,22 +124,24 @@ class AlignDevicesHook(ModelHook):
         for name, tensor in tensors.items():
             kind = self.param_original_devices if isinstance(tensor, nn.Parameter) else self.buffer_original_devices
             kind[name] = tensor.device
-        waiting = dict(
-            named_module_tensors(
-                module, self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
-            )
-        )
+        waiting = self._waiting(module)
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in waiting.items()}
-        for name in waiting:
-            set_module_tensor_to_device(module, name, META)
+        self.slots = [_empty_slot(module, name) for name in waiting]
         if self.execution_device is not None:
             left = set(tensors) - set(waiting)
             if self.offload_buffers:  # of which no checkpoint holds these
                 left &= get_non_persistent_buffers(module, self.place_submodules, fqns=True)
             for name in sorted(left):
                 self._place(module, name)
-        self.slots = [_slot(module, name) for name in waiting]
+
+    def _waiting(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """The weights that wait elsewhere between forward passes."""
+        return dict(
+            named_module_tensors(
+                module, self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True
+            )
+        )
 
     def _place(self, module: nn.Module, name: str) -> None:
         assert self.execution_device is not None
@@ -148,6 +151,8 @@ class AlignDevicesHook(ModelHook):
         """Bring weights and inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
+        if self.slots is None:  # `init_hook` did not run: compressed-tensors leaves it out, and 1.x pickles know none
+            self.slots = [_empty_slot(module, name) for name in self._waiting(module)] if self.offload else ()
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
                 self._fill(module, slot)
@@ -179,7 +184,7 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let go of the weights, and put outputs where inputs came from."""
-        for slot in self.slots:
+        for slot in self.slots or ():
             slot.tensors[slot.key] = slot.empty
         for pointer, device in self.tied_pointers_to_remove:
             if self.tied_params_map is not None:
@@ -200,7 +205,8 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
-def _slot(module: nn.Module, name: str) -> WeightSlot:
+def _empty_slot(module: nn.Module, name: str) -> WeightSlot:
+    set_module_tensor_to_device(module, name, META)
     path, _, key = name.rpartition(".")
     owner = module.get_submodule(path)
     tensors: Any = owner._parameters if key in owner._parameters else owner._buffers

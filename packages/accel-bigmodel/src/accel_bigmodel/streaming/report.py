@@ -153,7 +153,7 @@ def _parts(model: nn.Module) -> list[PartReport]:
 def _places_in(module: nn.Module, hook: AlignDevicesHook | None) -> Iterator[tuple[str, str, int]]:
     """Where a module's own tensors are, where they run, and their bytes."""
     offloaded = set()
-    for slot in hook.slots if hook is not None else ():
+    for slot in (hook.slots or ()) if hook is not None else ():
         assert hook is not None
         source, home = find_source(hook.weights_map, slot.name)
         offloaded.add(slot.name)

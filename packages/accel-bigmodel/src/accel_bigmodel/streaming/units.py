@@ -184,7 +184,7 @@ def make_unit(name: str, hook: AlignDevicesHook) -> Unit | None:
         it is tied to one there.
     """
     pieces = []
-    for slot in hook.slots:
+    for slot in hook.slots or ():
         source, home = find_source(hook.weights_map, slot.name)
         if not _is_plain(slot.empty, source) or (hook.tied_params_map or {}).get(source.data_ptr()):
             return None
