@@ -1,4 +1,4 @@
-"""Checkpoints of accelerate 1.x, which have no manifest, load; what is none of them is recognised."""
+"""Checkpoints of accelerate 1.15, which have no manifest, load; what is none of them is recognised."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.keeping import Counter, Kept, make_kept
 
 
 def write_legacy(kept: Kept, folder: Path, *, safe: bool = True, num_processes: int = 1) -> None:
-    """The files that accelerate 1.x writes for what is kept."""
+    """The files that accelerate 1.15 writes for what is kept."""
     folder.mkdir()
     weights = kept._models[0].state_dict()
     if safe:
@@ -121,7 +121,7 @@ def test_the_step_is_taken_from_another_process_where_there_is_none_of_this_one(
 
 
 class SeedableRandomSampler:
-    """Stands for the sampler object that accelerate 1.x pickles."""
+    """Stands for the sampler object that accelerate 1.15 pickles."""
 
     epoch = 3
 

@@ -1,4 +1,4 @@
-"""Pickles name classes as accelerate 1.x does, so that files travel between the two; alone, a package uses its own names."""
+"""Pickles name classes as accelerate 1.15 does, so that files travel between the two; alone, a package uses its own names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts find the variables that they find under accelerate 1.x."""
+"""Scripts find the variables that they find under accelerate 1.15."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_settings(words: list[str], message: str) -> None:
 def test_words_of_variables_are_checked_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="variable FSDP_STATE_DICT_TYPE: 'FULL' is not one of"):
         plan_of("--use_fsdp", "--num_processes", "2", "train.py", environ={"FSDP_STATE_DICT_TYPE": "FULL"})
-    plan_of("--use_fsdp", "--num_processes", "2", "--fsdp_sharding_strategy", "1", "train.py")  # as accelerate 1.x
+    plan_of("--use_fsdp", "--num_processes", "2", "--fsdp_sharding_strategy", "1", "train.py")  # as accelerate 1.15
 
 
 def test_a_traceback_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Command lines of accelerate 1.x are understood as they were."""
+"""Command lines of accelerate 1.15 are understood as they were."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def test_checkpoints_that_cannot_be_used_change_nothing(rank: int, world: int, t
         assert torch.equal(beside.weight, kept)
         accelerator.wait_for_everyone()
         if rank == 0:
-            (tmp_path / "engine" / "manifest.json").unlink()  # as of accelerate 1.x, so that checksums do not notice
+            (tmp_path / "engine" / "manifest.json").unlink()  # as of accelerate 1.15, so that checksums do not notice
         accelerator.wait_for_everyone()
         accelerator.load_state(tmp_path / "engine")
         accelerator.wait_for_everyone()

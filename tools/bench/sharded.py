@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def rows(reference: Path) -> list[Row]:
-    """Measure ours beside plain torch; accelerate 1.x does not shard on the CPU."""
+    """Measure ours beside plain torch; accelerate 1.15 does not shard on the CPU."""
     two, one = run_on_ranks(sys.executable, __file__), run_on_ranks(sys.executable, __file__, world=1)
     speed, peak, floor = two["ratio"], two["prepared_mib"], two["hand_written_mib"]
     share = two["state_mib"] / one["state_mib"]

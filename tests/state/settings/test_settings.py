@@ -1,4 +1,4 @@
-"""Settings: the fields of accelerate 1.x, read from arguments and environment, with errors that say what to do."""
+"""Settings: the fields of accelerate 1.15, read from arguments and environment, with errors that say what to do."""
 
 from __future__ import annotations
 

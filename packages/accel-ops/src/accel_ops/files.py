@@ -45,7 +45,7 @@ PLAIN_TYPES = frozenset({
 def allowed_globals() -> list[Any]:
     """What may be named in a loaded file beyond what torch allows: bytes, and numpy's plain arrays and numbers.
 
-    Random states of accelerate 1.x hold such arrays. Arrays of objects are not among them.
+    Random states of accelerate 1.15 hold such arrays. Arrays of objects are not among them.
     """
     try:
         import numpy as np

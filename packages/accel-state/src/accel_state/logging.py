@@ -40,7 +40,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         state = PartialState()
         in_order = kwargs.pop("in_order", False)
         main_process_only = kwargs.pop("main_process_only", not in_order)
-        kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + 1  # past `_emit`; this method counts, as in 1.x
+        kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2) + 1  # past `_emit`; this method counts, as in 1.15
         if main_process_only:
             if state.is_main_process:
                 self._emit(level, msg, args, kwargs)

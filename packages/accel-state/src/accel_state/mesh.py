@@ -168,7 +168,7 @@ class ParallelismConfig:
         return {**self.__dict__, "_joined": {}}  # meshes made from others are made again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled one; accelerate 1.x knows no pipelines."""
+        """Restore a pickled one; accelerate 1.15 knows no pipelines."""
         self.__dict__.update({"pp_size": 1, "_joined": {}, **state})
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
-"""One name for a class in every pickle: the one that accelerate 1.x gave it.
+"""One name for a class in every pickle: the one that accelerate 1.15 gave it.
 
 `torch.save` and `pickle` write a class as the module and the name it calls its own. A program that imports
 `accelerate.PartialState` expects to find "accelerate.state.PartialState" there, and so does every machine that has
-accelerate 1.x and none of the `accel_*` packages. Without the umbrella that name leads nowhere; so classes keep the
+accelerate 1.15 and none of the `accel_*` packages. Without the umbrella that name leads nowhere; so classes keep the
 place where they are written until the umbrella is imported.
 """
 
@@ -19,7 +19,7 @@ def known_as(public_name: str) -> Callable[[C], C]:
     """Give a class its public name, from the moment the umbrella is imported.
 
     Args:
-        public_name: Where programs written for accelerate 1.x import the class, "accelerate.state.PartialState".
+        public_name: Where programs written for accelerate 1.15 import the class, "accelerate.state.PartialState".
 
     Returns:
         The decorator; it returns the class itself.

@@ -6,7 +6,7 @@ from typing import Any
 from accel_state.lazy import lazy_exports
 from accel_state.public_names import use_public_names
 
-__version__ = "2.0.0"
+__version__ = "1.16.0"
 
 EXPORTS = {
     "accelerate.accelerator": "Accelerator",
@@ -36,7 +36,7 @@ SUBMODULES = (
     "parallelism_config", "scheduler", "state", "tracking", "utils",
 )  # fmt: skip
 
-use_public_names()  # from here on, pickles name classes as accelerate 1.x does
+use_public_names()  # from here on, pickles name classes as accelerate 1.15 does
 _export, __dir__, __all__ = lazy_exports(__name__, EXPORTS)
 
 

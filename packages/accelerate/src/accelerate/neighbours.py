@@ -1,4 +1,4 @@
-"""Names that a module of accelerate 1.x had only because it used them, and that programs import from there all the same."""
+"""Names that a module of accelerate 1.15 had only because it used them, and that programs import from there all the same."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class AlignDevicesHook(ModelHook):
         """Bring weights and inputs."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self.slots is None:  # `init_hook` did not run: compressed-tensors leaves it out, and 1.x pickles know none
+        if self.slots is None:  # `init_hook` did not run: compressed-tensors leaves it out, and 1.15 pickles know none
             self.slots = [_empty_slot(module, name) for name in self._waiting(module)] if self.offload else ()
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:

@@ -64,7 +64,7 @@ def estimate_command(args: Namespace) -> list[list[Any]]:
     Raises:
         ValueError: The model cannot be found or built, or something about the training is impossible.
     """
-    # what programs for accelerate 1.x pass lacks the newer options
+    # what programs for accelerate 1.15 pass lacks the newer options
     args = Namespace(**vars(estimate_command_parser().parse_args([args.model_name])) | vars(args))
     report = make_report(args)
     if args.json:

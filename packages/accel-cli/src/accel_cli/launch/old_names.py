@@ -1,4 +1,4 @@
-"""What accelerate 1.x offers programs that build launches themselves."""
+"""What accelerate 1.15 offers programs that build launches themselves."""
 
 from __future__ import annotations
 

@@ -283,7 +283,7 @@ def _check_words(settings: Namespace) -> None:
             value = getattr(settings, option.name, None)
             where = {"environment": f"environment variable {option.environment}", "flag": f"--{option.name}"}
             source = settings.sources.get(option.name)
-            # accelerate 1.x lets FSDP's words be given by number
+            # accelerate 1.15 lets FSDP's words be given by number
             if source in where and not (option.name in NUMBERED and str(value).isdigit()):
                 check_word(option.name, value, where[source])
 

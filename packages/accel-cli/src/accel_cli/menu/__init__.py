@@ -1,1 +1,1 @@
-"""A menu that needs no library, under the names that accelerate 1.x gave its parts."""
+"""A menu that needs no library, under the names that accelerate 1.15 gave its parts."""

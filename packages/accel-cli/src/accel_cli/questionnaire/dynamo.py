@@ -9,7 +9,7 @@ from accel_cli.questionnaire.question import Question, Topic, said
 
 CHOICES = [word for word in OPTIONS["dynamo_backend"].choices or () if word != "no"]
 BACKENDS = [word.upper() for word in CHOICES if word not in MISSPELT_BACKENDS]
-DYNAMO_BACKENDS = [word.upper() for word in CHOICES if word not in MISSPELT_BACKENDS.values()]  # as 1.x spells them
+DYNAMO_BACKENDS = [word.upper() for word in CHOICES if word not in MISSPELT_BACKENDS.values()]  # as 1.15 spells them
 
 DYNAMO = Topic(
     "torch.compile",

@@ -1,4 +1,4 @@
-"""Functions by which programs for accelerate 1.x got at autocast and at the gradient scaler."""
+"""Functions by which programs for accelerate 1.15 got at autocast and at the gradient scaler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints without a manifest: those of accelerate 1.x, and folders that are something else."""
+"""Checkpoints without a manifest: those of accelerate 1.15, and folders that are something else."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Checkpoint:
     Attributes:
         folder: Where it is.
         names: Its files.
-        manifest: Its description; None for checkpoints of accelerate 1.x.
+        manifest: Its description; None for checkpoints of accelerate 1.15.
     """
 
     folder: Path
@@ -267,7 +267,7 @@ def _read_sampler(checkpoint: Checkpoint, name: str, read: Callable[[str], Any])
         if checkpoint.manifest is not None:
             raise
         warnings.warn(
-            f"{name!r} in {checkpoint.folder} holds a whole sampler object of accelerate 1.x, which cannot be loaded "
+            f"{name!r} in {checkpoint.folder} holds a whole sampler object of accelerate 1.15, which cannot be loaded "
             "without running code: the order of samples starts anew",
             stacklevel=2,
         )

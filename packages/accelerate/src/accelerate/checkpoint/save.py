@@ -79,7 +79,7 @@ def random_states_file(process_index: int) -> str:
 
 
 def position_file(index: int, process_index: int) -> str:
-    """The file with the position of the loader at `index`. accelerate 1.x reads that of process 0 on all processes."""
+    """The file with the position of the loader at `index`. accelerate 1.15 reads that of process 0 on all processes."""
     own = f"_rank{process_index}" if process_index else ""
     return numbered(f"{DATALOADER_NAME}.bin", index).replace(".bin", f"{own}.bin")
 

@@ -11,7 +11,7 @@ DYNAMO_BACKENDS = (
     "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt",
     "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torhchxla_trace_once", "torchxla_trace_once", "tvm",
 )  # fmt: skip
-MISSPELT_BACKENDS = {"torhchxla_trace_once": "torchxla_trace_once"}  # accelerate 1.x accepts only the wrong spelling
+MISSPELT_BACKENDS = {"torhchxla_trace_once": "torchxla_trace_once"}  # accelerate 1.15 accepts only the wrong spelling
 DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 

@@ -30,7 +30,7 @@ FORCES_PLAIN_DATA = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # read by torch.load at eve
 
 
 def tag_of(index: int) -> str:
-    """The folder of the engine at `index`, as accelerate 1.x names it."""
+    """The folder of the engine at `index`, as accelerate 1.15 names it."""
     return MODEL_NAME if index == 0 else f"{MODEL_NAME}_{index}"
 
 
