@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -556,10 +556,16 @@ class Accelerator:
         """
         if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
             args = self._prepare_cp(*args)
+        if self.is_fsdp2:
+            args = self._prepare_fsdp2(*args)
         return self._preparer.prepare(args, device_placement, self)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """What is to be prepared, under context parallelism; other libraries put a function of theirs in its place."""
+        return args
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """The same under FSDP 2."""
         return args
 
     def prepare_model(
@@ -572,7 +578,9 @@ class Accelerator:
             device_placement (`bool`, *optional*): Whether to move it to the device.
             evaluation_mode (`bool`): Leave out what only training needs, such as the exchange of gradients.
         """
-        return self._preparer.prepare_model(model, device_placement, evaluation_mode)
+        replaced = globals().get("fsdp2_prepare_model") if self.is_fsdp2 else None  # by a library's own, which it sets here
+        shard = None if replaced is None else partial(replaced, self)
+        return self._preparer.prepare_model(model, device_placement, evaluation_mode, self, shard)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

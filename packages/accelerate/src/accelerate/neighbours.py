@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -17,13 +18,15 @@ def found_among_neighbours(module: str) -> Callable[[str], Any]:
     """Make the `__getattr__` of an old path: public names that it lacks are looked for where they have gone.
 
     Args:
-        module: The old path, usually `__name__`.
+        module: The old path, usually `__name__`. Its `logger` is the one of this name, for programs that filter it.
 
     Returns:
         The function; it raises AttributeError for names that are nowhere.
     """
 
     def find(name: str) -> Any:
+        if name == "logger":
+            return logging.getLogger(module)
         if not name.startswith("_"):
             for home in map(import_module, HOMES):
                 try:

@@ -35,6 +35,9 @@ SCHEDULERS = (LRScheduler, AcceleratedScheduler)
 class PreparesEach(Protocol):
     """What prepares objects of one kind each: the accelerator, whose methods a subclass may have overridden."""
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model is spread over several devices."""
+
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
         """Prepare a model."""
 
@@ -88,7 +91,7 @@ class Preparer:
         placement = _check_placement(device_placement, objects)
         for item in objects:
             if isinstance(item, nn.Module):
-                self.check_device_map(item)
+                self.check_device_map(item, each)
 
         def prepare_each(items: Sequence[Any]) -> list[Any]:
             results = list(items)
@@ -101,15 +104,30 @@ class Preparer:
         results = self.engine.prepare(objects, prepare_each)
         return results[0] if len(results) == 1 else tuple(results)
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None, evaluation: bool) -> nn.Module:
-        """The order of the steps from a plain model to one that trains here."""
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None,
+        evaluation: bool,
+        each: PreparesEach,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> nn.Module:
+        """The order of the steps from a plain model to one that trains here.
+
+        Args:
+            model: The model.
+            device_placement: Whether it is moved to the device; None for the usual.
+            evaluation: Whether it will not be trained.
+            each: Says whether the model is spread over devices.
+            shard: Does the engine's work before it; then nothing is left for the engine to shard.
+        """
         _check_type("prepare_model", model, nn.Module)
         known = _find(self.prepared.wrapped, model, _inner_model)
         if known is not None:
             return known
         if getattr(model, PREPARED_MARK, False):
             return self._keep_model(model)
-        self.check_device_map(model)
+        self.check_device_map(model, each)
         place = self._placed(device_placement) and not is_dispatched(model)
 
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
@@ -120,6 +138,8 @@ class Preparer:
                 model = transform.apply(model, mesh)
             model = self.engine.precision.convert(model)
             model = self.engine.precision.wrap_forward(model)
+            if shard is not None:
+                model = shard(model)
             model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=place)
         for optimizer in self.prepared.optimizers:
             self.replaced.rebind(optimizer)
@@ -191,14 +211,14 @@ class Preparer:
             data_loader.cut = SequenceShard(self.state.device_mesh.get_local_rank("sp"), config.sp_size)
         return data_loader
 
-    def check_device_map(self, model: nn.Module) -> None:
+    def check_device_map(self, model: nn.Module, each: PreparesEach) -> None:
         """Refuse to train, on several processes, a model whose layers were put on several devices.
 
         Raises:
             ValueError: Naming the devices.
         """
         check_quantized(model)
-        if self.state.num_processes == 1 or not is_dispatched(model):
+        if self.state.num_processes == 1 or not each.verify_device_map(model):
             return
         if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
             raise ValueError(

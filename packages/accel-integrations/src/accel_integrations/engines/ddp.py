@@ -81,9 +81,10 @@ class DDPEngine(Engine):
                 add_up_gradients(model)
             return model
         settings = self.context.handlers.ddp
-        options = settings.to_kwargs() if settings is not None else {}
-        if device.type not in DEVICES_WITHOUT_INDEX:
-            options = {"device_ids": [device.index], "output_device": device.index, **options}
+        index = None if device.type in DEVICES_WITHOUT_INDEX else device.index
+        options: dict[str, Any] = {"device_ids": None if index is None else [index], "output_device": index}
+        if settings is not None:
+            options |= settings.to_kwargs()
         replica = DistributedDataParallel(model, process_group=self.averaging_group, **options)
         if settings is not None:
             register_hook(replica, settings)

@@ -116,7 +116,8 @@ class CometMLTracker(GeneralTracker):
         if dataframe is not None:
             self.tracker.log_table(file_name, tabular_data=dataframe, **kwargs)
         else:
-            self.tracker.log_table(file_name, tabular_data=data or [], headers=columns or False, **kwargs)
+            headers = {"headers": columns} if columns else {}
+            self.tracker.log_table(file_name, tabular_data=data or [], **headers, **kwargs)
 
     @on_main_process
     def log_artifact(

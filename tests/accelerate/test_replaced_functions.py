@@ -1,0 +1,123 @@
+"""Functions and methods that libraries put in the place of ours are the ones that run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import accelerate.accelerator
+import accelerate.big_modeling
+import accelerate.hooks
+import accelerate.utils.modeling
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
+from tests.support.ranks import ranks
+
+
+def new_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+@ranks(2)
+def test_a_library_may_allow_spread_models_and_change_how_they_are_replicated(rank: int, world: int) -> None:
+    """As ms-swift does, whose models of several devices are trained by several processes."""
+    original = DistributedDataParallel.__init__
+
+    def init(self: Any, module: nn.Module, device_ids: Any, output_device: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, module, *args, **kwargs)
+
+    model: Any = new_model()
+    model.hf_device_map = {"0": "cpu", "2": "disk"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "verify_device_map", lambda *_: False)
+        patch.setattr(DistributedDataParallel, "__init__", init)
+        accelerator = Accelerator()
+        assert isinstance(accelerator.prepare(model), DistributedDataParallel)
+
+
+def losses_of(accelerator: Accelerator) -> list[float]:
+    model: nn.Module = new_model()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert [type(parameter).__name__ for parameter in model.parameters()] == ["DTensor"] * 4
+    losses = []
+    for step in range(4):
+        loss = model(torch.full((2, 4), float(step))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[1]
+    accelerator.free_memory()
+    return losses
+
+
+@ranks(2)
+def test_a_library_may_shard_models_itself(rank: int, world: int) -> None:
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    calls: list[str] = []
+
+    def wrapped(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """As unsloth does, which corrects number formats around it."""
+        calls.append(f"wrapped {type(model).__name__}")
+        return fsdp2_prepare_model(accelerator, model)
+
+    def own(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+        """As axolotl does, which has adapters and quantised weights in groups of their own."""
+        calls.append("own")
+        mesh = accelerator.torch_device_mesh
+        assert mesh is None or mesh.size() == 2
+        for child in model.children():
+            if isinstance(child, nn.Linear):
+                fully_shard(child)
+        fully_shard(model)
+        return model
+
+    def before(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def prepare(self: Accelerator, *args: Any) -> Any:
+            calls.append(f"before {len(args)}")
+            return original(self, *args)
+
+        return prepare
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    expected = losses_of(accelerator)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate.accelerator, "fsdp2_prepare_model", wrapped, raising=False)
+        assert losses_of(accelerator) == pytest.approx(expected)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerate.accelerator, "fsdp2_prepare_model", own, raising=False)
+        patch.setattr(Accelerator, "_prepare_fsdp2", before(Accelerator._prepare_fsdp2))
+        assert losses_of(accelerator) == pytest.approx(expected)
+        model = accelerator.prepare_model(new_model())
+        assert isinstance(model[0], FSDPModule)  # type: ignore[index]
+    assert calls == ["wrapped Sequential", "before 2", "own", "own"]
+    assert losses_of(accelerator) == pytest.approx(expected)
+    assert len(calls) == 4
+
+
+def test_a_library_may_say_that_nothing_is_distributed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As unsloth does on one device, reading what the object itself keeps."""
+    monkeypatch.setattr(
+        Accelerator, "distributed_type", property(lambda self: self.__dict__["state"].distributed_type)
+    )
+    assert Accelerator(cpu=True).distributed_type is DistributedType.NO
+
+
+@pytest.mark.parametrize("module", [accelerate.accelerator, accelerate.big_modeling, accelerate.utils.modeling])
+def test_messages_can_be_turned_off_where_they_come_from(module: Any) -> None:
+    assert module.logger is logging.getLogger(module.__name__)
+
+
+def test_what_guards_a_spread_model_is_named() -> None:
+    assert {"to", "cuda", "xpu"} <= set(accelerate.hooks._accelerate_added_attributes)
