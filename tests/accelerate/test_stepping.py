@@ -95,11 +95,27 @@ def test_an_error_inside_passes() -> None:
 def test_accumulate_without_prepare_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     with (
-        pytest.raises(RuntimeError, match=r"accumulate\(\) got Linear.*prepared no model.*accelerator\.prepare\("),
+        pytest.raises(RuntimeError, match=r"accumulate\(\) got Linear.*prepared nothing.*accelerator\.prepare\("),
         accelerator.accumulate(nn.Linear(1, 1)),
     ):
         pass
     assert accelerator.step == 0
+
+
+def test_models_may_come_in_a_list_be_unprepared_beside_an_optimizer_or_be_prepared_elsewhere() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    quantised = nn.Linear(1, 1)  # left on its devices, as models with adapters are
+    optimizer = accelerator.prepare(torch.optim.SGD(quantised.parameters(), lr=1.0))
+    start = quantised.weight.item()
+    for expected in (start, start - 2.0 / 2):
+        with accelerator.accumulate([quantised]):
+            accelerator.backward(quantised(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert quantised.weight.item() == pytest.approx(expected)
+    model = accelerator.prepare_model(nn.Linear(1, 1))
+    with Accelerator(cpu=True).accumulate(model):
+        pass
 
 
 def test_accumulate_takes_models_only() -> None:

@@ -376,7 +376,7 @@ def test_network_errors_of_libraries_are_known_by_name(name: str) -> None:
 
 
 def test_mistakes_of_the_program_are_errors_everywhere() -> None:
-    trackers = TrackerSet([])
+    trackers = TrackerSet(["local"])
     with pytest.raises(TypeError, match=r"log\(0\.5\) needs a dictionary"):
         trackers.log(0.5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="step='three' is not an integer"):
@@ -385,8 +385,26 @@ def test_mistakes_of_the_program_are_errors_everywhere() -> None:
         trackers.log({}, log_kwargs={"wandb": 3})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="init_kwargs="):
         trackers.start("digits", init_kwargs=["wandb"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="project_name=3"):
+        trackers.start(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="project_name=None"):
-        trackers.start(None)  # type: ignore[arg-type]
+        trackers.start(None)
+
+
+def test_a_tracker_of_ones_own_takes_whatever_it_likes() -> None:
+    tracker = MemoryTracker()
+    trackers = TrackerSet([tracker])
+    trackers.start(None, {"lr": 1})
+    trackers.log(0.5, step="third")  # type: ignore[arg-type]
+    assert tracker.calls[-1][:2] == (0.5, "third")
+    trackers.finish()
+
+
+def test_without_trackers_nothing_is_asked_of_what_is_logged() -> None:
+    trackers = TrackerSet([])
+    trackers.start(None)
+    trackers.log(torch.ones(2), step=0.5)  # type: ignore[arg-type]
+    trackers.finish()
 
 
 def test_steps_of_other_types_become_integers() -> None:

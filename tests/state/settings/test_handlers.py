@@ -53,6 +53,7 @@ def test_to_dict_is_a_copy() -> None:
         ({"backend": "gloo"}, 1800, {"backend": "gloo", "timeout": timedelta(seconds=1800)}),
         ({"backend": None}, 1800, {"backend": None, "timeout": timedelta(seconds=1800)}),
         ({"timeout": timedelta(seconds=3)}, 3, {"timeout": timedelta(seconds=3)}),
+        ({"timeout": 3}, 3, {"timeout": timedelta(seconds=3)}),
     ],
 )
 def test_the_timeout_depends_on_the_backend(given: dict[str, Any], timeout: int, kwargs: dict[str, Any]) -> None:
@@ -64,7 +65,7 @@ def test_the_timeout_depends_on_the_backend(given: dict[str, Any], timeout: int,
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: InitProcessGroupKwargs(timeout=30), r"timeout=30 .*timedelta\(seconds=1800\)"),  # type: ignore[arg-type]
+        (lambda: InitProcessGroupKwargs(timeout=-3), r"timeout=-3 .*timedelta\(seconds=1800\)"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), "above zero"),
         (lambda: InitProcessGroupKwargs(timeout="30"), "timeout='30'"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(backend=3), "backend=3"),  # type: ignore[arg-type]

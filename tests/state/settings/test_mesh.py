@@ -73,7 +73,7 @@ def test_handlers_are_made_for_the_axes_in_use(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"tp_size": 0}, "ParallelismConfig.tp_size=0 .* at least 1"),
         ({"dp_shard_size": -1}, "dp_shard_size=-1"),
-        ({"cp_size": 2.0}, "cp_size=2.0"),
+        ({"cp_size": 2.5}, "cp_size=2.5"),
         ({"cp_size": 2, "sp_size": 4}, "cp_size=2 and sp_size=4 both divide the sequence"),
         ({"cp_backend": "ring"}, "cp_backend='ring' .* 'torch'"),
         ({"sp_backend": "ring"}, "sp_backend='ring' .* 'deepspeed'.* 'torch'"),

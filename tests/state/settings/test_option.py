@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel_state.settings.option import (
@@ -105,6 +106,10 @@ def test_options_can_be_listed_from_the_class() -> None:
     [
         (WHOLE, "-3", -3),
         (WHOLE, 5, 5),
+        (WHOLE, 2.0, 2),
+        (at_least(2), 4.0, 4),
+        (BOOLEAN, 1, True),
+        (BOOLEAN, np.bool_(False), False),
         (NUMBER, "1e-3", 0.001),
         (NUMBER, 2, 2),
         (above(0, below=1), 0.5, 0.5),
@@ -124,11 +129,12 @@ def test_values_that_are_taken(kind: Any, value: Any, wanted: Any) -> None:
     ("kind", "value"),
     [
         (WHOLE, "x"),
-        (WHOLE, 2.0),
+        (WHOLE, 2.5),
         (WHOLE, True),
         (NUMBER, True),
         (NUMBER, "three"),
-        (BOOLEAN, 1),
+        (BOOLEAN, 2),
+        (BOOLEAN, 1.0),
         (BOOLEAN, ""),
         (above(0), 0),
         (above(0, below=1), 1),

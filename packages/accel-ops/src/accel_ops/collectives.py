@@ -156,16 +156,18 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         `tensor`, with those values.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf is no tensor and there are several processes.
         ValueError: When there is no such process.
     """
     state = PartialState()
-    leaves, _ = flatten(tensor, "broadcast")
     if not 0 <= from_process < state.num_processes:
         raise ValueError(
             f"from_process={from_process!r}: there are processes 0 to {state.num_processes - 1} in this run."
         )
-    if state.num_processes == 1 or not leaves:
+    if state.num_processes == 1:
+        return tensor
+    leaves, _ = flatten(tensor, "broadcast")
+    if not leaves:
         return tensor
     transport = transport_of(state)
     wire = transport.wire_device(state)

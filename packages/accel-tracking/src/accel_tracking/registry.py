@@ -97,7 +97,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
         ValueError: When there is none of this name.
         ImportError: When the library it needs is not installed, with the command that installs it.
     """
-    if name in LOGGER_TYPE_TO_CLASS and not _is_ours(name):
+    if name in LOGGER_TYPE_TO_CLASS and not is_service(name):
         return LOGGER_TYPE_TO_CLASS[name]
     if name in SERVICES:
         service = SERVICES[name]
@@ -122,14 +122,17 @@ def load_services() -> None:
         LOGGER_TYPE_TO_CLASS.setdefault(name, service_class(name))
 
 
-def _is_ours(name: str) -> bool:
-    return name in SERVICES and LOGGER_TYPE_TO_CLASS[name] is service_class(name)
+def is_service(name: str) -> bool:
+    """Whether a name stands for one of this package's trackers, and nobody's class has taken its place."""
+    if name not in SERVICES:
+        return False
+    return name not in LOGGER_TYPE_TO_CLASS or LOGGER_TYPE_TO_CLASS[name] is service_class(name)
 
 
 def get_available_trackers() -> list[str]:
     """Names that can be passed as `log_with` here: those whose library is installed, and registered ones."""
     services = [name for name, service in SERVICES.items() if service.is_available()]
-    registered = [name for name in LOGGER_TYPE_TO_CLASS if not _is_ours(name)]
+    registered = [name for name in LOGGER_TYPE_TO_CLASS if not is_service(name)]
     return list(dict.fromkeys([*services, *(entry.name for entry in _entry_points()), *registered]))
 
 

@@ -6,12 +6,13 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
+from reprlib import repr as shorten
 from typing import Any
 
 from accel_state.processes import PartialState
 from accel_tracking import termination
 from accel_tracking.network import is_network_failure
-from accel_tracking.registry import tracker_class
+from accel_tracking.registry import is_service, tracker_class
 from accel_tracking.tracker import GeneralTracker
 
 
@@ -39,7 +40,7 @@ class TrackerSet:
 
     def start(
         self,
-        project_name: str,
+        project_name: str | None,
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
@@ -48,7 +49,7 @@ class TrackerSet:
         A tracker whose service cannot be reached is left out, with a warning.
 
         Args:
-            project_name (`str`): Name of the run.
+            project_name (`str`): Name of the run; some services find one themselves for None.
             config (`dict`, *optional*): Its settings.
             init_kwargs (`dict`, *optional*): Per tracker name, further constructor arguments.
 
@@ -56,8 +57,8 @@ class TrackerSet:
             TypeError: When `project_name` is no text, or `init_kwargs` no dictionary of dictionaries.
             ImportError: When the library of a tracker is not installed.
         """
-        if not isinstance(project_name, str):
-            raise TypeError(f"project_name={project_name!r} is not the name of a run: pass a text.")
+        if project_name is not None and not isinstance(project_name, str) and self._has_services:
+            raise _no_name(project_name)
         arguments = _arguments_by_name(init_kwargs, "init_kwargs", "init_trackers")
         if not PartialState().is_main_process:
             return
@@ -82,9 +83,16 @@ class TrackerSet:
             termination.remove_last_call(self._last_call)
             termination.add_last_call(self._last_call)
 
-    def _make(self, name: str, project_name: str, arguments: Mapping[str, Any]) -> GeneralTracker:
+    @property
+    def _has_services(self) -> bool:
+        """Whether one of the wanted trackers is from this package; others may take whatever they like."""
+        return any(isinstance(entry, str) and is_service(entry) for entry in self.wanted)
+
+    def _make(self, name: str, project_name: str | None, arguments: Mapping[str, Any]) -> GeneralTracker:
         made_by: Any = tracker_class(name)  # its constructor is the subclass's own
         if made_by.requires_logging_directory:
+            if project_name is None and is_service(name):
+                raise _no_name(project_name)
             return made_by(project_name, self.logging_dir, **arguments)
         return made_by(project_name, **arguments)
 
@@ -116,17 +124,20 @@ class TrackerSet:
         """Hand numbers to every started tracker.
 
         Args:
-            values (`dict`): Values by name.
+            values (`dict`): Values by name. Where all trackers are a program's own, whatever these take.
             step (`int`, *optional*): The training step they belong to; a tensor with one integer will do.
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
 
         Raises:
-            TypeError: When `values` is no dictionary, or `step` no integer.
+            TypeError: When `values` is no dictionary, or `step` no integer, and a tracker of this package is wanted.
         """
-        if not isinstance(values, Mapping):
-            raise TypeError(f'log({values!r}) needs a dictionary: pass {{"loss": ...}}.')
+        if not isinstance(values, Mapping) and self._has_services:
+            raise TypeError(f'log({shorten(values)}) needs a dictionary: pass {{"loss": ...}}.')
         if step is not None and type(step) is not int:
-            step = _whole(step)
+            whole = _whole(step)
+            if whole is None and self._has_services:
+                raise TypeError(f"step={step!r} is not an integer: pass the number of the training step.")
+            step = step if whole is None else whole
         arguments = _arguments_by_name(log_kwargs, "log_kwargs", "log") if log_kwargs else {}
         for tracker in self.active:
             try:
@@ -171,14 +182,18 @@ def _arguments_by_name(given: Any, argument: str, method: str) -> Mapping[str, M
     return given
 
 
-def _whole(step: Any) -> int:
-    """A step as a plain integer; `3.0` counts as one."""
+def _whole(step: Any) -> int | None:
+    """A step as a plain integer; `3.0` counts as one, and what is none gives None."""
     if isinstance(step, float) and step.is_integer():
         return int(step)
     try:
         return index(step)
     except TypeError:
-        raise TypeError(f"step={step!r} is not an integer: pass the number of the training step.") from None
+        return None
+
+
+def _no_name(project_name: Any) -> TypeError:
+    return TypeError(f"project_name={project_name!r} is not the name of a run: pass a text.")
 
 
 def _warn(what: str, error: Exception | None = None, stacklevel: int = 5) -> None:

@@ -692,11 +692,11 @@ class Accelerator:
         Optimizers and schedulers act only in the batch that ends a window; the end of a prepared loader ends one too.
 
         Args:
-            models (`torch.nn.Module`): The prepared models trained in the block.
+            models (`torch.nn.Module`): The prepared models trained in the block; lists of them will do.
 
         Raises:
             TypeError: For something that is no model.
-            RuntimeError: When no model was prepared.
+            RuntimeError: When nothing was prepared.
 
         Example:
             ```python
@@ -1087,7 +1087,8 @@ class Accelerator:
             init_kwargs (`dict`, *optional*): Per tracker name, further arguments of its constructor.
 
         Raises:
-            TypeError: When `project_name` is no text, or `init_kwargs` no dictionary of dictionaries.
+            TypeError: When `project_name` is no text although a tracker of ours is wanted, or `init_kwargs` no dictionary
+                of dictionaries.
         """
         self._tracker_set.start(project_name, config, init_kwargs)
 
@@ -1115,7 +1116,7 @@ class Accelerator:
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
 
         Raises:
-            TypeError: When `values` is no dictionary, or `step` no integer.
+            TypeError: When `values` is no dictionary, or `step` no integer, although a tracker of ours is wanted.
         """
         self._tracker_set.log(values, step, log_kwargs)
 

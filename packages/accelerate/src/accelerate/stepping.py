@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_ops.collectives import reduce
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ class StepController:
         self.step = 0
         self.has_lomo_optimizer = False
         self.flag_tensor: torch.Tensor | None = None
-        self._checked: tuple[nn.Module, ...] | None = ()  # the models of the last `accumulate`, found in order
+        self._asked: tuple[Any, ...] | None = ()  # what the last `accumulate` got, and
+        self._found: tuple[nn.Module, ...] = ()  # the models in it
 
     # ---- accumulating -------------------------------------------------------------------------------------------
 
@@ -62,27 +64,30 @@ class StepController:
         state._set_sync_gradients(sync)
         return sync or state.plugin_kwargs.get("sync_each_batch", False)
 
-    def check_models(self, models: tuple[nn.Module, ...]) -> None:
-        """Refuse to accumulate over what cannot have been prepared; asked once for the same models.
+    def models_among(self, given: tuple[Any, ...]) -> tuple[nn.Module, ...]:
+        """The models that `accumulate` got, those in lists too; looked for once in the same arguments.
 
         Raises:
             TypeError: For something that is no model.
-            RuntimeError: When no model was prepared at all.
+            RuntimeError: When nothing was prepared at all.
         """
-        if models == self._checked:
-            return
-        for model in models:
+        if given == self._asked:
+            return self._found
+        found = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else [entry]))
+        for model in found:
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"accumulate() got {shorten(model)} of type {type(model).__name__}: pass the prepared models, as in "
                     "`with accelerator.accumulate(model):`."
                 )
-        if not self.prepared.models:
+        known = self.prepared
+        if not (known.models or known.optimizers or known.dataloaders or any(map(_is_prepared, found))):
             raise RuntimeError(
-                f"accumulate() got {', '.join(type(model).__name__ for model in models)}, but this accelerator has "
-                "prepared no model: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
+                f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has "
+                "prepared nothing: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
             )
-        self._checked = models
+        self._asked, self._found = given, found
+        return found
 
     def hold_back(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
         """A context in which the backward of none of `models` exchanges gradients."""
@@ -160,7 +165,7 @@ class StepController:
         """Start over, holding on to no model."""
         self.step = 0
         self.has_lomo_optimizer = False
-        self._checked = ()
+        self._asked, self._found = (), ()
 
 
 class Accumulation(ContextDecorator):
@@ -169,22 +174,22 @@ class Accumulation(ContextDecorator):
     Not a generator: this runs at every step, and most steps have nothing to hold back.
     """
 
-    __slots__ = ("_controller", "_held", "_models")
+    __slots__ = ("_controller", "_given", "_held")
 
-    def __init__(self, controller: StepController, models: tuple[nn.Module, ...]) -> None:
+    def __init__(self, controller: StepController, given: tuple[Any, ...]) -> None:
         self._controller = controller
-        self._models = models
+        self._given = given
         self._held: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         controller = self._controller
-        controller.check_models(self._models)
+        models = controller.models_among(self._given)
         if controller.engine.averaging is not None:
             controller.engine.averaging.begin_batch()
         if controller.begin_batch():
             self._held = None
         else:
-            self._held = controller.hold_back(self._models)
+            self._held = controller.hold_back(models)
             self._held.__enter__()
 
     def __exit__(
@@ -194,6 +199,11 @@ class Accumulation(ContextDecorator):
             self._controller.engine.averaging.end_batch()
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
+
+
+def _is_prepared(model: nn.Module) -> bool:
+    """Whether any accelerator prepared a model."""
+    return bool(getattr(model, PREPARED_MARK, False))
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:

@@ -19,6 +19,7 @@ from accel_state.settings.option import (
     BOOLEAN,
     TEXT,
     Kind,
+    as_whole,
     is_number,
     is_whole,
     one_of,
@@ -39,13 +40,20 @@ ACCUMULATION_STEPS = Kind(
     "a whole number of at least 1, or 'auto'",
     lambda text: AUTO if text.lower() == AUTO else int(text),
     lambda value: value == AUTO or (is_whole(value) and value >= 1),
+    convert=as_whole,
 )
 CLIPPING = Kind(
     "a number of at least 0, or 'auto'",
     lambda text: AUTO if text.lower() == AUTO else float(text),
     lambda value: value == AUTO or (is_number(value) and value >= 0),
 )
-STAGE = Kind("a ZeRO stage from 0 to 3", int, lambda value: is_whole(value) and 0 <= value <= 3, ("0", "1", "2", "3"))
+STAGE = Kind(
+    "a ZeRO stage from 0 to 3",
+    int,
+    lambda value: is_whole(value) and 0 <= value <= 3,
+    ("0", "1", "2", "3"),
+    convert=as_whole,
+)
 OFFLOAD_DEVICE = one_of("none", "cpu", "nvme")
 CLASS_NAMES = words_of("class names")
 NAMES = Kind(

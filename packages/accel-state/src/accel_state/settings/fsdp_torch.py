@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_state.settings.option import Kind, wrong_value
+from accel_state.settings.option import Kind, is_whole, wrong_value
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def _listing(words: Iterable[str]) -> str:
 
 
 def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Kind:
-    """Members of an enum of `torch.distributed.fsdp`, their names in any case, or their numbers as text.
+    """Members of an enum of `torch.distributed.fsdp`, their names in any case, or their numbers.
 
     Args:
         enum_name: For example "ShardingStrategy".
@@ -60,7 +60,11 @@ def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Ki
     def accepts(value: Any) -> bool:
         return value is None or isinstance(value, enum())
 
-    return Kind(f"one of {_listing(choices)}, or a torch.distributed.fsdp.{enum_name}", parse, accepts, choices)
+    def convert(value: Any) -> Any:
+        return parse(str(value)) if is_whole(value) else value
+
+    expected = f"one of {_listing(choices)}, or a torch.distributed.fsdp.{enum_name}"
+    return Kind(expected, parse, accepts, choices, convert)
 
 
 def _parse_wrap_policy(text: str) -> Callable[..., Any] | None:

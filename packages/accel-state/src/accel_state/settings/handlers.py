@@ -15,6 +15,7 @@ from accel_state.settings.option import (
     Kind,
     above,
     at_least,
+    is_number,
     making_defaults,
     option,
     resolve_options,
@@ -101,10 +102,15 @@ def _no_timeout(text: str) -> timedelta:
     raise ValueError(text)
 
 
+def _as_duration(value: Any) -> Any:
+    return timedelta(seconds=value) if is_number(value) else value
+
+
 DURATION = Kind(
-    "a datetime.timedelta above zero, for example timedelta(seconds=1800)",
+    "a datetime.timedelta above zero, for example timedelta(seconds=1800), or seconds",
     _no_timeout,
     lambda value: isinstance(value, timedelta) and value > timedelta(0),
+    convert=_as_duration,
 )
 
 
@@ -117,8 +123,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend (`str`, *optional*): The collective library. `"nccl"`, the default, and None leave the choice to the
             device; any other name is used as it is.
         init_method (`str`, *optional*): URL at which the processes find one another.
-        timeout (`datetime.timedelta`, *optional*): How long a collective may take. 10 minutes for nccl, 30 for the
-            other backends.
+        timeout (`datetime.timedelta`, *optional*): How long a collective may take, also in seconds. 10 minutes for
+            nccl, 30 for the other backends.
     """
 
     slot = "process_group"

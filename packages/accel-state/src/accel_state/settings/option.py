@@ -57,6 +57,8 @@ class Kind:
     """Whether a value is usable."""
     choices: tuple[str, ...] = ()
     """The words to choose from, where there is a list of them."""
+    convert: Callable[[Any], Any] = lambda value: value
+    """From another type that can only mean one value, such as 1 for true; the rest comes back as it is."""
 
     def read(self, key: str, value: Any) -> Any:
         """Turn what was given under `key` into the field's value.
@@ -64,12 +66,10 @@ class Kind:
         Raises:
             ValueError: Naming key, value and what is allowed.
         """
-        parsed = value
-        if isinstance(value, str):
-            try:
-                parsed = self.parse(value)
-            except ValueError:
-                raise wrong_value(key, value, self.expected, self.choices) from None
+        try:
+            parsed = self.parse(value) if isinstance(value, str) else self.convert(value)
+        except ValueError:
+            raise wrong_value(key, value, self.expected, self.choices) from None
         if not self.accepts(parsed):
             raise wrong_value(key, value, self.expected, self.choices)
         return parsed
@@ -90,12 +90,26 @@ def is_number(value: object) -> bool:
     return is_whole(value) or isinstance(value, float)
 
 
+def as_boolean(value: Any) -> Any:
+    """1, 0 and NumPy's truth values as those of Python."""
+    if is_whole(value) and operator.index(value) in (0, 1):
+        return bool(operator.index(value))
+    return bool(value) if type(value).__name__ in {"bool", "bool_"} else value
+
+
+def as_whole(value: Any) -> Any:
+    """2.0 as 2."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _parse_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-BOOLEAN = Kind("true or false", lambda text: bool(str_to_bool(text)), lambda value: isinstance(value, bool))
-WHOLE = Kind("a whole number", int, is_whole)
+BOOLEAN = Kind(
+    "true or false", lambda text: bool(str_to_bool(text)), lambda value: isinstance(value, bool), convert=as_boolean
+)
+WHOLE = Kind("a whole number", int, is_whole, convert=as_whole)
 NUMBER = Kind("a number", float, is_number)
 TEXT = Kind("text", str, lambda value: isinstance(value, str))
 PATH = Kind("a path", str, lambda value: isinstance(value, (str, os.PathLike)))
@@ -106,7 +120,10 @@ FUNCTION = Kind("a function", TEXT.parse, callable)
 def at_least(lowest: int) -> Kind:
     """Whole numbers from `lowest` on."""
     return Kind(
-        f"a whole number of at least {lowest}", int, lambda value: is_whole(value) and operator.index(value) >= lowest
+        f"a whole number of at least {lowest}",
+        int,
+        lambda value: is_whole(value) and operator.index(value) >= lowest,
+        convert=as_whole,
     )
 
 
