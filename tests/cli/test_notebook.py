@@ -50,6 +50,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, *, used: bool = False) -> None:
     kind = SimpleNamespace(name="cuda", module=lambda: SimpleNamespace(is_initialized=lambda: used))
     monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
     monkeypatch.setattr(notebook, "network_variables", lambda: {"NCCL_P2P_DISABLE": "1"})
+    monkeypatch.setattr(notebook, "are_libraries_initialized", lambda *names: [])  # other tests may have used some
 
 
 def test_a_prepared_function_knows_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,7 @@ def test_unknown_number_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_8_bit_floats_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_state, "is_fp8_available", lambda: False)
     with pytest.raises(MissingLibraryError, match="mixed_precision='fp8' needs the library"):
         make(mixed_precision="fp8")
     monkeypatch.setattr(accelerator_state, "is_fp8_available", lambda: True)

@@ -12,10 +12,16 @@ from tests.tracking.services.running import LOSSES, close_to, files_under, in_fr
 needs_library = needs("clearml")
 
 
-def log(folder: str) -> None:
+def go_offline() -> None:
+    """Without a server, and without the process that reports to one: forked while `git` is started, it may wait for ever."""
     from clearml import Task
 
+    Task._report_subprocess_enabled = False
     Task.set_offline(True)
+
+
+def log(folder: str) -> None:
+    go_offline()
     accelerator = train("clearml", folder, auto_connect_frameworks=False, auto_resource_monitoring=False)
     accelerator.log({"best_loss": 0.0625})
     tracker = accelerator.get_tracker("clearml")
@@ -27,16 +33,14 @@ def log(folder: str) -> None:
 
 
 def crash(folder: str) -> None:
-    from clearml import Task
-
-    Task.set_offline(True)
+    go_offline()
     train("clearml", folder, crash=True, auto_connect_frameworks=False, auto_resource_monitoring=False)
 
 
 def log_to_a_task_of_the_program(folder: str) -> str:
     from clearml import Task
 
-    Task.set_offline(True)
+    go_offline()
     task = Task.init("theirs", "theirs", auto_connect_frameworks=False, auto_resource_monitoring=False)
     accelerator = train("clearml", folder)
     assert accelerator.get_tracker("clearml", unwrap=True) is task
