@@ -2,6 +2,8 @@
 
 Worker processes start once per session and are used again, because starting two fresh ones costs seconds; each test
 gets a fresh process group on a file store. A failing or hanging body ends the workers, so the next test starts clean.
+
+`RANKS_SLOW=1` slows rank 1 down at every file of a test's folder, which shows who does not wait for the others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ import pytest
 from tests.support.leaks import reset_state, restore_environment
 
 TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "120"))
+SLOW_RANK = os.environ.get("RANKS_SLOW")
+SLOW_EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree"}
+SLOW_SECONDS = 0.06
 GRACE_SECONDS = 10.0  # how long the other ranks may go on once one has failed
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -142,6 +147,8 @@ def _work(pipe: Connection, root: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if SLOW_RANK is not None:
+        sys.addaudithook(_slow_down)
     while (task := pipe.recv()) is not None:
         module, name, rank, world, folder, values = task
         with open(os.path.join(folder, f"stack_{rank}"), "w") as stack:
@@ -149,6 +156,12 @@ def _work(pipe: Connection, root: str) -> None:
             error = _run_body(module, name, rank, world, folder, values)
             faulthandler.unregister(signal.SIGUSR1)
         pipe.send(error)
+
+
+def _slow_down(event: str, arguments: tuple[Any, ...]) -> None:
+    """Wait for a moment, in the slow rank, before a file of a test is touched."""
+    if event in SLOW_EVENTS and os.environ.get("RANK") == SLOW_RANK and "pytest-of-" in str(arguments[0]):
+        time.sleep(SLOW_SECONDS * random.SystemRandom().random())  # a generator of its own: tests seed the others
 
 
 def _run_body(module: str, name: str, rank: int, world: int, folder: str, values: dict[str, Any]) -> str | None:
