@@ -161,7 +161,9 @@ def test_weights_that_are_replaced_in_the_map_are_used() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_weights_come_also_where_the_start_of_a_hook_was_left_out(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_weights_come_also_where_the_start_of_a_hook_was_left_out(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
     layer = nn.Linear(2, 2, bias=False, device=device)
     hook = AlignDevicesHook("cpu", offload=True, weights_map={"weight": 3 * torch.eye(2)})
     with monkeypatch.context() as patch:  # as compressed-tensors does, whose weights are in place already

@@ -46,7 +46,7 @@ def test_schedulers_of_the_engine_are_stored_by_it(rank: int, world: int, tmp_pa
         parts = start(accelerator)
         train(accelerator, *parts)
         accelerator.save_state(tmp_path / "saved")
-        assert not (tmp_path / "saved" / "scheduler.bin").exists()  # nor does accelerate 1.15 write one, or look for it
+        assert not (tmp_path / "saved" / "scheduler.bin").exists()  # accelerate 1.15 neither writes nor looks for one
         expected = [train(accelerator, *parts), parts[-1].get_last_lr()]
     with run_with(DeepSpeedPlugin(hf_ds_config=config)) as accelerator:
         parts = start(accelerator)

@@ -578,7 +578,7 @@ class Accelerator:
             device_placement (`bool`, *optional*): Whether to move it to the device.
             evaluation_mode (`bool`): Leave out what only training needs, such as the exchange of gradients.
         """
-        replaced = globals().get("fsdp2_prepare_model") if self.is_fsdp2 else None  # by a library's own, which it sets here
+        replaced = globals().get("fsdp2_prepare_model") if self.is_fsdp2 else None  # libraries set their own here
         shard = None if replaced is None else partial(replaced, self)
         return self._preparer.prepare_model(model, device_placement, evaluation_mode, self, shard)
 
