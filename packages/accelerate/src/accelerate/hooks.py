@@ -1,6 +1,6 @@
 """The old path of what runs around the forward pass of modules."""
 
-from accel_bigmodel.dispatch import MOVERS as _accelerate_added_attributes  # noqa: F401
+from accel_bigmodel.dispatch import MOVERS as _accelerate_added_attributes  # noqa: F401, N811
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
 from accel_bigmodel.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
