@@ -75,9 +75,14 @@ class Kind:
         return parsed
 
 
+def is_truth_value(value: object) -> bool:
+    """Whether `value` is true or false of Python or NumPy, some versions of which count them as numbers."""
+    return isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}
+
+
 def is_whole(value: object) -> bool:
     """Whether `value` is an integer of any library, but no truth value."""
-    if isinstance(value, bool):
+    if is_truth_value(value):
         return False
     with suppress(TypeError):
         operator.index(value)  # type: ignore[arg-type]
@@ -94,7 +99,7 @@ def as_boolean(value: Any) -> Any:
     """1, 0 and NumPy's truth values as those of Python."""
     if is_whole(value) and operator.index(value) in (0, 1):
         return bool(operator.index(value))
-    return bool(value) if type(value).__name__ in {"bool", "bool_"} else value
+    return bool(value) if is_truth_value(value) else value
 
 
 def as_whole(value: Any) -> Any:
