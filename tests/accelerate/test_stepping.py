@@ -116,6 +116,11 @@ def test_models_may_come_in_a_list_be_unprepared_beside_an_optimizer_or_be_prepa
     model = accelerator.prepare_model(nn.Linear(1, 1))
     with Accelerator(cpu=True).accumulate(model):
         pass
+    growing: list[Any] = [model]
+    with accelerator.accumulate(growing):
+        growing.append(3)
+    with pytest.raises(TypeError, match="accumulate.. got 3 of type int"):
+        accelerator.accumulate(growing).__enter__()
 
 
 def test_accumulate_takes_models_only() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 
 from accel_state.settings.accumulation import GradientAccumulationPlugin
@@ -54,6 +55,7 @@ def test_to_dict_is_a_copy() -> None:
         ({"backend": None}, 1800, {"backend": None, "timeout": timedelta(seconds=1800)}),
         ({"timeout": timedelta(seconds=3)}, 3, {"timeout": timedelta(seconds=3)}),
         ({"timeout": 3}, 3, {"timeout": timedelta(seconds=3)}),
+        ({"timeout": np.int64(3)}, 3, {"timeout": timedelta(seconds=3)}),
     ],
 )
 def test_the_timeout_depends_on_the_backend(given: dict[str, Any], timeout: int, kwargs: dict[str, Any]) -> None:
@@ -67,6 +69,7 @@ def test_the_timeout_depends_on_the_backend(given: dict[str, Any], timeout: int,
     [
         (lambda: InitProcessGroupKwargs(timeout=-3), r"timeout=-3 .*timedelta\(seconds=1800\)"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(timeout=timedelta(0)), "above zero"),
+        (lambda: InitProcessGroupKwargs(timeout=float("inf")), "timeout=inf"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(timeout="30"), "timeout='30'"),  # type: ignore[arg-type]
         (lambda: InitProcessGroupKwargs(backend=3), "backend=3"),  # type: ignore[arg-type]
         (lambda: GradScalerKwargs(growth_factor=1.0), "growth_factor=1.0 .* above 1"),

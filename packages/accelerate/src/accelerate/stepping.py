@@ -43,8 +43,7 @@ class StepController:
         self.step = 0
         self.has_lomo_optimizer = False
         self.flag_tensor: torch.Tensor | None = None
-        self._asked: tuple[Any, ...] | None = ()  # what the last `accumulate` got, and
-        self._found: tuple[nn.Module, ...] = ()  # the models in it
+        self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
 
     # ---- accumulating -------------------------------------------------------------------------------------------
 
@@ -65,15 +64,15 @@ class StepController:
         return sync or state.plugin_kwargs.get("sync_each_batch", False)
 
     def models_among(self, given: tuple[Any, ...]) -> tuple[nn.Module, ...]:
-        """The models that `accumulate` got, those in lists too; looked for once in the same arguments.
+        """The models that `accumulate` got, those in lists too; the same ones are checked once.
 
         Raises:
             TypeError: For something that is no model.
             RuntimeError: When nothing was prepared at all.
         """
-        if given == self._asked:
-            return self._found
-        found = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else [entry]))
+        found = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else (entry,)))
+        if found == self._checked:
+            return found
         for model in found:
             if not isinstance(model, nn.Module):
                 raise TypeError(
@@ -86,7 +85,7 @@ class StepController:
                 f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has "
                 "prepared nothing: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
             )
-        self._asked, self._found = given, found
+        self._checked = found
         return found
 
     def hold_back(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
@@ -165,7 +164,7 @@ class StepController:
         """Start over, holding on to no model."""
         self.step = 0
         self.has_lomo_optimizer = False
-        self._asked, self._found = (), ()
+        self._checked = ()
 
 
 class Accumulation(ContextDecorator):

@@ -103,7 +103,7 @@ def _no_timeout(text: str) -> timedelta:
 
 
 def _as_duration(value: Any) -> Any:
-    return timedelta(seconds=value) if is_number(value) else value
+    return timedelta(seconds=float(value)) if is_number(value) else value
 
 
 DURATION = Kind(

@@ -68,7 +68,7 @@ class Kind:
         """
         try:
             parsed = self.parse(value) if isinstance(value, str) else self.convert(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise wrong_value(key, value, self.expected, self.choices) from None
         if not self.accepts(parsed):
             raise wrong_value(key, value, self.expected, self.choices)
