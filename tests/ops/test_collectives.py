@@ -14,15 +14,14 @@ from accel_ops import collectives
 from accel_ops.collectives import (
     CannotPadNestedTensorWarning,
     broadcast,
-    broadcast_object_list,
     copy_tensor_to_devices,
     gather,
-    gather_object,
     gather_tensor_shape,
     pad_across_processes,
     reduce,
 )
 from accel_ops.messages import SLOT_BYTES
+from accel_ops.objects import broadcast_object_list, gather_object
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks

@@ -9,8 +9,8 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_ops.batches": "concatenate find_batch_size get_data_structure initialize_tensors listify "
         "pad_input_tensors slice_tensors",
         "accel_ops.placement": "find_device send_to_device",
-        "accel_ops.collectives": "broadcast broadcast_object_list copy_tensor_to_devices gather gather_object "
-        "pad_across_processes reduce wait_for_everyone",
+        "accel_ops.collectives": "broadcast copy_tensor_to_devices gather pad_across_processes reduce wait_for_everyone",
+        "accel_ops.objects": "broadcast_object_list gather_object",
         "accel_ops.dtypes": "ConvertOutputsToFp32 convert_outputs_to_fp32 convert_to_fp32",
         "accel_ops.random": "capture_rng_state restore_rng_state set_seed synchronize_rng_state "
         "synchronize_rng_states",

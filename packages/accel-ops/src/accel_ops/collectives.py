@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from accel_ops.announcing import SAME_SHAPES, Operation
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.packing import flatten_together, layout_of, pack, signature_of, split_into, unpack
-from accel_ops.transport import Reduction, Transport, transport_of
+from accel_ops.objects import broadcast_buffer, broadcast_payload, check_source, gather_object
+from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.reducing import reduce_leaves
+from accel_ops.transport import Reduction, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
 from accel_state.errors import DistributedOperationException
@@ -20,12 +22,6 @@ from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 
 HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "none": "sum", "max": "max", "min": "min"}
-FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
-    "max": lambda parts: parts.amax(0),
-    "min": lambda parts: parts.amin(0),
-}
-MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
 
 
 @known_as("accelerate.utils.operations.CannotPadNestedTensorWarning")
@@ -57,31 +53,6 @@ def gather(tensor: Any) -> Any:
     return gather_leaves(tensor, "gather", state)
 
 
-def gather_object(object: Any) -> Any:  # the keyword is part of the interface
-    """Collect the items of picklable lists (or other iterables) of all processes in one list.
-
-    Args:
-        object: On each process, an iterable of picklable items.
-
-    Returns:
-        The items in the order of processes; with one process, `object` itself.
-
-    Raises:
-        TypeError: When it cannot be iterated, such as a number: wrap it in a list.
-    """
-    state = PartialState()
-    if state.num_processes == 1:
-        return object
-    _refuse_xla(state, "gather_object")
-    if not hasattr(object, "__iter__"):
-        raise TypeError(
-            f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
-        )
-    gathered: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(gathered, object)
-    return [item for items in gathered for item in items]
-
-
 @verify_operation
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] = "mean", scale: float = 1.0) -> Any:
     """Add tensors up over processes, average them, or take the largest or smallest values.
@@ -97,51 +68,30 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
     Raises:
         TypeError: When a leaf is no tensor.
         ValueError: For another `reduction`.
+        DistributedOperationException: On all processes, when shapes or dtypes differ or another one calls a different
+            collective; where buffers lie on an accelerator this is not checked, because reading what others announce
+            would wait for the device.
     """
     if reduction not in HOW:
         raise ValueError(f"reduction={reduction!r} is unknown: choose 'mean', 'sum', 'max', 'min' or 'none'.")
     state = PartialState()
-    leaves, _ = flatten(tensor, "reduce")
+    leaves, structure = flatten(tensor, "reduce")
     if state.num_processes == 1:
         return rebuild(tensor, [leaf.clone() for leaf in leaves])
-    if not leaves:
-        return tensor
     transport = transport_of(state)
     wire = transport.wire_device(state)
     factor = scale if state.distributed_type == DistributedType.XLA else 1.0
     if reduction == "mean":
         factor /= state.num_processes
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
+    operation = Operation("reduce", tensor, SAME_SHAPES)
     with torch.no_grad():
-        results = _reduced(moved, HOW[reduction], transport, state.num_processes, factor)
+        results = reduce_leaves(
+            moved, HOW[reduction], (reduction, structure), operation, transport, state.num_processes, factor
+        )
     if wire != state.device:
         results = [result.to(leaf.device) for result, leaf in zip(results, leaves, strict=True)]
     return rebuild(tensor, results)
-
-
-def _reduced(
-    leaves: list[torch.Tensor], how: Reduction, transport: Transport, world: int, factor: float
-) -> list[torch.Tensor]:
-    """The leaves reduced over processes, times `factor`."""
-    layout = layout_of(signature_of(leaves))
-    if len(layout.groups) > MAX_REDUCED_DTYPES:
-        rows = transport.all_gather(pack(leaves, layout), world)
-        per_process = [unpack(row, layout) for row in rows]
-        totals = [FOLDS[how](torch.stack(parts)) for parts in zip(*per_process, strict=True)]
-        return totals if factor == 1.0 else [total * factor for total in totals]
-    totals = list(leaves)
-    for group in layout.groups:
-        alike = leaves if len(layout.groups) == 1 else [leaves[index] for index in group.leaves]
-        total = transport.all_reduce(_flat_copy(alike), how)
-        total = total if factor == 1.0 else total * factor
-        shapes = [layout.shapes[index] for index in group.leaves]
-        for index, piece in zip(group.leaves, split_into(total, group.counts, shapes), strict=True):
-            totals[index] = piece
-    return totals
-
-
-def _flat_copy(leaves: list[torch.Tensor]) -> torch.Tensor:
-    return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
 
 
 @verify_operation
@@ -158,55 +108,30 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         TypeError: When a leaf is no tensor and there are several processes.
         ValueError: When there is no such process.
+        DistributedOperationException: As for `reduce`, and when `from_process` differs.
     """
     state = PartialState()
-    if not 0 <= from_process < state.num_processes:
-        raise ValueError(
-            f"from_process={from_process!r}: there are processes 0 to {state.num_processes - 1} in this run."
-        )
+    check_source(from_process, state)
     if state.num_processes == 1:
         return tensor
-    leaves, _ = flatten(tensor, "broadcast")
-    if not leaves:
-        return tensor
+    leaves, structure = flatten(tensor, "broadcast")
     transport = transport_of(state)
     wire = transport.wire_device(state)
-    layout = layout_of(signature_of(leaves))
-    if layout.num_bytes == 0:
-        return tensor
+    signature = signature_of(leaves)
+    layout = layout_of(signature)
     is_source = state.process_index == from_process
     moved = [leaf.detach().to(wire) for leaf in leaves] if is_source else []
-    buffer = pack(moved, layout) if is_source else torch.empty(layout.num_bytes, dtype=torch.uint8, device=wire)
-    buffer = transport.broadcast(buffer, from_process, state.process_index)
+    payload = pack(moved, layout) if moved else torch.empty(0, dtype=torch.uint8, device=wire)
+    if wire.type == "cpu":
+        operation = Operation("broadcast", tensor, SAME_SHAPES)
+        buffer = broadcast_payload(payload, (from_process, structure, signature), operation, from_process, state)
+    else:  # reading what others announce would make the host wait for the device
+        buffer = broadcast_buffer(payload, layout.num_bytes, transport, from_process, state.process_index)
     if not is_source:
         with torch.no_grad():
             for leaf, received in zip(leaves, unpack(buffer, layout), strict=True):
                 leaf.detach().copy_(received)
     return tensor
-
-
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give all processes the picklable items of one process's list.
-
-    Args:
-        object_list: Lists of equal length; overwritten on the other processes.
-        from_process (`int`): Whose items.
-
-    Returns:
-        `object_list`.
-    """
-    state = PartialState()
-    if state.num_processes == 1:
-        return object_list
-    _refuse_xla(state, "broadcast_object_list")
-    device = transport_of(state).wire_device(state)
-    dist.broadcast_object_list(object_list, src=from_process, device=device)
-    return object_list
-
-
-def _refuse_xla(state: PartialState, operation: str) -> None:
-    if state.distributed_type == DistributedType.XLA:
-        raise NotImplementedError(f"{operation} cannot send Python objects between XLA devices: send tensors instead.")
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from accel_ops.gathering import describe
+from accel_ops.announcing import describe
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 

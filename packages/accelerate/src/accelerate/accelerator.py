@@ -20,6 +20,7 @@ from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives, files
 from accel_ops.memory import release_memory
+from accel_ops.objects import gather_object
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
@@ -479,7 +480,7 @@ class Accelerator:
         if config is not None and config.total_size > 1:
             sizes = {axis: getattr(config, f"{axis}_size") for axis in MESH_AXES}
         mine = holding_of(self._models, [optimizer.optimizer for optimizer in self._optimizers])
-        self.print(draw_mesh(sizes, collectives.gather_object([mine])))
+        self.print(draw_mesh(sizes, gather_object([mine])))
 
     # ---- doing things on some processes -------------------------------------------------------------------------
 

@@ -72,8 +72,8 @@ EXPORTS = {
         "pad_input_tensors slice_tensors"
     ),
     "accel_ops.collectives": (
-        "broadcast broadcast_object_list CannotPadNestedTensorWarning copy_tensor_to_devices gather gather_object "
-        "pad_across_processes reduce wait_for_everyone"
+        "broadcast CannotPadNestedTensorWarning copy_tensor_to_devices gather pad_across_processes reduce "
+        "wait_for_everyone"
     ),
     "accel_ops.dtypes": "convert_outputs_to_fp32 convert_to_fp32 GatheredParameters",
     "accel_ops.filenames": (
@@ -92,6 +92,7 @@ EXPORTS = {
         "recursively_apply TensorInformation"
     ),
     "accel_ops.placement": "find_device send_to_device",
+    "accel_ops.objects": "broadcast_object_list gather_object",
     "accel_ops.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accel_ops.tensor_files": "clean_state_dict_for_safetensors id_tensor_storage",
     "accel_state.constants": (

@@ -96,10 +96,8 @@ from accel_ops.batches import pad_input_tensors as pad_input_tensors
 from accel_ops.batches import slice_tensors as slice_tensors
 from accel_ops.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_ops.collectives import broadcast as broadcast
-from accel_ops.collectives import broadcast_object_list as broadcast_object_list
 from accel_ops.collectives import copy_tensor_to_devices as copy_tensor_to_devices
 from accel_ops.collectives import gather as gather
-from accel_ops.collectives import gather_object as gather_object
 from accel_ops.collectives import pad_across_processes as pad_across_processes
 from accel_ops.collectives import reduce as reduce
 from accel_ops.collectives import wait_for_everyone as wait_for_everyone
@@ -141,6 +139,8 @@ from accel_ops.nested import is_torch_tensor as is_torch_tensor
 from accel_ops.nested import merge_dicts as merge_dicts
 from accel_ops.nested import recursive_getattr as recursive_getattr
 from accel_ops.nested import recursively_apply as recursively_apply
+from accel_ops.objects import broadcast_object_list as broadcast_object_list
+from accel_ops.objects import gather_object as gather_object
 from accel_ops.placement import find_device as find_device
 from accel_ops.placement import send_to_device as send_to_device
 from accel_ops.random import set_seed as set_seed

@@ -1,0 +1,144 @@
+"""Collectives of picklable Python objects, which announce themselves as those of tensors do."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from accel_ops.announcing import Operation, announce
+from accel_ops.messages import Message, message_of
+from accel_ops.packing import signature_of
+from accel_ops.transport import Transport, transport_of
+from accel_state.enums import DistributedType
+from accel_state.processes import PartialState
+
+
+def gather_object(object: Any) -> Any:  # the keyword is part of the interface
+    """Collect the items of picklable lists (or other iterables) of all processes in one list.
+
+    Args:
+        object: On each process, an iterable of picklable items.
+
+    Returns:
+        The items in the order of processes; with one process, `object` itself.
+
+    Raises:
+        TypeError: When it cannot be iterated, such as a number: wrap it in a list.
+        DistributedOperationException: On all processes, when another one calls a different collective.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return object
+    _refuse_xla(state, "gather_object")
+    if not hasattr(object, "__iter__"):
+        raise TypeError(
+            f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
+        )
+    rows = _gather_payloads(_pickled(object), Operation("gather_object", object), state)
+    return [item for row in rows for item in _unpickled(row)]
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Give all processes the picklable items of one process's list.
+
+    Args:
+        object_list: Lists of equal length; overwritten on the other processes.
+        from_process (`int`): Whose items.
+
+    Returns:
+        `object_list`.
+
+    Raises:
+        ValueError: When there is no such process.
+        DistributedOperationException: On all processes, when lengths differ or another one calls a different collective.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return object_list
+    _refuse_xla(state, "broadcast_object_list")
+    check_source(from_process, state)
+    is_source = state.process_index == from_process
+    payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8)
+    operation = Operation("broadcast_object_list", object_list, "lists of the same length and one from_process")
+    received = broadcast_payload(payload, (len(object_list), from_process), operation, from_process, state)
+    if not is_source:
+        object_list[:] = _unpickled(received)
+    return object_list
+
+
+def check_source(from_process: int, state: PartialState) -> None:
+    """Refuse to broadcast from a process that does not exist."""
+    if not 0 <= from_process < state.num_processes:
+        raise ValueError(
+            f"from_process={from_process!r}: there are processes 0 to {state.num_processes - 1} in this run."
+        )
+
+
+def _gather_payloads(payload: torch.Tensor, operation: Operation, state: PartialState) -> list[torch.Tensor]:
+    """The bytes of every rank; uint8 of shape (bytes of that rank,) each."""
+    transport, world = transport_of(state), state.num_processes
+    wire = transport.wire_device(state)
+    payload = payload.to(wire)
+    message = message_of((operation.name,), signature_of([payload]))
+    announced = announce([payload], message, operation, transport, world, wire)
+    counts = _counts(announced.sizes)
+    if message.all_fit(announced.sizes or ()):
+        rows = announced.data(message)
+    else:
+        buffer = payload.new_empty(max(counts))
+        buffer[: len(payload)] = payload
+        rows = transport.all_gather(buffer, world)
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def broadcast_payload(
+    payload: torch.Tensor, agreed: Any, operation: Operation, source: int, state: PartialState
+) -> torch.Tensor:
+    """Give every rank the bytes of one: with what is announced when they fit there, by a broadcast otherwise.
+
+    Args:
+        payload: uint8 of shape (bytes,), on the transport's device; empty on all ranks but `source`.
+        agreed: What must be equal on all ranks, besides the operation; any hashable values.
+        operation: For the error.
+        source: Whose bytes.
+        state: The process.
+
+    Returns:
+        uint8 of shape (bytes of the source,).
+    """
+    transport = transport_of(state)
+    wire = transport.wire_device(state)
+    payload = payload.to(wire)
+    message: Message = message_of((operation.name, agreed), signature_of([payload]))
+    announced = announce([payload], message, operation, transport, state.num_processes, wire)
+    count = _counts(announced.sizes)[source]
+    if message.all_fit(announced.sizes or ()):
+        return announced.data(message)[source, :count]
+    return broadcast_buffer(payload, count, transport, source, state.process_index)
+
+
+def broadcast_buffer(payload: torch.Tensor, count: int, transport: Transport, source: int, rank: int) -> torch.Tensor:
+    """The `count` bytes of the source, with nothing announced."""
+    return transport.broadcast(payload if rank == source else payload.new_empty(count), source, rank)
+
+
+def _counts(sizes: Any) -> list[int]:
+    return [row[0] for row in sizes]
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)  # a copy: bytes cannot be written to
+
+
+def _unpickled(payload: torch.Tensor) -> Any:
+    """What a rank of this run has pickled."""
+    content = bytearray(payload.numel())
+    torch.frombuffer(content, dtype=torch.uint8).copy_(payload)  # numpy, which may be absent, is not needed for this
+    return pickle.loads(content)
+
+
+def _refuse_xla(state: PartialState, operation: str) -> None:
+    if state.distributed_type == DistributedType.XLA:
+        raise NotImplementedError(f"{operation} cannot send Python objects between XLA devices: send tensors instead.")

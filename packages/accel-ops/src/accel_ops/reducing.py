@@ -1,0 +1,90 @@
+"""Reduce leaves over all ranks: with what they announce when they are small, by an all-reduce of each dtype otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from accel_ops.announcing import Operation, announce
+from accel_ops.messages import message_of
+from accel_ops.packing import Layout, flatten_together, layout_of, pack, signature_of, split_into, unpack
+from accel_ops.transport import Reduction, Transport
+
+FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda parts: parts.sum(0, dtype=parts.dtype),
+    "max": lambda parts: parts.amax(0),
+    "min": lambda parts: parts.amin(0),
+}
+MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
+
+
+def reduce_leaves(
+    leaves: list[torch.Tensor],
+    how: Reduction,
+    agreed: Hashable,
+    operation: Operation,
+    transport: Transport,
+    world: int,
+    factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """The leaves, reduced over ranks.
+
+    Args:
+        leaves: On the transport's device.
+        how: What becomes of the values of all ranks.
+        agreed: What must be equal on all ranks, besides shapes and dtypes.
+        operation: For the error when ranks do not fit together.
+        transport: Moves the data.
+        world: How many ranks there are.
+        factor: Multiplies the results.
+
+    Returns:
+        Tensors of the shapes of `leaves`.
+
+    Raises:
+        DistributedOperationException: On all ranks, when shapes, dtypes or operations differ and the transport's
+            device is the CPU. On another, reading what others announce would make the host wait for it.
+    """
+    signature = signature_of(leaves)
+    layout = layout_of(signature)
+    flats = [_flat([leaves[index] for index in group.leaves]) for group in layout.groups]
+    reduced = None
+    if not flats or flats[0].device.type == "cpu":
+        message = message_of((operation.name, agreed, signature), signature_of(flats))
+        device = flats[0].device if flats else torch.device("cpu")
+        announced = announce(flats, message, operation, transport, world, device)
+        if announced.sizes is not None and message.all_fit(announced.sizes):
+            reduced = _fold(announced.data(message), message.layout, how)
+    if reduced is None:
+        reduced = _large(flats, how, transport, world)
+    results = list(leaves)
+    for group, flat in zip(layout.groups, reduced, strict=True):
+        total = flat if factor == 1.0 else flat * factor
+        shapes = [layout.shapes[index] for index in group.leaves]
+        for index, piece in zip(group.leaves, split_into(total, group.counts, shapes), strict=True):
+            results[index] = piece
+    return results
+
+
+def _flat(leaves: list[torch.Tensor]) -> torch.Tensor:
+    """A copy, which collectives may change."""
+    return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
+
+
+def _fold(rows: torch.Tensor, layout: Layout, how: Reduction) -> list[torch.Tensor]:
+    """Reduce packed flats here; `rows` is uint8 of shape (world, at least the layout's bytes)."""
+    reduced = []
+    for group in layout.groups:
+        values = rows[:, group.start : group.start + group.num_bytes]
+        empty = values.new_empty(0, dtype=group.dtype)  # which cannot be viewed in another dtype
+        reduced.append(FOLDS[how](values.view(group.dtype)) if group.num_bytes else empty)
+    return reduced
+
+
+def _large(flats: list[torch.Tensor], how: Reduction, transport: Transport, world: int) -> list[torch.Tensor]:
+    if len(flats) <= MAX_REDUCED_DTYPES:
+        return [transport.all_reduce(flat, how) for flat in flats]
+    layout = layout_of(signature_of(flats))
+    per_rank = [unpack(row, layout) for row in transport.all_gather(pack(flats, layout), world)]
+    return [FOLDS[how](torch.stack(parts)) for parts in zip(*per_rank, strict=True)]
