@@ -46,6 +46,21 @@ def test_folders(tmp_path: Path) -> None:
     assert found.weight_map == {"x": sharded / "b", "y": sharded / "a", "z": sharded / "b"}
 
 
+def test_an_index_called_index_json_with_shards_of_any_name(tmp_path: Path) -> None:
+    folder = make(tmp_path / "plain", "first_state_dict.bin", "second_state_dict.bin")
+    table = {"linear1.weight": "first_state_dict.bin", "linear2.weight": "second_state_dict.bin"}
+    (folder / "index.json").write_text(json.dumps(table))
+    assert names(folder) == ["first_state_dict.bin", "second_state_dict.bin"]
+    assert find_checkpoint(folder / "index.json").weight_map == {name: folder / file for name, file in table.items()}
+    write_index(folder / "my_map.json", table)
+    assert find_checkpoint(folder / "my_map.json").weight_map == find_checkpoint(folder).weight_map
+    (folder / "index.json").write_text(
+        json.dumps({"weight": {"dtype": "float32", "shape": [1]}})
+    )  # of an offload folder
+    make(folder, "pytorch_model.bin")
+    assert names(folder) == ["pytorch_model.bin"]
+
+
 def test_an_index_that_is_nothing_but_the_table(tmp_path: Path) -> None:
     make(tmp_path, "a", "b")
     (tmp_path / "m.index.json").write_text(json.dumps({"x": "b", "weight_map.bias": "a"}))

@@ -46,6 +46,14 @@ def test_a_model_loads_and_writes_text_wherever_its_parts_are(folder: Path, devi
         assert not list((tmp_path / "offload").glob("*.dat")), "the checkpoint is read where it is"
 
 
+@pytest.mark.parametrize("limit", ["10GB", 10**10, float("inf")])
+def test_limits_of_memory_in_any_form(folder: Path, limit: Any) -> None:
+    limits = {"cpu": limit}
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="auto", max_memory=limits)
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert limits["cpu"] in (10**10, float("inf"))  # replaced by bytes, with which transformers goes on counting
+
+
 @pytest.mark.parametrize("options", [{"device_map": {"": "disk"}}, {"device_map": "auto", "max_memory": {"cpu": 10}}])
 def test_a_model_that_stays_on_disk_as_a_whole(folder: Path, options: dict[str, Any], tmp_path: Path) -> None:
     words = torch.tensor([[1, 2, 3]])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -23,28 +24,51 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
     """The bytes that may be used on each device, in the order in which they are filled.
 
     Args:
-        max_memory: Bytes, or sizes such as "10GB", by device: the number of an accelerator, "mps", "cpu" or "disk".
-            When None, what is free now on all accelerators and in main memory.
+        max_memory: Bytes, or sizes such as "10GB", by device: the number of an accelerator, "mps", "cpu" or "disk"; an
+            infinite number of bytes is no limit. Sizes given as str are replaced in it by their bytes, on which
+            transformers relies. When None, what is free now on all accelerators and in CPU memory.
 
     Raises:
-        ValueError: For a device that can hold no weights.
+        TypeError: It is no mapping.
+        ValueError: For a device that can hold no weights, and what is no size.
     """
     if max_memory is None:
         return _free_memory()
-    sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
-    numbers = sorted(device for device in sizes if isinstance(device, int))
+    if not isinstance(max_memory, Mapping):
+        raise TypeError(
+            f"max_memory={max_memory!r} is no mapping from devices to sizes: pass for example {{0: '10GB', 'cpu': '30GB'}}."
+        )
+    sizes = {device: _limit(device, size) for device, size in max_memory.items()}
+    numbers = sorted(device for device in sizes if isinstance(device, int) and device >= 0)
     known: list[Device] = [*numbers, *(name for name in ("mps", *NOT_ACCELERATORS) if name in sizes)]
     unknown = [device for device in sizes if device not in known]
     if unknown:
         raise ValueError(
             f"max_memory names the device {unknown[0]!r}: give the number of an accelerator, 'mps', 'cpu' or 'disk'."
         )
+    if isinstance(max_memory, MutableMapping):
+        max_memory.update({device: sizes[device] for device, size in max_memory.items() if isinstance(size, str)})
     kind = detect_device_kind()
     present = kind.device_count() if kind.name not in ("cpu", "mps") else 0
     for number in numbers:
         if number >= present:
             logger.warning("max_memory names device %d, but this machine has %d accelerators.", number, present)
     return {device: sizes[device] for device in known}
+
+
+def _limit(device: Device, size: Any) -> int:
+    """The bytes of one entry; infinity stays what it is, because nothing is larger."""
+    try:
+        if size == math.inf:
+            return size
+        num_bytes = convert_file_size_to_int(size)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"max_memory gives {device!r} the size {size!r}: give a number of bytes, or one with a unit, such as '5GB'."
+        ) from error
+    if num_bytes < 0:
+        raise ValueError(f"max_memory gives {device!r} {size!r} bytes: give 0 to leave a device out.")
+    return num_bytes
 
 
 def _free_memory() -> dict[Device, int]:

@@ -13,13 +13,18 @@ from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
 from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.device_map.places import check_places
 from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.device_map.room import bytes_to_move, check_memory
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
-from accel_bigmodel.offload.folder import INDEX_NAME, offload_state_dict
-from accel_bigmodel.offload.loader import OffloadedWeightsLoader, extract_submodules_state_dict
+from accel_bigmodel.offload.folder import INDEX_NAME, offload_state_dict, read_index
+from accel_bigmodel.offload.loader import (
+    OffloadedWeightsLoader,
+    check_weights_are_stored,
+    extract_submodules_state_dict,
+)
 from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.start import start_streaming
@@ -89,6 +94,7 @@ def disk_offload(
         execution_device = default_device() if is_empty else next(iter(model.parameters())).device
     if os.path.isfile(os.path.join(offload_dir, INDEX_NAME)):
         weights = OffloadedWeightsLoader(save_folder=offload_dir)
+        check_weights_are_stored(model, weights, offload_dir)
     elif is_empty:
         weights = OffloadedWeightsLoader(index=_leave_all_on_disk(model, offload_dir, offload_buffers))
     else:
@@ -167,6 +173,7 @@ def dispatch_model(
     Raises:
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
     """
+    check_places(device_map)
     _check(model, device_map, strict)
     places = set(device_map.values())
     if len(places) > 1 or "disk" in places or _is_quantised(model) or force_hooks:
@@ -240,6 +247,8 @@ def load_checkpoint_and_dispatch(
 
     if isinstance(device_map, str):
         device_map = _chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    if device_map is not None:
+        check_places(device_map)
     on_disk = device_map is not None and "disk" in device_map.values()
     index = load_checkpoint_in_model(
         model,
@@ -282,7 +291,10 @@ def _chosen_map(
     offload_buffers: bool,
 ) -> Mapping[str, Device]:
     if how not in WAYS_TO_PLACE:
-        raise ValueError(f"device_map={how!r} is unknown: give a mapping, or one of {', '.join(WAYS_TO_PLACE)}.")
+        raise ValueError(
+            f"device_map={how!r} is unknown: give a mapping, or one of {', '.join(WAYS_TO_PLACE)}. To put the whole model "
+            "on one device, pass {'': device}."
+        )
     if how != "sequential":
         max_memory = get_balanced_memory(
             model, max_memory, no_split_module_classes, dtype, low_zero=how == "balanced_low_0"
@@ -324,6 +336,9 @@ def _dispatch_parts(
     if state_dict is None and in_memory:
         state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
     has_index = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, INDEX_NAME))
+    if on_disk and offload_index is None and has_index:
+        assert offload_dir is not None
+        check_weights_are_stored(model, {*read_index(offload_dir), *(state_dict or ())}, offload_dir, on_disk)
     if on_disk and offload_index is None and not has_index:
         assert offload_dir is not None
         offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))

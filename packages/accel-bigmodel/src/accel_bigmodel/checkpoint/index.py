@@ -15,6 +15,7 @@ from accel_ops.staging import path_inside
 from accel_state.errors import missing_library
 
 INDEX_ENDING = ".index.json"
+PLAIN_INDEX_ENDING = "index.json"  # the offload folder of a model may have such a file too
 FILE_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 HUB_CHOICES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
@@ -41,8 +42,8 @@ def find_checkpoint(checkpoint: StrPath) -> CheckpointFiles:
     """The files that a checkpoint's path, or the name of a Hub repository, stands for.
 
     Args:
-        checkpoint: A weights file; an index (`*.index.json`); a folder with `model.safetensors`, one index or
-            `pytorch_model.bin`, in this order; or a name such as "openai-community/gpt2" where there is no such path.
+        checkpoint: A weights file; an index (`*.json`); a folder with `model.safetensors`, one `*.index.json`,
+            `pytorch_model.bin` or one `index.json`, in this order; or a name such as "openai-community/gpt2" where there is no such path.
 
     Returns:
         The files, which all exist.
@@ -58,7 +59,7 @@ def find_checkpoint(checkpoint: StrPath) -> CheckpointFiles:
     if path.is_dir():
         return _in_folder(path, source)
     if path.is_file():
-        return _read_index(path, source) if path.name.endswith(INDEX_ENDING) else CheckpointFiles((path,), {}, source)
+        return _read_index(path, source) if path.suffix == ".json" else CheckpointFiles((path,), {}, source)
     if isinstance(checkpoint, str) and HUB_ID.fullmatch(source) and not source.endswith(FILE_ENDINGS):
         return _from_hub(source)
     raise ValueError(
@@ -67,24 +68,31 @@ def find_checkpoint(checkpoint: StrPath) -> CheckpointFiles:
 
 
 def _in_folder(folder: Path, source: str) -> CheckpointFiles:
-    indexes = sorted(name for name in os.listdir(folder) if name.endswith(INDEX_ENDING))
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return CheckpointFiles((folder / SAFE_WEIGHTS_NAME,), {}, source)
+    if index := _only_index(folder, INDEX_ENDING, source):
+        return _read_index(index, source)
+    if (folder / WEIGHTS_NAME).is_file():
+        return CheckpointFiles((folder / WEIGHTS_NAME,), {}, source)
+    if index := _only_index(folder, PLAIN_INDEX_ENDING, source):
+        return _read_index(index, source)
+    others = sorted(name for name in os.listdir(folder) if name.endswith(FILE_ENDINGS[:-1]))
+    found = f" Give the path of the file itself if one of these is meant: {', '.join(others)}." if others else ""
+    raise ValueError(
+        f"The folder {source} holds no checkpoint: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} nor an index of shards "
+        f"(*{PLAIN_INDEX_ENDING}).{found}"
+    )
+
+
+def _only_index(folder: Path, ending: str, source: str) -> Path | None:
+    """The index in a folder; None when there is none."""
+    indexes = sorted(name for name in os.listdir(folder) if name.endswith(ending))
     if len(indexes) > 1:
         raise ValueError(
             f"{source} holds several indexes, {', '.join(indexes)}: give the path of the one that counts, or remove the "
             "others."
         )
-    if indexes:
-        return _read_index(folder / indexes[0], source)
-    if (folder / WEIGHTS_NAME).is_file():
-        return CheckpointFiles((folder / WEIGHTS_NAME,), {}, source)
-    others = sorted(name for name in os.listdir(folder) if name.endswith(FILE_ENDINGS[:-1]))
-    found = f" Give the path of the file itself if one of these is meant: {', '.join(others)}." if others else ""
-    raise ValueError(
-        f"The folder {source} holds no checkpoint: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} nor an index of shards "
-        f"(*{INDEX_ENDING}).{found}"
-    )
+    return folder / indexes[0] if indexes else None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

@@ -21,11 +21,11 @@ from accel_bigmodel.checkpoint.placing import (
     Placement,
     Wishes,
     carry_out,
-    check_devices,
     device_of,
     plan_placements,
 )
 from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.device_map.places import check_places
 from accel_bigmodel.device_map.room import check_memory
 from accel_bigmodel.offload.folder import Index
 from accel_bigmodel.tied import (
@@ -134,6 +134,7 @@ def load_checkpoint_in_model(
             "load_checkpoint_and_dispatch."
         )
     if device_map is not None:
+        check_places(device_map)
         check_device_map(model, device_map)
     contents = CheckpointContents(find_checkpoint(checkpoint))
     if device_map is None and _loads_itself(model):
@@ -144,7 +145,6 @@ def load_checkpoint_in_model(
     _warn_about_ties(model, tied, device_map)
     wishes = Wishes(device_map, wished_dtype, keep_in_fp32_modules or (), offload_buffers)
     placements = plan_placements(model, contents, wishes)
-    check_devices(placements)
     check_memory(_bytes_by_device(placements))
     check_room(placements, contents, offload_folder)
     shown = os.environ.get("LOCAL_RANK", "0") == "0"

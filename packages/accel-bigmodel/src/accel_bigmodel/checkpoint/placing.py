@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -134,21 +134,6 @@ def device_of(name: str, device_map: DeviceMap, default: Any = CPU) -> Any:
     return device_map.get(name, default)
 
 
-def check_devices(placements: Iterable[Placement]) -> None:
-    """See that all devices can be used.
-
-    Raises:
-        ValueError: Naming the device that cannot.
-    """
-    for device in {placement.device for placement in placements} - {CPU, META}:
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(
-                f"The device map names {str(device)!r}, which this machine cannot use ({error}): change the map."
-            ) from error
-
-
 def carry_out(
     model: nn.Module, contents: CheckpointContents, placements: Sequence[Placement], show_progress: bool = True
 ) -> None:
@@ -239,4 +224,4 @@ def scales_name(weight_name: str) -> str:
     return f"{owner}.{SCALES}" if owner else SCALES
 
 
-__all__ = ["Placement", "Wishes", "carry_out", "check_devices", "device_of", "plan_placements", "scales_name"]
+__all__ = ["Placement", "Wishes", "carry_out", "device_of", "plan_placements", "scales_name"]

@@ -53,9 +53,11 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: Its `dtype` and `shape`.
 
     Raises:
-        ValueError: When the file has another size than that.
+        ValueError: When that is no dtype or shape, or the file has another size.
+        FileNotFoundError: When there is no such file.
     """
-    dtype, shape = _dtype(weight_info["dtype"], weight_file), tuple(weight_info["shape"])
+    check_entry(os.path.basename(weight_file).removesuffix(".dat"), weight_info, weight_file)
+    dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
     needed = prod(shape) * dtype.itemsize
     if not needed:
         return torch.empty(shape, dtype=dtype)
@@ -68,11 +70,37 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     return torch.from_file(os.fspath(weight_file), shared=False, size=prod(shape), dtype=dtype).view(shape)
 
 
-def _dtype(name: str, weight_file: str | os.PathLike[str]) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"The index of {os.fspath(weight_file)!r} names the dtype {name!r}, which torch has not.")
-    return found
+def check_entry(name: str, entry: Any, source: str | os.PathLike[str]) -> None:
+    """Refuse an entry of an index that does not say where and how a weight is stored.
+
+    Args:
+        name: Of the weight.
+        entry: Should have `dtype`, the name of a torch dtype, and `shape`, a list of int; or `safetensors_file`.
+        source: The index or file, for the error.
+
+    Raises:
+        ValueError: With what is wrong.
+    """
+    wrong = _what_is_wrong(entry)
+    if wrong:
+        raise ValueError(
+            f"{os.fspath(source)!r}: the index of offloaded weights has for {name!r} {wrong}: it is damaged, or was not "
+            "written for offloaded weights. Offload the model again."
+        )
+
+
+def _what_is_wrong(entry: Any) -> str | None:
+    if not isinstance(entry, Mapping):
+        return f"{entry!r}, where dtype and shape were expected"
+    if entry.get("safetensors_file") is not None:
+        file = entry["safetensors_file"]
+        return None if isinstance(file, str | os.PathLike) else f"the safetensors_file {file!r}, which is no path"
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
+        return f"the dtype {dtype!r}, which torch does not have" if "dtype" in entry else "no dtype"
+    if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
+        return f"the shape {shape!r}, which is no list of sizes" if "shape" in entry else "no shape"
+    return None
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
@@ -104,10 +132,12 @@ def read_index(offload_folder: str | os.PathLike[str]) -> Index:
         )
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(path)!r} is no index of offloaded weights: {error}.") from None
     if not isinstance(index, dict):
         raise ValueError(f"{str(path)!r} is no index of offloaded weights: it holds a {type(index).__name__}.")
+    for name, entry in index.items():
+        check_entry(name, entry, path)
     return index
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from accel_bigmodel.offload.folder import Index, load_offloaded_weight, read_index
+from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
 from accel_ops.staging import path_inside
 from accel_state.public_names import known_as
 
@@ -56,7 +57,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
-        info, tensor = self.index[key], self.stored(key)
+        tensor, info = self.stored(key), self.index[key]
         if info.get("safetensors_file") is None:
             return tensor
         dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
@@ -64,13 +65,18 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
     def stored(self, key: str) -> torch.Tensor:
         """A weight on disk as it is stored there, mapped into memory."""
-        info = self.index[key]
+        info = self.index.get(key)
+        if info is None:
+            raise KeyError(
+                f"There is no offloaded weight {key!r}: the index belongs to another model, or is incomplete."
+            )
         known = self._mapped.get(key)
         if known is None or known[0] is not info:
             known = self._mapped[key] = (info, self._open(key, info))
         return known[1]
 
     def _open(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
+        check_entry(key, info, self.save_folder or "")
         if info.get("safetensors_file") is None:
             if self.save_folder is None:
                 raise ValueError(f"The offloaded weight {key!r} is in a folder, but no save_folder was given.")
@@ -130,4 +136,36 @@ def extract_submodules_state_dict(
     return found
 
 
-__all__ = ["Index", "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict"]
+def check_weights_are_stored(
+    model: nn.Module, stored: Container[str], folder: str | os.PathLike[str], parts: Iterable[str] = ("",)
+) -> None:
+    """Refuse offloaded weights that are not those of a model.
+
+    Args:
+        model: The model.
+        stored: The names of weights that there are; one of several tied names is enough.
+        folder: Where they are, for the error.
+        parts: Names of the modules that need them; `""` stands for all.
+
+    Raises:
+        ValueError: Naming a parameter that is missing.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = {id(parameter) for name, parameter in parameters.items() if name in stored}
+    wanted: dict[str, Any] = extract_submodules_state_dict(parameters, parts)
+    missing = [name for name, parameter in wanted.items() if id(parameter) not in found]
+    if missing:
+        more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
+        raise ValueError(
+            f"The offloaded weights in {os.fspath(folder)!r} lack {missing[0]!r}{more} of {type(model).__name__}: they "
+            "belong to another model. Give another folder, or remove this one."
+        )
+
+
+__all__ = [
+    "Index",
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "check_weights_are_stored",
+    "extract_submodules_state_dict",
+]
