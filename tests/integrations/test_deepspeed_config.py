@@ -118,6 +118,12 @@ def test_dummies_fill_their_sections() -> None:
     assert filled({"gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 1})["gradient_clipping"] == 1.0
 
 
+def test_limits_of_stage_3_may_be_left_to_deepspeed() -> None:
+    limits = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), "auto")
+    config = filled({"zero_optimization": {"stage": 3, **limits}, "train_micro_batch_size_per_gpu": 1})
+    assert config["zero_optimization"] == {"stage": 3, **dict.fromkeys(limits, 10**9)}
+
+
 def test_every_value_that_nothing_fills_is_named() -> None:
     config = {
         **AUTO,

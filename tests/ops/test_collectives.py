@@ -158,12 +158,15 @@ def test_reduce(rank: int, world: int) -> None:
     total = world * (world + 1) // 2
     data = {"a": torch.full((3,), rank + 1.0), "b": [torch.tensor(rank + 1), torch.full((2,), rank + 1.0).bfloat16()]}
     original = data["a"].clone()
-    for reduction, expected in (("sum", total), ("none", total), ("mean", total / world), ("max", world), ("min", 1)):
+    for reduction, expected in (("sum", total), ("mean", total / world), ("max", world), ("min", 1)):
         found = reduce(data, reduction)
         assert found["a"].tolist() == [expected] * 3
         assert found["b"][0].item() == expected
         assert found["b"][1].dtype == torch.bfloat16
     assert torch.equal(data["a"], original)
+    with CountCollectives() as counted:
+        assert reduce(data, "none") is data
+    assert counted.count == 0
     with CountCollectives() as counted:
         reduce([torch.ones(3) for _ in range(64)], "sum")
     assert counted.count == 1

@@ -90,6 +90,24 @@ def test_nothing_recorded_has_no_summary(monkeypatch: pytest.MonkeyPatch) -> Non
     assert summarize(profiler) is None
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about warm-up that ends early; as errors they make it crash
+def test_a_schedule_may_end_at_any_step() -> None:
+    layer = torch.nn.Linear(4, 4)
+    schedule = {"wait": 1, "warmup": 1, "active": 1}
+    for option in (schedule, {**schedule, "repeat": 2}, {**schedule, "skip_first": 1}, {**schedule, "active": 3}):
+        for num_steps in range(12):
+            recordings: list[Any] = []
+            handler = ProfileKwargs(activities=["cpu"], schedule_option=option, on_trace_ready=recordings.append)
+            with record_profile(handler, summary=True) as profiler:
+                for _ in range(num_steps):
+                    layer(torch.ones(1, 4))
+                    profiler.step()
+            cycle = 2 + option["active"]
+            steps = num_steps - option.get("skip_first", 0)
+            complete = min(steps // cycle, option.get("repeat") or steps) if steps > 0 else 0
+            assert len(recordings) >= complete, (option, num_steps)
+
+
 def test_with_a_schedule_its_recording_counts() -> None:
     once = ProfileKwargs(activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1})
     with record_profile(once) as profiler:

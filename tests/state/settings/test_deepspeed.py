@@ -84,7 +84,8 @@ def test_a_given_configuration_wins_over_the_fields() -> None:
     given = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 4, "steps_per_print": 10}
     plugin = DeepSpeedPlugin(hf_ds_config=given, zero_stage=1, gradient_accumulation_steps=2)
     assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.zero3_init_flag) == (3, 4, True)
-    assert plugin.deepspeed_config == given
+    assert plugin.deepspeed_config == {**given, "steps_per_print": float("inf")}  # as in accelerate 1.15
+    assert plugin.config is plugin.deepspeed_config
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}}, gradient_accumulation_steps=5)
     assert plugin.deepspeed_config["gradient_accumulation_steps"] == 5
 

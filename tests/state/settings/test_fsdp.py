@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from types import SimpleNamespace
@@ -284,6 +285,7 @@ def test_the_run_hands_over_its_number_format() -> None:
     assert plugin.state_dict_config.offload_to_cpu  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:.*is not used")
 def test_state_dicts_on_the_cpu_stay_where_they_are() -> None:
     plugin = Plugin()
     plugin.attach(state(device="cpu"))
@@ -294,6 +296,7 @@ def test_state_dicts_on_the_cpu_stay_where_they_are() -> None:
     assert plugin.state_dict_config.offload_to_cpu  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:.*is not used")
 def test_the_form_of_state_dicts_can_change() -> None:
     plugin = Plugin()
     plugin.set_state_dict_type("SHARDED_STATE_DICT")
@@ -346,3 +349,11 @@ def test_finding_a_class_by_name() -> None:
     assert get_module_class_from_name(Model(), "Linear") is nn.Linear
     assert get_module_class_from_name(Model(), "Model") is Model
     assert get_module_class_from_name(Model(), "Other") is None
+
+
+def test_configs_of_torch_that_nobody_reads_are_told_of() -> None:
+    with pytest.warns(UserWarning, match=r"Plugin.state_dict_config=.*rank0_only=False.* is not used"):
+        plugin = Plugin(state_dict_type="FULL_STATE_DICT", state_dict_config=FullStateDictConfig(rank0_only=False))
+    again = dataclasses.replace(Plugin(state_dict_type="FULL_STATE_DICT"))  # nothing to tell
+    assert again.state_dict_config == FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    assert plugin.state_dict_config == FullStateDictConfig(rank0_only=False)

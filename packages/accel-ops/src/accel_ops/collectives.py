@@ -21,7 +21,7 @@ from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 
-HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "none": "sum", "max": "max", "min": "min"}
+HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 
 
 @known_as("accelerate.utils.operations.CannotPadNestedTensorWarning")
@@ -59,7 +59,7 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
 
     Args:
         tensor: A tensor or nested structure of tensors, of the same shapes everywhere; not changed.
-        reduction (`"mean"`, `"sum"`, `"max"`, `"min"` or `"none"`): "none" is "sum" under another name.
+        reduction (`"mean"`, `"sum"`, `"max"`, `"min"` or `"none"`): "none" gives `tensor` back as it is.
         scale (`float`): A factor for the result; XLA only.
 
     Returns:
@@ -72,6 +72,8 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
             collective; where buffers lie on an accelerator this is not checked, because reading what others announce
             would wait for the device.
     """
+    if reduction == "none":
+        return tensor
     if reduction not in HOW:
         raise ValueError(f"reduction={reduction!r} is unknown: choose 'mean', 'sum', 'max', 'min' or 'none'.")
     state = PartialState()

@@ -117,8 +117,8 @@ def summarize(profiler: torch.profiler.profile) -> ProfileSummary | None:
     events = [event for event in profiler.events() or [] if event.name != "[memory]"]
     host = [event for event in events if event.device_type.name == "CPU"]
     device = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
-    if not host:
-        return None
+    if next(_phases([event for event in host if event.cpu_parent is None]), None) is None:
+        return None  # nothing, or an active step that had only begun
     timeline = _Timeline(host)
     operators = _operators(profiler, on_device=bool(device))
     return ProfileSummary(

@@ -60,7 +60,8 @@ def _converted(kind: Any, text: str, where: str) -> Any:
         return kind(text)
     except ValueError:
         name = getattr(kind, "__name__", "")
-        wanted = {"int": "a whole number", "float": "a number"}.get(name, "a truth value (true or false)")
+        kinds = {"int": "a whole number", "float": "a number", "three_truths": "one bool, or three (true or false)"}
+        wanted = kinds.get(name, "a truth value (true or false)")
         raise UsageError(f"{where}: {text!r} is not {wanted}.") from None
 
 

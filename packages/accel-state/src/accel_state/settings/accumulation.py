@@ -17,7 +17,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps (`int`): How many batches make a step, at least 1.
-        adjust_scheduler (`bool`): Whether learning-rate schedulers count steps, not batches.
+        adjust_scheduler (`bool`): Without effect, as in accelerate 1.15: prepared learning-rate schedulers always step
+            when the optimizer does, so their lengths are counted in optimizer steps.
         sync_with_dataloader (`bool`): Whether the end of a loader ends the window, however short it is.
         sync_each_batch (`bool`): Exchange gradients at every batch: more traffic, less memory (FSDP).
         average_over (`"steps"`, `"window"` or `"weights"`): What a window's gradient is divided by. `"steps"`: each

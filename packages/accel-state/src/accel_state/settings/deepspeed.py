@@ -219,7 +219,7 @@ class DeepSpeedPlugin(Plugin):
             self.hf_ds_config = None
         (self._make_config if self.hf_ds_config is None else self._read_config)()
         self.deepspeed_config = self.hf_ds_config.config
-        self.deepspeed_config.setdefault("steps_per_print", float("inf"))
+        self.deepspeed_config["steps_per_print"] = float("inf")  # the program prints, not DeepSpeed
         self._check_offload()
         self._settle_zero3_init()
         self._settle_msamp()
@@ -324,6 +324,11 @@ class DeepSpeedPlugin(Plugin):
         self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
 
     # ---- contract methods: the configuration ------------------------------------------------------------------------
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """DeepSpeed's configuration, as in `zero.Init(config_dict_or_path=accelerator.deepspeed_plugin.config)`."""
+        return self.deepspeed_config
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any

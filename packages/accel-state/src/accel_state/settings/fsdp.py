@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
@@ -92,7 +92,8 @@ class FullyShardedDataParallelPlugin(Plugin):
         cpu_offload (`bool` or torch's offload object): Keep parameters on the CPU while they are not in use.
         ignored_modules (modules, or `str`): Modules that are left whole; a text is a regular expression for names.
         state_dict_type (`str` or `StateDictType`): The form of state dicts.
-        state_dict_config, optim_state_dict_config: Torch's settings of that form; made when left out.
+        state_dict_config, optim_state_dict_config: Torch's settings of that form; made when left out. Others than those
+            made have no effect: full states are gathered into CPU memory of rank 0.
         limit_all_gathers (`bool`): Bound the memory of gathered parameters; version 1 only.
         use_orig_params (`bool`): Show the user the original parameters; version 1 only, version 2 always does.
         param_init_fn (function, *optional*): Gives modules on the meta device memory; version 1 only.
@@ -369,6 +370,18 @@ class FullyShardedDataParallelPlugin(Plugin):
             if getattr(self, config_name) is None or config_name in self._made_configs:
                 setattr(self, config_name, config)
                 (self._made_configs.discard if config is None else self._made_configs.add)(config_name)
+            else:
+                self._warn_of_unused(config_name, config)
+
+    def _warn_of_unused(self, name: str, made: Any) -> None:
+        """Say once that a config of torch's is not used, unless it says what happens anyway."""
+        given = getattr(self, name)
+        if made is None or replace(given, offload_to_cpu=made.offload_to_cpu) != made:
+            warnings.warn(
+                f"{self._key(name)}={given!r} is not used: full states are gathered into CPU memory of rank 0, sharded "
+                "ones written by all ranks. Leave it out.",
+                stacklevel=4,
+            )
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
         """Make the wrapping policy fit a model: find its block classes, or apply the smallest size.

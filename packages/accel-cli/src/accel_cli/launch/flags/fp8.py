@@ -10,11 +10,11 @@ from accel_state.environment import str_to_bool
 
 
 def three_truths(text: str) -> tuple[int | bool, ...]:
-    """Read three truth values separated by commas: forward, data gradient, weight gradient."""
+    """Read three bools separated by commas: forward, data gradient, weight gradient; a single one means all three."""
     values = tuple(str_to_bool(part.strip()) for part in text.split(","))
-    if len(values) != 3:
-        raise ValueError(f"three values are needed, got {text!r}")
-    return values
+    if len(values) not in (1, 3):
+        raise ValueError(f"one value or three are needed, got {text!r}")
+    return values if len(values) == 3 else values * 3
 
 
 def _in_fp8(settings: Namespace) -> bool:

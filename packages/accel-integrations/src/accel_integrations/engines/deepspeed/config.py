@@ -29,6 +29,8 @@ HIDDEN_SIZE_RULES = {
 PLAIN_VALUES = {
     "gradient_clipping": 1.0,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
+    "zero_optimization.stage3_max_live_parameters": 1_000_000_000,  # this and the next one: DeepSpeed's own defaults
+    "zero_optimization.stage3_max_reuse_distance": 1_000_000_000,
     "scheduler.params.warmup_min_lr": 0,
 }
 HINTS = {
