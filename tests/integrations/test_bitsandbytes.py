@@ -250,6 +250,25 @@ def test_8_bit_weights_wait_on_disk(checkpoint: Path, tmp_path: Path, inputs: to
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", [None, torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bits", ["load_in_8bit", "load_in_4bit"])
+def test_what_is_not_quantised_keeps_its_dtype_on_disk(
+    checkpoint: Path, tmp_path: Path, inputs: torch.Tensor, dtype: torch.dtype | None, bits: str
+) -> None:
+    config = BnbQuantizationConfig(**{bits: True}, torch_dtype=dtype)
+    inputs = inputs.to(config.torch_dtype)
+    whole = load_and_quantize_model(empty_model(), config, checkpoint, device_map={"": "cpu"})
+    places = {"up": "cpu", "down": "cpu", "norm": "disk", "scale": "cpu", "head": "disk"}
+    model: Any = load_and_quantize_model(
+        empty_model(), config, checkpoint, device_map=places, offload_folder=tmp_path / "offloaded"
+    )
+    assert model.head.weight.dtype == config.torch_dtype
+    for each in (whole, model):
+        each.scale = each.scale.to(config.torch_dtype)  # buffers keep the dtype that their model gave them
+    assert torch.equal(model(inputs), whole(inputs))
+
+
+@needs_library
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, SPREAD])
 def test_saved_8_bit_weights_load_again(
     device_map: dict[str, Any], checkpoint: Path, tmp_path: Path, inputs: torch.Tensor

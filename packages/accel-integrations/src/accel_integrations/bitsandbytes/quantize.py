@@ -269,7 +269,7 @@ def _quantise_and_place(
         if place == "disk":
             assert folder is not None
             offload_weight(value, name, folder, index)
-            set_module_tensor_to_device(model, name, "meta")
+            _put(model, name, nn.Parameter(value.to("meta"), parameter.requires_grad))  # which keeps the dtype
         else:
             _put(model, name, nn.Parameter(value.to(device), parameter.requires_grad))
     for name, buffer in list(model.named_buffers()):
