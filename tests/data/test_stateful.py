@@ -125,6 +125,38 @@ def test_after_the_end_comes_a_whole_epoch(dispatch: bool, within: bool) -> None
     assert lists(other) == lists(loader)
 
 
+def test_skipping_takes_the_place_of_a_position_that_was_loaded() -> None:
+    loader = make(Squares(8))
+    for _ in loader:
+        position = loader.state_dict()
+        break
+    other = make(Squares(8))
+    other.load_state_dict(position)
+    assert lists(skip_first_batches(other, 1)) == [[2, 3], [4, 5], [6, 7]]
+    assert lists(other) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_data_with_a_state_get_that_of_the_end() -> None:
+    class Epochs(Numbers):
+        epoch = 0
+
+        def __iter__(self):
+            yield from (100 * self.epoch + number for number in super().__iter__())
+            self.epoch += 1
+
+        def state_dict(self):
+            return {"epoch": self.epoch}
+
+        def load_state_dict(self, state):
+            self.epoch = state["epoch"]
+
+    loader = make(Epochs(4))
+    lists(loader)
+    other = make(Epochs(4))
+    other.load_state_dict(loader.state_dict())
+    assert lists(other) == lists(loader) == [[100, 101], [102, 103]]
+
+
 def test_the_end_is_stored_as_such() -> None:
     loader = make(Squares(4))
     list(loader)

@@ -119,7 +119,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Begin the next iteration with a whole epoch, whatever position was loaded."""
         if self._loaded_position is not None:
             self._loaded_position = None
-            self.base_dataloader.load_state_dict({})
+            self._forget_base_position()
 
     def _state_before_reading(self) -> dict[str, Any]:
         """The position before the first batch, for which torchdata starts to read: nothing may notice that."""
@@ -135,9 +135,26 @@ class DataLoaderAdapter(DataLoader[Any]):
             return False
         is_finished = bool(loaded.get("_iterator_finished"))
         if is_finished and self.keeps_position:
-            with undisturbed(self):  # torchdata reads the end first, and draws random numbers for that
-                self.base_dataloader.state_dict()
+            self._read_end()
         return not is_finished
+
+    def _read_end(self) -> None:
+        """Give data and samplers that have a state the one of the end, which was loaded; for the others, forget it.
+
+        torchdata would start to read for that, with workers, and draw random numbers of the epoch that begins.
+        """
+        base = self.base_dataloader
+        if any(
+            callable(getattr(owner, "state_dict", None)) for owner in (base.dataset, base.sampler, base.batch_sampler)
+        ):
+            with undisturbed(self):
+                base.state_dict()
+        else:
+            self._forget_base_position()
+
+    def _forget_base_position(self) -> None:
+        self.base_dataloader.load_state_dict({})
+        self.base_dataloader.next_iter_state = None  # which torchdata keeps
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` for batches that were read but not handed out.

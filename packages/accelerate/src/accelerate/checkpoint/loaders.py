@@ -19,10 +19,11 @@ def loader_position(loader: Any) -> dict[str, Any] | None:
 
 
 def order_state(loader: Any) -> dict[str, Any] | None:
-    """What the order of a loader's samples depends on; None for loaders that were not prepared here."""
+    """What the order of a loader's samples depends on; None where nothing is known of it."""
     order = getattr(loader, "epoch_order", None)
-    if order is None:
-        return None
+    if order is None:  # not prepared here
+        has_epochs = callable(getattr(getattr(loader, "dataset", None), "set_epoch", None))
+        return {"iteration": getattr(loader, "iteration", 0)} if has_epochs else None
     state: dict[str, Any] = order.state_dict(loader)
     sampler = _seedable_sampler(loader)
     if sampler is not None:
