@@ -1,4 +1,4 @@
-"""A run that goes on amid an epoch reads the rest of that epoch: also on another number of processes."""
+"""A run that is resumed within an epoch reads the rest of that epoch, also on another number of processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLERS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
 def read_part(world: int, folder: str, kind: str, dispatch: bool, step: str) -> None:
     """The first steps of an epoch, the next ones, or the rest, with a checkpoint between them."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
-    set_seed({"begin": 1, "go on": 2, "end": 3}[step], device_specific=True)
+    set_seed({"begin": 1, "resume": 2, "end": 3}[step], device_specific=True)
     generator = torch.Generator().manual_seed(torch.initial_seed())
     plain: Any = DataLoader(range(NUM_SAMPLES), GLOBAL_BATCH // world, **SAMPLERS[kind](generator))
     loader = accelerator.prepare(plain)
@@ -41,7 +41,7 @@ def read_part(world: int, folder: str, kind: str, dispatch: bool, step: str) -> 
         rest = loader
     else:
         accelerator.load_state(folder)
-        rest = accelerator.skip_first_batches(loader, STEPS if step == "go on" else 2 * STEPS)
+        rest = accelerator.skip_first_batches(loader, STEPS if step == "resume" else 2 * STEPS)
     found: list[int] = []
     for index, batch in enumerate(rest):
         found += batch.tolist()
@@ -63,7 +63,7 @@ read_part.body = read_part  # type: ignore[attr-defined]
 def test_every_sample_is_read_once(kind: str, dispatch: bool, worlds: tuple[int, ...], tmp_path: Path) -> None:
     folder = tmp_path / "state"
     read: list[int] = []
-    for step, world in zip(("begin", "go on", "end"), worlds, strict=True):
+    for step, world in zip(("begin", "resume", "end"), worlds, strict=True):
         POOL.run(read_part, world, {"folder": str(folder), "kind": kind, "dispatch": dispatch, "step": step}, 60)
         read += json.loads((folder / f"{step}.json").read_text())
     assert sorted(read) == list(range(NUM_SAMPLES))

@@ -51,4 +51,4 @@ def test_samplers_that_draw_agree_where_ranks_have_drawn_differently(
     assert sorted(first) == sorted(second) == list(range(NUM_SAMPLES))
     assert first != second
     numbers = gather_object([torch.rand(1).item()])
-    assert numbers[0] != numbers[1], "each rank goes on with random numbers of its own"
+    assert numbers[0] != numbers[1], "each rank keeps random numbers of its own"

@@ -2,7 +2,7 @@
 
     uv run --no-sync python -m tests.support.resumed_runs [part of a cell's name, or -part ...]
 
-prints every cell of the matrix that is not. A cell is a kind of data, a number of workers, a way of sharing batches, a
+prints every cell of the matrix that is not. A cell is a kind of data, a number of workers, a way of reading batches, a
 moment at which the run is saved, and how it finds its place again.
 """
 
@@ -32,7 +32,7 @@ STEPS_BEFORE_SAVING = 3  # of an epoch
 KINDS = ("sequential", "shuffled", "weighted", "custom", "drawing", "batches", "stream", "stream_with_state")
 SHARINGS = ("shard", "dispatch", "split")
 MOMENTS = ("mid", "boundary", "last_batch", "second", "accumulating")
-"""The last one is amid an accumulation window, whose gradients no checkpoint holds."""
+"""The last one is inside an accumulation window, whose gradients no checkpoint holds."""
 WAYS = ("seedable", "default", "stateful")
 
 
@@ -182,7 +182,7 @@ class Run:
                 self._save()
 
     def resume(self) -> None:
-        """The run that goes on from the checkpoint."""
+        """The run that is resumed from the checkpoint."""
         self.accelerator.load_state(self.folder / "state")
         first = self.saved_epoch + (self.cell.moment in ("boundary", "last_batch"))
         for epoch in range(first, NUM_EPOCHS):

@@ -129,7 +129,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return state
 
     def _take_up_position(self) -> bool:
-        """Whether the iteration that begins now does so amid an epoch, because a position was loaded."""
+        """Whether the iteration that begins now does so mid-epoch, because a position was loaded."""
         loaded, self._loaded_position = self._loaded_position, None
         if not loaded:
             return False

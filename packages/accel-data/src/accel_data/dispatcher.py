@@ -179,7 +179,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
 
     def _first_of_epoch(self, first: Any) -> Any:
         """The samples that the epoch began with, where this iteration began after them; `first` otherwise."""
-        batches = self.keeps_first.kept if self.is_amid_epoch and self.keeps_first is not None else []
+        batches = self.keeps_first.kept if self.is_mid_epoch and self.keeps_first is not None else []
         if not batches:
             return first
         collate, dataset = self.collate_fn, self.dataset

@@ -47,7 +47,7 @@ class EpochOrder:
     Attributes:
         start: The states when the epoch under way began; None between epochs.
         epoch: The number of that epoch.
-        is_restored: True from loading a checkpoint made amid an epoch until an epoch begins.
+        is_restored: True from loading a checkpoint made mid-epoch until an epoch begins.
         at_end: True while the last batch of the epoch is handed out.
     """
 
@@ -98,7 +98,7 @@ class EpochOrder:
             loader: Whose order this is.
 
         Returns:
-            Plain data: `iteration`, `generators` (name to state), and `epoch_start` amid an epoch.
+            Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch.
         """
         state: dict[str, Any] = {"iteration": loader.iteration, "generators": generator_states(loader)}
         if self.start is not None:

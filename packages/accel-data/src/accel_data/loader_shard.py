@@ -27,17 +27,17 @@ class EpochMixin:
     cut: Callable[[Any], Any] | None = None
     """What each batch goes through before it is handed out, for processes that hold parts of its sequences."""
     goes_on: bool = False
-    """Whether the epoch began before: then starting leaves random numbers where they were, as going on did."""
+    """Whether the epoch began before: then starting leaves random numbers where they were, as continuing it would."""
     rest_of: EpochMixin | None = None
     """The loader that `skip_first_batches` made this one from, to read the rest of its epoch."""
     epoch_order: EpochOrder
-    is_amid_epoch: bool = False
+    is_mid_epoch: bool = False
     """Whether the iteration began after the first batches of an epoch."""
 
     def __iter__(self) -> Any:  # an iterator of batches, which torch's class would not admit
         order = self.epoch_order
-        self.is_amid_epoch = self._take_up_position() or self.rest_of is not None  # type: ignore[attr-defined]
-        is_restored = self.is_amid_epoch and order.is_restored and self.iteration == order.epoch
+        self.is_mid_epoch = self._take_up_position() or self.rest_of is not None  # type: ignore[attr-defined]
+        is_restored = self.is_mid_epoch and order.is_restored and self.iteration == order.epoch
         settle: Callable[[], None] | None = None
         if is_restored:
             settle = order.rewind(self).settle

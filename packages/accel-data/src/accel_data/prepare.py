@@ -143,7 +143,7 @@ def _order_for_all(dataloader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _keep_first_batches(arguments: dict[str, Any], num_batches: int) -> Any:
-    """Have the sampler of batches remember the first ones: torchdata passes over them when it goes on amid an epoch."""
+    """Have the sampler of batches remember the first ones: torchdata passes over them when it resumes an epoch."""
     if arguments.get("batch_sampler") is None:
         return None
     arguments["batch_sampler"] = keeps_first = SkipBatchSampler(arguments["batch_sampler"])

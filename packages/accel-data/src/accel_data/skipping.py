@@ -31,7 +31,7 @@ class SkipBatchSampler(BatchSampler):
         self.kept: list[list[int]] = []
 
     def keep_first(self, num_batches: int) -> None:
-        """Keep the first batches of every epoch in `kept`, skipped or not: a last round is filled up with them."""
+        """Keep the first batches of every epoch in `kept`, skipped or not: a last round is padded with them."""
         self.num_kept = num_batches
 
     def __getattr__(self, name: str) -> Any:
@@ -94,8 +94,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             stream, which can only be read from the start.
 
     Returns:
-        A new loader, of the same kind. After `load_state` of a checkpoint saved amid an epoch, it reads that epoch's
-        order, whatever drew it, and beginning it leaves all random numbers where `load_state` set them: dropout goes on as
+        A new loader, of the same kind. After `load_state` of a checkpoint saved mid-epoch, it reads that epoch's
+        order, whatever drew it, and beginning it leaves all random numbers where `load_state` set them: dropout continues as
         if nothing had happened. Without one, the order is the same where it does not depend on torch's own generator (a
         seedable sampler with its epoch set, or no shuffling).
 

@@ -51,7 +51,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def common_seed() -> int:
     """The seed of torch's generator, without what `set_seed(device_specific=True)` added to it for this process.
 
-    For choices that all processes must make alike. Seeds that a program gave torch itself come back as they are.
+    For choices that must be the same on all processes. Seeds that a program gave torch itself come back as they are.
     """
     seed = torch.initial_seed()
     return _COMMON_SEEDS.get(seed, seed)
