@@ -88,6 +88,47 @@ def test_objects_are_gathered_and_cut_too(rank: int, world: int) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_last_batch_is_known_when_its_iterator_is_gone(rank: int, dispatch: bool) -> None:
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    nine, nineteen = accelerator.prepare(
+        DataLoader(torch.arange(9), batch_size=5), DataLoader(torch.arange(19), batch_size=5)
+    )
+
+    def gathered(data: Any) -> int:
+        return len(accelerator.gather_for_metrics(data))
+
+    batch = next(iter(nine))
+    assert gathered(batch) == 9
+    assert len(accelerator.gather_for_metrics({"x": batch[:, None]})["x"]) == 9
+    assert gathered([str(number) for number in batch.tolist()]) == 9
+    assert gathered(torch.arange(20)) == 40, "what is not of that batch is left whole"
+    assert gathered(torch.arange(3)) == 6
+    state = accelerator.gradient_state
+    assert (state.in_dataloader, state.end_of_dataloader) == (False, False), "nothing is being iterated"
+
+    assert gathered(next(iter(nineteen))) == 10, "the first of two"
+    for number, batch in enumerate(nineteen):
+        if number == 1:
+            last = batch
+            break
+    assert gathered(last) == 9
+    assert gathered(list(itertools.islice(nineteen, 2))[-1]) == 9
+    assert gathered([batch for _, batch in zip(range(2), nineteen, strict=False)][-1]) == 9
+    iterator = iter(nine)
+    assert gathered(next(iterator)) == 9
+    del iterator
+
+    batch = next(iter(nine))
+    found = [gathered(outer) for outer in nineteen]
+    assert found == [10, 9]
+    assert gathered(batch) == 10, "another iteration has begun since"
+    for outer in nineteen:
+        next(iter(nine))
+        assert gathered(outer) == (9 if nineteen.end_of_dataloader else 10), "the loop's own batches count"
+
+
+@ranks(2)
 def test_outside_of_a_loader_nothing_is_dropped(rank: int, world: int) -> None:
     accelerator = Accelerator()
     assert accelerator.gather_for_metrics(torch.tensor([rank])).tolist() == [0, 1]

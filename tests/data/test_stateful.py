@@ -1,9 +1,11 @@
 """Loaders that store their position themselves, through torchdata."""
 
+import multiprocessing
 import pickle
 import sys
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from accel_data.adapter import DataLoaderAdapter
@@ -39,6 +41,120 @@ def test_an_epoch_goes_on_after_the_batch_that_was_handed_out_last(data, num_wor
     other.load_state_dict(position)
     assert lists(other) == [[6, 7], [8, 9], [10]]
     assert lists(other) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
+def test_nothing_is_read_before_the_sampler_is_known(num_workers: int) -> None:
+    children = multiprocessing.active_children()
+
+    def orders(**options):
+        plain = DataLoader(Squares(24), batch_size=2, shuffle=True, num_workers=num_workers)
+        loader = prepare_data_loader(plain, use_seedable_sampler=True, data_seed=3, **options)
+        assert multiprocessing.active_children() == children, "preparing starts no workers"
+        return loader, [lists(loader) for _ in range(2)]
+
+    _, expected = orders()
+    loader, stateful = orders(use_stateful_dataloader=True)
+    assert stateful == expected
+    loader.set_epoch(1)
+    before = torch.get_rng_state()
+    assert loader.state_dict()["_iterator_finished"] is True, "the last epoch has ended"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert lists(loader) == expected[1]
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
+def test_the_position_before_the_first_batch(num_workers: int) -> None:
+    def make_shuffled():
+        torch.manual_seed(1)
+        return make(Squares(12), shuffle=True, num_workers=num_workers)
+
+    expected = [lists(loader := make_shuffled()), lists(loader)]
+    loader = make_shuffled()
+    children = multiprocessing.active_children()
+    position = loader.state_dict()
+    assert multiprocessing.active_children() == children
+    assert [lists(loader), lists(loader)] == expected, "asking changes nothing"
+    other = make_shuffled()
+    other.load_state_dict(position)
+    assert [lists(other), lists(other)] == expected
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_shuffled_epoch_goes_on_in_its_order(dispatch: bool, num_workers: int) -> None:
+    def make_shuffled(seed: int):
+        torch.manual_seed(seed)
+        plain = DataLoader(Squares(13), batch_size=2, shuffle=True, num_workers=num_workers)
+        options = {"dispatch_batches": dispatch, "put_on_device": dispatch, "use_stateful_dataloader": True}
+        return prepare_data_loader(plain, **options)
+
+    loader = make_shuffled(1)
+    lists(loader)
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        if len(found) == 3:
+            position, numbers = pickle.loads(pickle.dumps(loader.state_dict())), torch.get_rng_state()
+    other = make_shuffled(2)
+    other.load_state_dict(position)
+    torch.set_rng_state(numbers)
+    assert lists(other) == found[3:]
+    assert torch.equal(torch.get_rng_state(), numbers), "the numbers of this epoch were drawn when it began"
+    following = lists(other)
+    torch.set_rng_state(numbers)
+    assert lists(loader) == following
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("within", [False, True])
+def test_after_the_end_comes_a_whole_epoch(dispatch: bool, within: bool) -> None:
+    def make_loader():
+        options = {"dispatch_batches": dispatch, "put_on_device": dispatch, "use_stateful_dataloader": True}
+        plain = DataLoader(Squares(12), batch_size=2, shuffle=True)
+        return prepare_data_loader(plain, use_seedable_sampler=True, data_seed=2, **options)
+
+    loader = make_loader()
+    for _ in loader:
+        if loader.end_of_dataloader:
+            position = pickle.loads(pickle.dumps(loader.state_dict()))
+    if not within:
+        position = pickle.loads(pickle.dumps(loader.state_dict()))
+    other = make_loader()
+    other.load_state_dict(position)
+    assert lists(other) == lists(loader)
+
+
+def test_skipping_takes_the_place_of_a_position_that_was_loaded() -> None:
+    loader = make(Squares(8))
+    for _ in loader:
+        position = loader.state_dict()
+        break
+    other = make(Squares(8))
+    other.load_state_dict(position)
+    assert lists(skip_first_batches(other, 1)) == [[2, 3], [4, 5], [6, 7]]
+    assert lists(other) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_data_with_a_state_get_that_of_the_end() -> None:
+    class Epochs(Numbers):
+        epoch = 0
+
+        def __iter__(self):
+            yield from (100 * self.epoch + number for number in super().__iter__())
+            self.epoch += 1
+
+        def state_dict(self):
+            return {"epoch": self.epoch}
+
+        def load_state_dict(self, state):
+            self.epoch = state["epoch"]
+
+    loader = make(Epochs(4))
+    lists(loader)
+    other = make(Epochs(4))
+    other.load_state_dict(loader.state_dict())
+    assert lists(other) == lists(loader) == [[100, 101], [102, 103]]
 
 
 def test_the_end_is_stored_as_such() -> None:

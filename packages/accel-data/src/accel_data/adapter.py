@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from accel_data.epoch_order import undisturbed
 from accel_state.errors import missing_library
 from accel_state.gradient_state import GradientState
 from accel_state.libraries import is_torchdata_stateful_dataloader_available
@@ -32,6 +33,8 @@ LOADER_ARGUMENTS: dict[str, Any] = {
     "pin_memory_device": "",
     "in_order": True,
 }
+ORDER_KEY = "_epoch_order"
+"""What we add to torchdata's state, which it passes over."""
 ORDER_ARGUMENTS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
@@ -61,6 +64,10 @@ class DataLoaderAdapter(DataLoader[Any]):
         ImportError: When torchdata is needed and missing.
     """
 
+    epoch_order: Any = None
+    """What the order of an epoch follows from, an `EpochOrder`, for loaders that have epochs."""
+    _loaded_position: dict[str, Any] | None = None
+
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
@@ -70,11 +77,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
         if use_stateful_dataloader:
             self.__class__ = _stateful_twin(_plain_class(type(self)))  # an instance of torchdata's class, too
-            self.dl_state_dict = self.base_dataloader.state_dict()
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":  # while a copy is being restored
             raise AttributeError(name)
+        if name == "dl_state_dict" and self.use_stateful_dataloader:
+            self.dl_state_dict = self._state_before_reading()
+            return self.dl_state_dict
         return getattr(self.base_dataloader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -88,13 +97,64 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     # ---- torchdata's state --------------------------------------------------------------------------------------
 
+    @property
+    def keeps_position(self) -> bool:
+        """Whether this process knows how far it has come within an epoch."""
+        return self.use_stateful_dataloader
+
     def state_dict(self) -> dict[str, Any]:
-        """Where the last batch was read; only with a stateful loader."""
-        return self.dl_state_dict
+        """Where the last batch was read, and what the order of the epoch follows from; only with a stateful loader."""
+        if self.epoch_order is None:
+            return self.dl_state_dict
+        return {**self.dl_state_dict, ORDER_KEY: self.epoch_order.state_dict(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the last batch; only with a stateful loader."""
-        self.base_dataloader.load_state_dict(state_dict)
+        """Go on after the last batch, in the same order; only with a stateful loader."""
+        self.base_dataloader.load_state_dict({key: value for key, value in state_dict.items() if key != ORDER_KEY})
+        self._loaded_position = self.dl_state_dict = state_dict
+        if self.epoch_order is not None and ORDER_KEY in state_dict:
+            self.epoch_order.restore(self, state_dict[ORDER_KEY])
+
+    def forget_position(self) -> None:
+        """Begin the next iteration with a whole epoch, whatever position was loaded."""
+        if self._loaded_position is not None:
+            self._loaded_position = None
+            self._forget_base_position()
+
+    def _state_before_reading(self) -> dict[str, Any]:
+        """The position before the first batch, for which torchdata starts to read: nothing may notice that."""
+        with undisturbed(self):
+            state = self.base_dataloader.state_dict()
+            self.base_dataloader.load_state_dict(state)  # and ends that; reads anew when it is iterated
+        return state
+
+    def _take_up_position(self) -> bool:
+        """Whether the iteration that begins now does so mid-epoch, because a position was loaded."""
+        loaded, self._loaded_position = self._loaded_position, None
+        if not loaded:
+            return False
+        is_finished = bool(loaded.get("_iterator_finished"))
+        if is_finished and self.keeps_position:
+            self._read_end()
+        return not is_finished
+
+    def _read_end(self) -> None:
+        """Give data and samplers that have a state the one of the end, which was loaded; for the others, forget it.
+
+        torchdata would start to read for that, with workers, and draw random numbers of the epoch that begins.
+        """
+        base = self.base_dataloader
+        if any(
+            callable(getattr(owner, "state_dict", None)) for owner in (base.dataset, base.sampler, base.batch_sampler)
+        ):
+            with undisturbed(self):
+                base.state_dict()
+        else:
+            self._forget_base_position()
+
+    def _forget_base_position(self) -> None:
+        self.base_dataloader.load_state_dict({})
+        self.base_dataloader.next_iter_state = None  # which torchdata keeps
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` for batches that were read but not handed out.

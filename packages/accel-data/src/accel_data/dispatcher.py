@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.epoch_order import EpochOrder
 from accel_data.loader_shard import EpochMixin
 from accel_data.rounds import Rounds, Share
 from accel_data.samplers import batch_sampler_of
@@ -43,6 +44,9 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         kwargs: For `torch.utils.data.DataLoader`.
     """
 
+    keeps_first: Any = None
+    """A `SkipBatchSampler` that knows the first batches of an epoch, also where an iteration begins after them."""
+
     def __init__(
         self,
         dataset: Any,
@@ -66,80 +70,98 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.iteration = iteration
+        self.epoch_order = EpochOrder()
 
-    def _synchronize(self) -> None:
+    def _synchronize(self) -> Callable[[], None] | None:
         # one generator state for all, because each process may draw numbers of its own in between
         synchronize_rng_states(["torch"])
+        return None
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
         state = self.state
         shares: Iterator[Share]
         if state.num_processes == 1:
-            shares = self._read_alone()
+            shares = self._read_alone(settle)
         elif state.process_index == 0:
-            shares = self._read_and_send(Rounds(state))
+            shares = self._read_and_send(Rounds(state), settle)
         else:
             shares = iter(Rounds(state).receive, None)
+            if settle is not None:
+                settle()
         for index, share in enumerate(shares):
             batch = send_to_device(share.batch, state.device, non_blocking=self._non_blocking)
             if share.is_last:
-                self.end_of_dataloader = True
+                self.end_of_dataloader = self.epoch_order.at_end = True
                 self.remainder = share.num_samples
             if index >= self.skip_batches:
                 yield batch
             if share.is_last:
                 return
 
-    def _read_alone(self) -> Iterator[Share]:
+    def _read_alone(self, settle: Callable[[], None] | None) -> Iterator[Share]:
+        for current, is_last in self._read_ahead(settle):
+            yield Share(current[0], is_last, ignorant_find_batch_size(current[0]) or 0)
+
+    # ---- the first process --------------------------------------------------------------------------------------
+
+    def _read_and_send(self, rounds: Rounds, settle: Callable[[], None] | None) -> Iterator[Share]:
+        places = self._places()
+        num_shares = len(set(places))
+        first: Any = None
+        with rounds:
+            ahead = self._read_ahead(settle)
+            while True:
+                with rounds.errors_for_all():
+                    current, is_last = next(ahead, (None, True))
+                    if current is None:
+                        cut = None
+                    elif rows_differ(current):
+                        cut = deal_out(current, num_shares, is_last, self._drop_last)
+                        num_samples = sum(find_batch_size(batch) or 0 for batch in current)
+                    else:
+                        joined = concatenate(current) if len(current) > 1 else current[0]
+                        first = self._beginning(joined, first)
+                        cut, num_samples = self._cut(joined, first, num_shares, is_last)
+                if cut is None:
+                    rounds.send_end()
+                    return
+                yield rounds.send([cut[place] for place in places], is_last, num_samples)
+                if is_last:
+                    return
+
+    def _read_ahead(self, settle: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
+        """The batches of one round after the other, and whether they are the last: the next ones are read before.
+
+        A stateful loader shows the position of the round that is handed out meanwhile, or its end after the last one.
+        """
         reader = self._read_rounds()
         current = next(reader, None)
-        while current is not None:
+        for index in itertools.count():
             position = self._position()
+            if settle is not None and (index == self.skip_batches or current is None):
+                settle()
+                settle = None
+            if current is None:
+                return
             following = next(reader, None)
-            with self._at(position):
-                yield Share(current[0], following is None, ignorant_find_batch_size(current[0]) or 0)
+            ahead = self._position()
+            self._show_position(position if following is not None else ahead)
+            yield current, following is None
+            self._show_position(ahead)
             current = following
+
+    @property
+    def keeps_position(self) -> bool:
+        """Whether this process knows how far it has come within an epoch: only the one that reads does."""
+        return self.use_stateful_dataloader and self.state.process_index == 0
 
     def _position(self) -> Any:
         """Where the base loader stands; only a stateful one knows."""
         return self.dl_state_dict if self.use_stateful_dataloader else None
 
-    @contextmanager
-    def _at(self, position: Any) -> Iterator[None]:
-        """Show the position of the batch that is handed out, while one more has been read."""
-        ahead = self._position()
-        self.dl_state_dict = position
-        yield
-        self.dl_state_dict = ahead
-
-    # ---- the first process --------------------------------------------------------------------------------------
-
-    def _read_and_send(self, rounds: Rounds) -> Iterator[Share]:
-        places = self._places()
-        first: Any = None
-        with rounds:
-            with rounds.errors_for_all():
-                reader = self._read_rounds()
-                current = next(reader, None)
-            if current is None:
-                rounds.send_end()
-            while current is not None:
-                position = self._position()
-                with rounds.errors_for_all():
-                    following = next(reader, None)
-                    if rows_differ(current):
-                        cut = deal_out(current, len(set(places)), following is None, self._drop_last)
-                        num_samples = sum(find_batch_size(batch) or 0 for batch in current)
-                    else:
-                        joined = concatenate(current) if len(current) > 1 else current[0]
-                        first = self._beginning(joined, first)
-                        cut, num_samples = self._cut(joined, first, len(set(places)), following is None)
-                if cut is None:
-                    rounds.send_end()
-                    return
-                with self._at(position):
-                    yield rounds.send([cut[place] for place in places], following is None, num_samples)
-                current = following
+    def _show_position(self, position: Any) -> None:
+        if self.use_stateful_dataloader:
+            self.dl_state_dict = position
 
     def _read_rounds(self) -> Iterator[list[Any]]:
         """The batches of one round after the other."""
@@ -154,6 +176,16 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         self._update_state_dict(finished=True)
         if waiting and not (self._drop_last and len(waiting) < per_round):
             yield waiting
+
+    def _first_of_epoch(self, first: Any) -> Any:
+        """The samples that the epoch began with, where this iteration began after them; `first` otherwise."""
+        batches = self.keeps_first.kept if self.is_mid_epoch and self.keeps_first is not None else []
+        if not batches:
+            return first
+        collate, dataset = self.collate_fn, self.dataset
+        are_lists = self.base_dataloader.batch_sampler is None  # of a sampler that yields batches
+        read = [collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in batches]
+        return self._beginning(concatenate(read) if len(read) > 1 else read[0], None)
 
     def _beginning(self, data: Any, first: Any) -> Any:
         """The first samples, to fill the last round up with."""
@@ -170,6 +202,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             if self._drop_last and size == 0:
                 return None, 0
             if not self._drop_last:
+                first = self._first_of_epoch(first)
                 filler = data if rows_differ([data, first]) else first
                 while (find_batch_size(data) or 0) < (size + 1) * count:
                     data = concatenate([data, filler])

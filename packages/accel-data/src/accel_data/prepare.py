@@ -14,6 +14,7 @@ from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
+from accel_data.skipping import SkipBatchSampler
 from accel_data.split_stream import SplitStream, find_split
 from accel_state.enums import RNGType
 from accel_state.mesh import data_place_of
@@ -89,12 +90,18 @@ def prepare_data_loader(
     prepared: Any
     if dispatch_batches:
         arguments |= _order_for_all(dataloader) | {"generator": None}
+        keeps_first = (
+            _keep_first_batches(arguments, 1 if split_batches else count) if use_stateful_dataloader else None
+        )
         prepared = DataLoaderDispatcher(
             dataloader.dataset, split_batches=split_batches, slice_fn=slice_fn_for_dispatch, **arguments
         )
+        prepared.keeps_first = keeps_first
     else:
         is_shared = count > 1 or (torch_device_mesh is not None and torch_device_mesh.size() > 1)
-        generator = _shared_generator(dataloader.dataset, sampler, use_seedable_sampler) if is_shared else None
+        generator = (
+            _shared_generator(dataloader.dataset, sampler, make=not use_seedable_sampler) if is_shared else None
+        )
         if is_stream:
             dataset, order = _shard_of_stream(dataloader, part, count, index, split_batches)
         else:
@@ -108,6 +115,7 @@ def prepare_data_loader(
             **arguments,
             **order,
         )
+        prepared.draws_together = is_shared and use_seedable_sampler and not is_stream and _draws(sampler)
     if isinstance(sampler, SeedableRandomSampler) and use_seedable_sampler:
         prepared.set_sampler(sampler)
     return prepared
@@ -132,6 +140,15 @@ def _order_for_all(dataloader: DataLoader[Any]) -> dict[str, Any]:
     if dataloader.batch_sampler is None and not isinstance(dataloader.sampler, BatchSampler):
         return {"batch_size": None, "sampler": dataloader.sampler}
     return {"batch_sampler": batch_sampler_of(dataloader)}
+
+
+def _keep_first_batches(arguments: dict[str, Any], num_batches: int) -> Any:
+    """Have the sampler of batches remember the first ones: torchdata passes over them when it resumes an epoch."""
+    if arguments.get("batch_sampler") is None:
+        return None
+    arguments["batch_sampler"] = keeps_first = SkipBatchSampler(arguments["batch_sampler"])
+    keeps_first.keep_first(num_batches)
+    return keeps_first
 
 
 def _shard_of_stream(
@@ -191,16 +208,21 @@ def _choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, dat
     )
 
 
-def _shared_generator(dataset: Any, sampler: Any, use_seedable_sampler: bool) -> Any:
-    """The generator that all processes must draw the same numbers from; made where the sampler has none."""
+def _shared_generator(dataset: Any, sampler: Any, make: bool) -> Any:
+    """The generator that all processes must draw the same numbers from; made, if wanted, where the sampler has none."""
     if isinstance(dataset, IterableDataset):
         return getattr(dataset, "generator", None)
-    if use_seedable_sampler or not hasattr(sampler, "generator"):
+    if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
         return None
-    if sampler.generator is None:
+    if sampler.generator is None and make:
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     return sampler.generator
+
+
+def _draws(sampler: Any) -> bool:
+    """Whether a sampler draws from torch's own generator, because it may have one and has not."""
+    return hasattr(sampler, "generator") and sampler.generator is None
 
 
 def _check_indexed(dataloader: DataLoader[Any], alone: bool, count: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
+from accel_ops.random import common_seed
 from accel_state.public_names import known_as
 
 
@@ -17,7 +18,8 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         args: For `RandomSampler`.
-        data_seed (`int`, *optional*): The seed; torch's initial seed when None.
+        data_seed (`int`, *optional*): The seed; torch's initial seed when None, without what
+            `set_seed(device_specific=True)` added for this process.
         kwargs: For `RandomSampler`.
     """
 
@@ -28,7 +30,7 @@ class SeedableRandomSampler(RandomSampler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        self.initial_seed = data_seed if data_seed is not None else torch.random.initial_seed()
+        self.initial_seed = data_seed if data_seed is not None else common_seed()
         self.epoch = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -59,3 +61,8 @@ def innermost(sampler: Any) -> Any:
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler
     return sampler
+
+
+def index_sampler(dataloader: Any) -> Any:
+    """The user's own sampler of single indices, inside shards and skips; None where there is none."""
+    return getattr(innermost(batch_sampler_of(dataloader)), "sampler", None) or get_sampler(dataloader)

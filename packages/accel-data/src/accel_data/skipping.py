@@ -27,6 +27,12 @@ class SkipBatchSampler(BatchSampler):
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
+        self.num_kept = 0
+        self.kept: list[list[int]] = []
+
+    def keep_first(self, num_batches: int) -> None:
+        """Keep the first batches of every epoch in `kept`, skipped or not: a last round is padded with them."""
+        self.num_kept = num_batches
 
     def __getattr__(self, name: str) -> Any:
         if name == "batch_sampler":  # while a copy is being restored
@@ -34,7 +40,10 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.kept = []
         for index, batch in enumerate(self.batch_sampler):
+            if index < self.num_kept:
+                self.kept.append(list(batch))
             if index >= self.skip_batches:
                 yield batch
 
@@ -85,9 +94,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             stream, which can only be read from the start.
 
     Returns:
-        A new loader, of the same kind. Where the order does not depend on torch's own generator (a seedable sampler, one
-        with a generator, or no shuffling), beginning it draws no numbers from that: those of this epoch were drawn when
-        it began, so after `load_state` dropout goes on as if nothing had happened.
+        A new loader, of the same kind. After `load_state` of a checkpoint saved mid-epoch, it reads that epoch's
+        order, whatever drew it, and beginning it leaves all random numbers where `load_state` set them: dropout continues as
+        if nothing had happened. Without one, the order is the same where it does not depend on torch's own generator (a
+        seedable sampler with its epoch set, or no shuffling).
 
     Raises:
         ValueError: When `num_batches` is negative.
@@ -130,6 +140,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         kind = SkipDataLoader if kind is DataLoader else kind
     else:
         skipping = SkipBatchSampler(batch_sampler_of(dataloader), skip_batches=num_to_skip)
+        if isinstance(dataloader, DataLoaderDispatcher) and dataloader.keeps_first is None:
+            skipping.keep_first(rounds)
         if isinstance(dataloader.sampler, BatchSampler):
             kwargs |= {"sampler": skipping, "batch_size": dataloader.batch_size}
         else:
@@ -137,10 +149,30 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if issubclass(kind, DataLoaderAdapter):
         kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
     rest = kind(dataloader.dataset, **kwargs)
+    if isinstance(dataloader, DataLoaderShard):
+        rest.draws_together = dataloader.draws_together
+    if isinstance(dataloader, DataLoaderDispatcher) and not is_stream:
+        rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.cut = dataloader.cut
+        rest.epoch_order = order = dataloader.epoch_order
+        if num_batches > 0:
+            rest.rest_of = dataloader
+            dataloader.forget_position()
+            if order.is_restored and order.at_end and _has_at_most(dataloader, num_batches):
+                rest.iteration = order.epoch
+        else:
+            rest.rest_of = dataloader.rest_of
         rest.goes_on = dataloader.goes_on or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
     return rest
+
+
+def _has_at_most(dataloader: Any, num_batches: int) -> bool:
+    """Whether so many batches are all that a loader has; taken for granted where it does not know."""
+    try:
+        return len(dataloader) <= num_batches
+    except TypeError:
+        return True
 
 
 def _draws_for_itself(sampler: Any) -> bool:

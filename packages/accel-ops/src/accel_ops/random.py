@@ -15,6 +15,9 @@ from accel_state.enums import RNGType
 from accel_state.libraries import is_numpy_available
 from accel_state.processes import PartialState
 
+_COMMON_SEEDS: dict[int, int] = {}
+"""The seed of its own that `set_seed` gave torch last on this process, and the one it was asked for."""
+
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
     """Seed Python's, numpy's and torch's random generators, on all devices.
@@ -25,6 +28,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             a model (tensor parallelism) count as one, because they must drop out the same.
         deterministic (`bool`): Make torch use deterministic algorithms, or fail where there is none.
     """
+    common = seed
     if device_specific:
         seed += PartialState().process_index // _num_alike()
     random.seed(seed)
@@ -37,8 +41,20 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed_all = getattr(kind.rng_module(), "manual_seed_all", None)
         if seed_all is not None:
             seed_all(seed)
+    _COMMON_SEEDS.clear()
+    if seed != common:
+        _COMMON_SEEDS[torch.initial_seed()] = common
     if deterministic:
         torch.use_deterministic_algorithms(True)
+
+
+def common_seed() -> int:
+    """The seed of torch's generator, without what `set_seed(device_specific=True)` added to it for this process.
+
+    For choices that must be the same on all processes. Seeds that a program gave torch itself come back as they are.
+    """
+    seed = torch.initial_seed()
+    return _COMMON_SEEDS.get(seed, seed)
 
 
 def _num_alike() -> int:
@@ -111,15 +127,21 @@ def capture_rng_state() -> dict[str, Any]:
     Returns:
         A dictionary for `restore_rng_state`; the keys are those of a checkpoint's random states.
     """
+    states = capture_cpu_rng_state()
+    for kind in _generators():
+        module = kind.rng_module()
+        capture = getattr(module, "get_rng_state_all", module.get_rng_state)
+        states[_key(kind)] = capture()
+    return states
+
+
+def capture_cpu_rng_state() -> dict[str, Any]:
+    """The states of the generators that need no device; a part of what `capture_rng_state` returns."""
     states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
     if is_numpy_available():
         import numpy as np
 
         states["numpy_random_seed"] = np.random.get_state()
-    for kind in _generators():
-        module = kind.rng_module()
-        capture = getattr(module, "get_rng_state_all", module.get_rng_state)
-        states[_key(kind)] = capture()
     return states
 
 

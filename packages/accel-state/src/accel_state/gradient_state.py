@@ -30,6 +30,7 @@ class GradientState:
     plugin_kwargs: dict[str, Any] = fact("The settings of the plugin that differ from its defaults.")
     _is_xla_gradients_synced: bool
     _dataloader_references_ref: list[weakref.ref[Any] | None]
+    _left_dataloader_ref: weakref.ref[Any] | None = None
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.__dict__ = self._shared_state
@@ -94,6 +95,14 @@ class GradientState:
         return -1 if loader is None else loader.remainder
 
     @property
+    def left_dataloader(self) -> Any:
+        """The loader whose iteration was left while its last batch was out, as `next(iter(loader))` does.
+
+        None when there is none, or an iteration has begun since.
+        """
+        return None if self._left_dataloader_ref is None else self._left_dataloader_ref()
+
+    @property
     def dataloader_references(self) -> list[Any]:
         """The data loaders being iterated, outermost first, behind a leading None."""
         return [None if reference is None else reference() for reference in self._dataloader_references_ref]
@@ -108,6 +117,11 @@ class GradientState:
             reference for reference in self._dataloader_references_ref if reference is None or reference() is not None
         ]
         self._dataloader_references_ref = [*alive, weakref.ref(dataloader)]
+        self._left_dataloader_ref = None
+
+    def _leave_dataloader(self, dataloader: Any) -> None:
+        """Called by a prepared loader whose iteration is given up before its end, after `_remove_dataloader`."""
+        self._left_dataloader_ref = weakref.ref(dataloader) if dataloader.end_of_dataloader else None
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Called by a prepared loader when its iteration ends."""
@@ -139,7 +153,7 @@ class GradientState:
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but the data loaders, which stay with this process."""
-        return {**self.__dict__, "_dataloader_references_ref": [None]}
+        return {**self.__dict__, "_dataloader_references_ref": [None], "_left_dataloader_ref": None}
 
     def __repr__(self) -> str:
         return (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.batches import ignorant_find_batch_size
 from accel_ops.collectives import gather, gather_object
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import recursively_apply
@@ -31,7 +32,7 @@ def gather_for_metrics(
     Args:
         input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
         use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
-        state: Knows the data loader that is being iterated.
+        state: Knows the data loader that is being iterated, or was left at its last batch.
         config: Knows which processes share a batch; none do when it is None.
 
     Returns:
@@ -42,9 +43,13 @@ def gather_for_metrics(
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
     gathered = _gather_batches(input_data, as_objects, config)
-    if not state.end_of_dataloader:
+    left = None if state.in_dataloader else state.left_dataloader
+    if left is not None:
+        remainder = left.remainder if _is_last_round(gathered, left) else 0
+    elif state.end_of_dataloader:
+        remainder = state.remainder
+    else:
         return gathered
-    remainder = state.remainder
     if remainder < 0:
         logger.info("The length of the data is unknown, so samples that fill up the last batch cannot be dropped.")
     if remainder <= 0:
@@ -52,6 +57,18 @@ def gather_for_metrics(
     if as_objects:
         return gathered[:remainder] if isinstance(gathered, list) else gathered
     return _first(gathered, remainder)
+
+
+def _is_last_round(gathered: Any, loader: Any) -> bool:
+    """Whether as much was gathered as the last batches of a loader hold that is not iterated any more.
+
+    Other things are gathered then, too, and nothing may be dropped of them.
+    """
+    if loader.remainder <= 0:
+        return False
+    size = len(gathered) if isinstance(gathered, list) else ignorant_find_batch_size(gathered)
+    count = PartialState().num_processes
+    return size in (loader.total_batch_size, -(-loader.remainder // count) * count)
 
 
 def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | None) -> Any:

@@ -14,17 +14,21 @@ def is_stateful(loader: Any) -> bool:
 
 def loader_position(loader: Any) -> dict[str, Any] | None:
     """How far this process has come in a loader; None for loaders that do not keep count."""
-    return loader.state_dict() if is_stateful(loader) else None
+    keeps_position = getattr(loader, "keeps_position", False)
+    return loader.state_dict() if keeps_position else None
 
 
 def order_state(loader: Any) -> dict[str, Any] | None:
-    """What the order of a loader's samples depends on; None where it follows from the random states alone."""
+    """What the order of a loader's samples depends on; None where nothing is known of it."""
+    order = getattr(loader, "epoch_order", None)
+    if order is None:  # not prepared here
+        has_epochs = callable(getattr(getattr(loader, "dataset", None), "set_epoch", None))
+        return {"iteration": getattr(loader, "iteration", 0)} if has_epochs else None
+    state: dict[str, Any] = order.state_dict(loader)
     sampler = _seedable_sampler(loader)
     if sampler is not None:
-        return {"initial_seed": sampler.initial_seed, "epoch": sampler.epoch, "iteration": loader.iteration}
-    if callable(getattr(getattr(loader, "dataset", None), "set_epoch", None)):
-        return {"iteration": getattr(loader, "iteration", 0)}
-    return None
+        state |= {"initial_seed": sampler.initial_seed, "epoch": state["iteration"]}
+    return state
 
 
 def restore_order(loader: Any, state: dict[str, Any]) -> None:
@@ -32,7 +36,11 @@ def restore_order(loader: Any, state: dict[str, Any]) -> None:
     sampler = _seedable_sampler(loader)
     if sampler is not None and "initial_seed" in state:
         sampler.initial_seed, sampler.epoch = state["initial_seed"], state["epoch"]
-    loader.iteration = state["iteration"]
+    order = getattr(loader, "epoch_order", None)
+    if order is None:
+        loader.iteration = state["iteration"]
+    else:
+        order.restore(loader, state)
 
 
 def _seedable_sampler(loader: Any) -> SeedableRandomSampler | None:

@@ -1,0 +1,168 @@
+"""What the order of an epoch follows from, so that its rest can be read after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, index_sampler, innermost
+from accel_ops.random import capture_cpu_rng_state, restore_rng_state
+
+TORCH_SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler, SubsetRandomSampler, SeedableRandomSampler)
+"""These draw from torch's generator or one of their own; others may draw from Python's or numpy's."""
+RNG_KEYS = ("random_state", "numpy_random_seed", "torch_manual_seed")
+
+
+@dataclass
+class Rewound:
+    """Random generators that were set back to the start of an epoch, until the order has been drawn again.
+
+    Attributes:
+        states: Where the process's own generators stood before.
+        lent: Samplers that drew from torch's own generator when the epoch began, with the generator they have now.
+    """
+
+    states: dict[str, Any]
+    lent: list[tuple[Any, torch.Generator]]
+
+    def settle(self) -> None:
+        """Go on drawing where the process stood before: call this once the first batch has been read."""
+        restore_rng_state(self.states)
+        for sampler, generator in self.lent:
+            sampler.generator = generator
+
+
+class EpochOrder:
+    """The random states from which the order of a loader's epoch was drawn.
+
+    Shared by a loader and those that `skip_first_batches` makes from it, because they read the same epoch. Restored from
+    a checkpoint, it lets the rest of that epoch be read in the same order, on any number of processes, and leaves the
+    process's own random numbers where `load_state` set them.
+
+    Attributes:
+        start: The states when the epoch under way began; None between epochs.
+        epoch: The number of that epoch.
+        is_restored: True from loading a checkpoint made mid-epoch until an epoch begins.
+        at_end: True while the last batch of the epoch is handed out.
+    """
+
+    def __init__(self) -> None:
+        self.start: dict[str, Any] | None = None
+        self.epoch = 0
+        self.is_restored = False
+        self.at_end = False
+
+    # ---- an epoch -----------------------------------------------------------------------------------------------
+
+    def begin(self, loader: Any) -> None:
+        """Note from which states a new epoch of `loader` is drawn."""
+        from_torch = type(index_sampler(loader)) in TORCH_SAMPLERS
+        states = {"torch_manual_seed": torch.get_rng_state()} if from_torch else capture_cpu_rng_state()
+        self.start = {**states, "generators": generator_states(loader)}
+        self.epoch = loader.iteration
+        self.is_restored = self.at_end = False
+
+    def rewind(self, loader: Any) -> Rewound:
+        """Set random generators back to the start of the restored epoch; see `Rewound.settle`."""
+        assert self.start is not None
+        rewound = Rewound(capture_cpu_rng_state(), [])
+        generators = self.start.get("generators", {})
+        for name, owner in _owners(loader).items():
+            if isinstance(owner, SeedableRandomSampler) or name not in generators:
+                continue
+            if generators[name] is not None:
+                _set_generator(owner, generators[name])
+            elif owner.generator is not None and name == "sampler":  # saved by one process, which needs none
+                rewound.lent.append((owner, owner.generator))
+                owner.generator = None
+        restore_rng_state({key: self.start[key] for key in RNG_KEYS if key in self.start})
+        self.is_restored = self.at_end = False
+        return rewound
+
+    def finish(self) -> None:
+        """The epoch has been read to its end."""
+        self.start = None
+        self.is_restored = self.at_end = False
+
+    # ---- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self, loader: Any) -> dict[str, Any]:
+        """The number of the next epoch to begin, where generators of its own stand, and the epoch under way.
+
+        Args:
+            loader: Whose order this is.
+
+        Returns:
+            Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch.
+        """
+        state: dict[str, Any] = {"iteration": loader.iteration, "generators": generator_states(loader)}
+        if self.start is not None:
+            state["epoch_start"] = {**self.start, "epoch": self.epoch}
+            if self.at_end and loader.iteration == self.epoch:  # nothing is left of it: the next one begins
+                state["iteration"] += 1
+        return state
+
+    @classmethod
+    def restore(cls, loader: Any, state: dict[str, Any]) -> None:
+        """Have `loader` read on as the one did whose `state_dict` this is; the order that it had is left as it is."""
+        order = cls()
+        order.start = dict(state["epoch_start"]) if state.get("epoch_start") is not None else None
+        order.epoch = state["iteration"] if order.start is None else order.start.pop("epoch")
+        order.is_restored = order.start is not None
+        order.at_end = order.is_restored and state["iteration"] > order.epoch
+        for name, owner in _owners(loader).items():
+            saved = state.get("generators", {}).get(name)
+            if saved is not None and not isinstance(owner, SeedableRandomSampler):
+                _set_generator(owner, saved)
+        loader.iteration = state["iteration"]
+        loader.epoch_order = order
+
+
+@contextmanager
+def undisturbed(loader: Any) -> Iterator[None]:
+    """Put all random generators that a loader draws from back to where they were."""
+    states, generators = capture_cpu_rng_state(), generator_states(loader)
+    try:
+        yield
+    finally:
+        restore_rng_state(states)
+        for name, owner in _owners(loader).items():
+            state = generators[name]
+            if state is not None:
+                _set_generator(owner, state)
+
+
+def generator_states(loader: Any) -> dict[str, torch.Tensor | None]:
+    """Where the generators of a loader's own stand; None for what draws from torch's."""
+    return {
+        name: None if owner.generator is None else owner.generator.get_state()
+        for name, owner in _owners(loader).items()
+    }
+
+
+def _owners(loader: Any) -> dict[str, Any]:
+    """What draws the order of a loader's samples, where it may have a generator of its own."""
+    batches = innermost(batch_sampler_of(loader))
+    found = {
+        "sampler": index_sampler(loader),
+        "batch_sampler": batches,
+        "loader": loader.base_dataloader,
+        "dataset": getattr(loader.dataset, "dataset", loader.dataset),  # inside the shard of a stream
+    }
+    return {
+        name: owner
+        for name, owner in found.items()
+        if isinstance(getattr(owner, "generator", ""), (torch.Generator, type(None)))
+    }
+
+
+def _set_generator(owner: Any, state: torch.Tensor) -> None:
+    """Set a generator to a saved state; one is made where the number of processes that saved it called for one."""
+    if owner.generator is None:
+        owner.generator = torch.Generator()
+    owner.generator.set_state(state.cpu())
