@@ -41,6 +41,7 @@ from accelerate.arguments import (
     resolve_project,
     resolve_rng_types,
 )
+from accelerate.checkpoint.attendance import attendance
 from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
 from accelerate.neighbours import found_among_neighbours
@@ -525,6 +526,8 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Go on only when all processes have come here."""
+        if self.state.use_distributed and (notes := attendance()) is not None:
+            notes.note_wait()  # so that nobody waits for this rank elsewhere
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -19,6 +19,7 @@ from accel_integrations.checkpoints.stored_states import is_divided
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
+from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome, warn_of_saving_alone
 from accelerate.checkpoint.load import (
     Checkpoint,
     Receivers,
@@ -30,6 +31,7 @@ from accelerate.checkpoint.load import (
     read_state,
     warn_of_other_world_size,
 )
+from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
     numbered_checkpoints,
@@ -37,12 +39,13 @@ from accelerate.checkpoint.naming import (
     remove_oldest,
 )
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
-from accelerate.checkpoint.transaction import FileWriter, Transaction
+from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.attendance import Call
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -110,11 +113,29 @@ class CheckpointKeeper:
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
-        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        accelerator = self._accelerator
         options = _known_options(save_model_func_kwargs, accelerator.engine.options_of_saving)
         folder = self._target(output_dir)
+        call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
+        if call is None or call.everyone:
+            return self._save(self._same_name(folder, call), Ranks(accelerator.state), safe_serialization, options)[0]
+        if accelerator.state.process_index > 0:
+            return self._add_own_state(call, folder)
+        with telling_outcome(call) as outcome:
+            ranks = Ranks(accelerator.state, alone=True)
+            saved, outcome["token"] = self._save(folder, ranks, safe_serialization, options)
+            outcome["folder"] = os.path.abspath(saved)
+        warn_of_saving_alone(call, saved)
+        return saved
+
+    def _save(self, folder: Path, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]) -> tuple[Path, str]:
+        """Write a checkpoint with the processes that take part.
+
+        Returns:
+            Its folder, and what the others must put into files that they add later.
+        """
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
         target = Path(os.path.abspath(folder))
-        ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, target)
         ranks.together("find one folder for all", lambda: self._check_storage(storage, target))
         ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
@@ -137,6 +158,42 @@ class CheckpointKeeper:
         project.iteration += 1
         if project.automatic_checkpoint_naming and storage.is_owner and project.total_limit is not None:
             _remove_surplus(target, project.total_limit)
+        return folder, transaction.token
+
+    def _same_name(self, folder: Path, call: Call | None) -> Path:
+        """The name under which the main process saves, where names are automatic: it may have saved alone before."""
+        project = self._accelerator.project_configuration
+        if call is None or not project.automatic_checkpoint_naming:
+            return folder
+        project.iteration = call.facts["iteration"]
+        return folder.with_name(f"checkpoint_{project.iteration}")
+
+    def _add_own_state(self, call: Call, folder: Path) -> Path:
+        """Add this rank's random states to a checkpoint that the main process did not wait with."""
+        accelerator = self._accelerator
+        folder = self._same_name(folder, call)
+        outcome = outcome_of(call, "save_state")
+        if "error" in outcome:
+            raise RuntimeError(f"Process 0 could not save the training state: {outcome['error']}")
+        if not outcome:
+            return folder  # nobody can be asked any more
+        accelerator.project_configuration.iteration += 1
+        published = Path(outcome["folder"])
+        manifest = Manifest.read(published)
+        if manifest is None or manifest.token != outcome["token"]:
+            warnings.warn(
+                f"Process {accelerator.state.process_index} came to save_state after {published} was written, and cannot add "
+                "its random states: it does not see that checkpoint, or it has been replaced since",
+                stacklevel=4,
+            )
+            return folder
+        write_own_state(
+            FolderWriter(published),
+            accelerator._dataloaders,
+            accelerator.state.process_index,
+            accelerator.step,
+            token=manifest.token,
+        )
         return folder
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
@@ -237,21 +294,40 @@ class CheckpointKeeper:
         folder = Path(os.path.abspath(Path(save_directory).expanduser()))
         if folder.is_file():
             raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
-        ranks = Ranks(accelerator.state)
-        storage = find_storage(ranks, folder)
-        state_dict = accelerator.get_state_dict(model)
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
+        if call is None or call.everyone:
+            ranks = Ranks(accelerator.state)
+            storage = find_storage(ranks, folder)
+            state_dict = self._values_of(model)
+            is_writer = storage.writes_shared(on_each_node)
+            doing = f"write the model folder {folder}"
+            ranks.together(
+                doing,
+                lambda: (
+                    write_model_folder(state_dict, folder, max_shard_size, safe_serialization) if is_writer else None
+                ),
+            )
+        elif accelerator.state.process_index > 0:
+            if error := outcome_of(call, "save_model").get("error"):
+                raise RuntimeError(f"Process 0 could not write the model folder {folder}: {error}")
+        else:
+            with telling_outcome(call):
+                write_model_folder(self._values_of(model), folder, max_shard_size, safe_serialization)
+
+    def _values_of(self, model: nn.Module) -> dict[str, Any]:
+        """The whole model's tensors.
+
+        Raises:
+            RuntimeError: Some have no values.
+        """
+        state_dict = self._accelerator.get_state_dict(model)
         if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
             raise RuntimeError(
                 f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
                 "device. Load a checkpoint into the model first."
             )
-        is_writer = storage.writes_shared(accelerator.project_configuration.save_on_each_node)
-
-        def write() -> None:
-            if is_writer:
-                write_model_folder(state_dict, folder, max_shard_size, safe_serialization)
-
-        ranks.together(f"write the model folder {folder}", write)
+        return state_dict
 
     # ---- loading ------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from accel_ops.modules import model_has_dtensor
 from accel_ops.random import restore_rng_state
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
+from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
 from accelerate.checkpoint.loaders import is_stateful, restore_order
 from accelerate.checkpoint.manifest import Manifest, share_of
@@ -193,6 +194,8 @@ def _read_all(
         _check_count(checkpoint, kind, name, count)
         return [read_dict(numbered(name, index), location) for index in range(count)]
 
+    late = frozenset(added_by(checkpoint.folder, checkpoint.manifest, process_index))
+    own_names = checkpoint.names | late
     for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)):
         state.weights.append(_read_weights(checkpoint, index, options))
     state.optimizers = read_each(
@@ -204,7 +207,7 @@ def _read_all(
         if (name := numbered(f"{SAMPLER_NAME}.bin", index)) in checkpoint.names:
             state.samplers[index] = _read_sampler(checkpoint, name, read_dict)
         positions = (position_file(index, process_index), position_file(index, 0))
-        if is_stateful(loader) and (name := next((name for name in positions if name in checkpoint.names), "")):
+        if is_stateful(loader) and (name := next((name for name in positions if name in own_names), "")):
             state.positions[index] = read_dict(name)
     if receivers.scaler is not None:
         if SCALER_NAME in checkpoint.names:
@@ -214,8 +217,9 @@ def _read_all(
                 f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew",
                 stacklevel=2,
             )
-    if (name := random_states_file(process_index)) in checkpoint.names:
+    if (name := random_states_file(process_index)) in own_names:
         state.random_states = read_dict(name)
+        state.random_states.pop(TOKEN_KEY, None)
         state.step = state.random_states.pop("step", None)
     elif checkpoint.manifest is not None:
         state.step = checkpoint.manifest.step
@@ -388,6 +392,8 @@ def _apply(objects: Iterable[Any], states: Iterable[Any]) -> None:
 def warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None:
     """Say what cannot be restored when the number of processes has changed."""
     saved = checkpoint.world_size
+    if saved == num_processes:
+        _warn_of_absent(checkpoint)
     if saved in (0, num_processes):
         return
     first, last = sorted((saved, num_processes))
@@ -403,3 +409,16 @@ def warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None
         "per process anew if the global one is to stay",
         stacklevel=4,
     )
+
+
+def _warn_of_absent(checkpoint: Checkpoint) -> None:
+    """Say whose random states are missing because the main process saved alone."""
+    manifest = checkpoint.manifest
+    absent = [rank for rank in manifest.absent if not added_by(checkpoint.folder, manifest, rank)] if manifest else []
+    if absent:
+        warnings.warn(
+            f"The checkpoint {os.fspath(checkpoint.folder)} was saved by the main process alone: random choices start anew on "
+            f"processes {', '.join(map(str, absent))}. Everything else is complete; call save_state on all processes to save "
+            "their random states, too",
+            stacklevel=5,
+        )

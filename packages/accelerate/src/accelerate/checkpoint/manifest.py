@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -47,6 +47,8 @@ class Manifest:
         step: The accelerator's step counter.
         iteration: Number of the checkpoint under automatic naming.
         versions: Of the programs that wrote it.
+        absent: Ranks that did not take part in the save, so that their random states are not among the files.
+        token: What files that these ranks add later must carry to count.
     """
 
     files: Mapping[str, FileRecord]
@@ -54,6 +56,8 @@ class Manifest:
     step: int
     iteration: int
     versions: Mapping[str, str] = field(default_factory=current_versions)
+    absent: Sequence[int] = ()
+    token: str = ""
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, down to the disk."""
@@ -97,7 +101,10 @@ class Manifest:
             if type(number) is not int:
                 raise TypeError(f"{key!r} is {number!r}")
         versions = {str(key): str(value) for key, value in content["versions"].items()}
-        return cls(files, versions=versions, **numbers)
+        absent, token = content.get("absent", []), content.get("token", "")
+        if not isinstance(token, str) or not all(type(rank) is int for rank in absent):
+            raise TypeError(f"'absent' is {absent!r}, 'token' is {token!r}")
+        return cls(files, versions=versions, absent=absent, token=token, **numbers)
 
     def check_sizes(self, folder: Path) -> None:
         """See that every file is there in full length.
