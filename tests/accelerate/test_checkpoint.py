@@ -297,6 +297,46 @@ def test_the_newest_complete_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert kept.project_configuration.iteration == 11
 
 
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path)
+    for value in range(3):
+        kept.fill(value)
+        kept.save_state()
+    folder = tmp_path / "checkpoints"
+    flip_a_byte(folder / "checkpoint_2" / "model.safetensors")
+    with pytest.warns(
+        UserWarning, match=r"Loading \S+checkpoint_1, because .*checkpoint_2 is damaged: 'model.safetensors'"
+    ):
+        kept.load_state()
+    assert kept.values() == {1.0}
+    flip_a_byte(folder / "checkpoint_1" / "optimizer.bin")
+    with pytest.warns(UserWarning, match="checkpoint_0, because .*checkpoint_2 is damaged.*checkpoint_1 is damaged"):
+        kept.load_state()
+    assert kept.values() == {0.0}
+    with pytest.raises(ValueError, match="'model.safetensors' has the checksum"):  # a folder that is named is meant
+        kept.load_state(folder / "checkpoint_2")
+    flip_a_byte(folder / "checkpoint_0" / "optimizer.bin")
+    with pytest.raises(
+        ValueError, match=r"no complete checkpoint in .*checkpoint_2 is .*checkpoint_1 is .*checkpoint_0 is"
+    ):
+        kept.load_state()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_passed_over(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path)
+    kept.save_state()
+    kept.save_state()
+    kept._custom_objects.append(Counter())
+    with pytest.raises(RuntimeError, match="1 registered objects, but 2"):
+        kept.load_state()
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no complete checkpoint in .*nothing was saved there yet"):
         make_kept(tmp_path).load_state()

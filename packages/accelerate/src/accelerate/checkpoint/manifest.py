@@ -24,6 +24,10 @@ MAX_MANIFEST_BYTES = 1 << 28
 MAX_VERIFYING_THREADS = 4
 
 
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was saved: another one may be."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """Size in bytes and CRC-32 of a file."""
@@ -120,7 +124,7 @@ class Manifest:
                 size = None
             if size != record.size:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise ValueError(
+                raise DamagedCheckpointError(
                     f"The checkpoint {folder} is not complete: {name!r} {found}, its manifest says {record.size} bytes. "
                     "Load another checkpoint"
                 )
@@ -137,7 +141,7 @@ class Manifest:
             found = pool.map(checksum_file, [path_inside(folder, name) for name in order])
             for name, checksum in zip(order, found, strict=True):
                 if checksum != (expected := self.files[name].crc32):
-                    raise ValueError(
+                    raise DamagedCheckpointError(
                         f"The checkpoint {folder} is damaged: {name!r} has the checksum {checksum}, its manifest says "
                         f"{expected}. Load another checkpoint, or copy this one again"
                     )
