@@ -19,6 +19,7 @@ from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome,
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
+    living_writer,
     numbered_checkpoints,
     remove_leftovers,
     remove_oldest,
@@ -190,6 +191,11 @@ class CheckpointKeeper:
         if not self._accelerator.project_configuration.automatic_checkpoint_naming:
             return
         if target.exists():
+            if (owner := living_writer(target)) is not None:
+                raise ValueError(
+                    f"The checkpoint {target} was written by another job that may still run ({owner}): give each job a "
+                    "project_dir of its own, or set iteration in ProjectConfiguration"
+                )
             raise ValueError(
                 f"The checkpoint {target} exists already: load_state() first to go on after it, or set iteration in "
                 "ProjectConfiguration, or remove it"

@@ -17,6 +17,7 @@ import torch
 from accel_ops.checksum import checksum_file
 from accel_ops.durable import DurableFile
 from accel_ops.filenames import MANIFEST_NAME
+from accel_ops.owners import Owner
 from accel_ops.staging import path_inside
 
 FORMAT = 1
@@ -53,6 +54,7 @@ class Manifest:
         versions: Of the programs that wrote it.
         absent: Ranks that did not take part in the save, so that their random states are not among the files.
         token: What files that these ranks add later must carry to count.
+        writer: The process that wrote it, as the name of an `accel_ops.owners.Owner`.
     """
 
     files: Mapping[str, FileRecord]
@@ -62,6 +64,7 @@ class Manifest:
     versions: Mapping[str, str] = field(default_factory=current_versions)
     absent: Sequence[int] = ()
     token: str = ""
+    writer: str = field(default_factory=lambda: Owner.this_process().name)
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, down to the disk."""
@@ -108,7 +111,8 @@ class Manifest:
         absent, token = content.get("absent", []), content.get("token", "")
         if not isinstance(token, str) or not all(type(rank) is int for rank in absent):
             raise TypeError(f"'absent' is {absent!r}, 'token' is {token!r}")
-        return cls(files, versions=versions, absent=absent, token=token, **numbers)
+        writer = str(content.get("writer", ""))
+        return cls(files, versions=versions, absent=absent, token=token, writer=writer, **numbers)
 
     def check_sizes(self, folder: Path) -> None:
         """See that every file is there in full length.
