@@ -281,6 +281,22 @@ def test_folders_are_asked_for(tmp_path: Path) -> None:
         nowhere.load_state()
 
 
+def test_a_project_folder_is_enough_for_automatic_names(tmp_path: Path) -> None:
+    kept = make_kept()
+    kept.project_configuration.project_dir = tmp_path
+    kept.project_configuration.total_limit = 2
+    for value in range(3):
+        kept.fill(value)
+        assert kept.save_state() == tmp_path / "checkpoints" / f"checkpoint_{value}"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+    assert kept.save_state(tmp_path / "mine") == tmp_path / "mine"  # a name that is given counts
+    again = make_kept()
+    again.project_configuration.project_dir = tmp_path
+    again.load_state()
+    assert again.values() == {2.0}
+    assert again.save_state().name == "checkpoint_3"
+
+
 # ---- which one is loaded ----------------------------------------------------------------------------------------
 
 

@@ -80,20 +80,25 @@ class CheckpointKeeper:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
         accelerator = self._accelerator
         options = _known_options(save_model_func_kwargs, accelerator.engine.options_of_saving)
-        folder = self._target(output_dir)
+        folder, is_automatic = self._target(output_dir)
         call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
+        if call is not None and is_automatic:  # the main process may have saved alone before
+            accelerator.project_configuration.iteration = call.facts["iteration"]
+            folder = folder.with_name(f"checkpoint_{call.facts['iteration']}")
         if call is None or call.everyone:
-            return self._save(self._same_name(folder, call), Ranks(accelerator.state), safe_serialization, options)[0]
+            return self._save(folder, is_automatic, Ranks(accelerator.state), safe_serialization, options)[0]
         if accelerator.state.process_index > 0:
             return self._add_own_state(call, folder)
         with telling_outcome(call) as outcome:
             ranks = Ranks(accelerator.state, alone=True)
-            saved, outcome["token"] = self._save(folder, ranks, safe_serialization, options)
+            saved, outcome["token"] = self._save(folder, is_automatic, ranks, safe_serialization, options)
             outcome["folder"] = os.path.abspath(saved)
         warn_of_saving_alone(call, saved)
         return saved
 
-    def _save(self, folder: Path, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]) -> tuple[Path, str]:
+    def _save(
+        self, folder: Path, is_automatic: bool, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]
+    ) -> tuple[Path, str]:
         """Write a checkpoint with the processes that take part.
 
         Returns:
@@ -103,7 +108,8 @@ class CheckpointKeeper:
         target = Path(os.path.abspath(folder))
         storage = find_storage(ranks, target)
         ranks.together("find one folder for all", lambda: self._check_storage(storage, target))
-        ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
+        if is_automatic:
+            ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
         with Transaction(ranks, storage, target) as transaction:
             weights: list[dict[str, Any]] = []
@@ -121,22 +127,13 @@ class CheckpointKeeper:
             )
             transaction.publish(accelerator.step, project.iteration)
         project.iteration += 1
-        if project.automatic_checkpoint_naming and storage.is_owner and project.total_limit is not None:
+        if is_automatic and storage.is_owner and project.total_limit is not None:
             _remove_surplus(target, project.total_limit)
         return folder, transaction.token
-
-    def _same_name(self, folder: Path, call: Call | None) -> Path:
-        """The name under which the main process saves, where names are automatic: it may have saved alone before."""
-        project = self._accelerator.project_configuration
-        if call is None or not project.automatic_checkpoint_naming:
-            return folder
-        project.iteration = call.facts["iteration"]
-        return folder.with_name(f"checkpoint_{project.iteration}")
 
     def _add_own_state(self, call: Call, folder: Path) -> Path:
         """Add this rank's random states to a checkpoint that the main process did not wait with."""
         accelerator = self._accelerator
-        folder = self._same_name(folder, call)
         outcome = outcome_of(call, "save_state")
         if "error" in outcome:
             raise RuntimeError(f"Process 0 could not save the training state: {outcome['error']}")
@@ -161,22 +158,20 @@ class CheckpointKeeper:
         )
         return folder
 
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+        """The folder to be, and whether it has an automatic name."""
         project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming:
-            if output_dir is not None:
-                warnings.warn(
-                    f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
-                    "or set automatic_checkpoint_naming=False",
-                    stacklevel=4,
-                )
-            return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}"
-        if output_dir is None:
-            raise TypeError(
-                "save_state() needs a folder: pass output_dir, or "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+        if output_dir is not None and not project.automatic_checkpoint_naming:
+            return Path(output_dir).expanduser(), False
+        if output_dir is not None:
+            warnings.warn(
+                f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
+                "or set automatic_checkpoint_naming=False",
+                stacklevel=4,
             )
-        return Path(output_dir).expanduser()
+        elif project.project_dir is None and not project.automatic_checkpoint_naming:
+            raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...)")
+        return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}", True
 
     def _check_storage(self, storage: Storage, target: Path) -> None:
         """Refuse to divide a state between folders that do not see each other: none could be loaded."""
@@ -188,8 +183,6 @@ class CheckpointKeeper:
 
     def _make_room(self, target: Path) -> None:
         """Refuse a taken automatic name, and clean up after killed runs."""
-        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
-            return
         if target.exists():
             if (owner := living_writer(target)) is not None:
                 raise ValueError(

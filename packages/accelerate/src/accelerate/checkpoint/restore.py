@@ -92,7 +92,8 @@ class StateLoader:
             accelerator.step = state.step
         if ranks.is_first:
             warn_of_other_world_size(checkpoint, ranks.count)
-        self._go_on_counting()
+        if accelerator.project_configuration.automatic_checkpoint_naming or input_dir is None:
+            self._go_on_counting()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -147,11 +148,8 @@ class StateLoader:
         """The folder to load from, on process 0, with nothing left to finish in it."""
         project = self._accelerator.project_configuration
         if input_dir is None:
-            if not project.automatic_checkpoint_naming:
-                raise ValueError(
-                    "load_state() needs a folder: pass input_dir, or "
-                    "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-                )
+            if project.project_dir is None and not project.automatic_checkpoint_naming:
+                raise ValueError("load_state() needs a folder: pass input_dir, or Accelerator(project_dir=...)")
             checkpoint, self._passed_over = find_newest(checkpoints_folder(project.project_dir), self._skipped)
             return checkpoint.folder
         folder = Path(input_dir).expanduser()
@@ -216,7 +214,7 @@ class StateLoader:
 
     def _go_on_counting(self) -> None:
         project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming and project.project_dir is not None:
+        if project.project_dir is not None:
             last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
 
