@@ -88,7 +88,7 @@ class Undo:
 
     def keep_values(self, model: nn.Module) -> None:
         """Keep the values of a model in CPU memory."""
-        kept = [
+        kept: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = [
             (tensors, name, tensor, tensor.detach().to("cpu", copy=True))
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
