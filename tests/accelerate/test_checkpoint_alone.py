@@ -251,3 +251,20 @@ def test_once_some_have_come_all_are_waited_for(rank: int, tmp_path: Path, monke
     manifest = json.loads((tmp_path / "state" / "manifest.json").read_bytes())
     assert not manifest["absent"]
     assert "random_states_2.pkl" in manifest["files"]
+
+
+@ranks(2)
+def test_a_rank_that_has_left_is_not_waited_for(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 1e6)
+    accelerator, _ = trained()
+    if rank == 0:
+        with pytest.warns(UserWarning, match="without the others"):
+            accelerator.save_state(tmp_path / "state")
+        accelerator.end_training()
+        accelerator.save_model(accelerator._models[0], tmp_path / "model")  # nobody can be asked any more
+        accelerator.save_state(tmp_path / "after")
+        assert sorted(os.listdir(tmp_path)) == ["after", "model", "state"]
+    else:
+        accelerator.end_training()
+        accelerator.save_state(tmp_path / "after")  # likewise: it has nothing to add
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool waits in one

@@ -204,6 +204,7 @@ class Accelerator:
         )
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
+        attendance()  # from here on, nobody waits for this rank in a save once it has ended
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""

@@ -89,7 +89,10 @@ class Attendance:
 
     def leave(self) -> None:
         """Leave a note that this rank takes part in nothing any more."""
-        if self._rank > 0:  # the store may end with the main process
+        is_current = (
+            dist.is_initialized() and self._weak_group() is dist.group.WORLD
+        )  # another one's store may be gone
+        if self._rank > 0 and is_current:  # the store may end with the main process
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"at/{self._rank}", "left")
 
