@@ -281,6 +281,22 @@ def test_folders_are_asked_for(tmp_path: Path) -> None:
         nowhere.load_state()
 
 
+def test_a_project_folder_is_enough_for_automatic_names(tmp_path: Path) -> None:
+    kept = make_kept()
+    kept.project_configuration.project_dir = tmp_path
+    kept.project_configuration.total_limit = 2
+    for value in range(3):
+        kept.fill(value)
+        assert kept.save_state() == tmp_path / "checkpoints" / f"checkpoint_{value}"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+    assert kept.save_state(tmp_path / "mine") == tmp_path / "mine"  # a name that is given counts
+    again = make_kept()
+    again.project_configuration.project_dir = tmp_path
+    again.load_state()
+    assert again.values() == {2.0}
+    assert again.save_state().name == "checkpoint_3"
+
+
 # ---- which one is loaded ----------------------------------------------------------------------------------------
 
 
@@ -295,6 +311,46 @@ def test_the_newest_complete_checkpoint_is_loaded(tmp_path: Path) -> None:
         kept.load_state()
     assert kept.values() == {1.0}
     assert kept.project_configuration.iteration == 11
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_aloud(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path)
+    for value in range(3):
+        kept.fill(value)
+        kept.save_state()
+    folder = tmp_path / "checkpoints"
+    flip_a_byte(folder / "checkpoint_2" / "model.safetensors")
+    with pytest.warns(
+        UserWarning, match=r"Loading \S+checkpoint_1, because .*checkpoint_2 is damaged: 'model.safetensors'"
+    ):
+        kept.load_state()
+    assert kept.values() == {1.0}
+    flip_a_byte(folder / "checkpoint_1" / "optimizer.bin")
+    with pytest.warns(UserWarning, match="checkpoint_0, because .*checkpoint_2 is damaged.*checkpoint_1 is damaged"):
+        kept.load_state()
+    assert kept.values() == {0.0}
+    with pytest.raises(ValueError, match="'model.safetensors' has the checksum"):  # a folder that is named is meant
+        kept.load_state(folder / "checkpoint_2")
+    flip_a_byte(folder / "checkpoint_0" / "optimizer.bin")
+    with pytest.raises(
+        ValueError, match=r"no complete checkpoint in .*checkpoint_2 is .*checkpoint_1 is .*checkpoint_0 is"
+    ):
+        kept.load_state()
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_passed_over(tmp_path: Path) -> None:
+    kept = make_kept(tmp_path)
+    kept.save_state()
+    kept.save_state()
+    kept._custom_objects.append(Counter())
+    with pytest.raises(RuntimeError, match="1 registered objects, but 2"):
+        kept.load_state()
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:

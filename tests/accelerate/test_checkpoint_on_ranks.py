@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -130,6 +131,29 @@ def test_a_damaged_file_stops_all_before_anything_changes(rank: int, tmp_path: P
             path.write_bytes(whole)
         dist.barrier()
     kept.load_state(tmp_path / "state")
+
+
+@ranks(2)
+def test_all_pass_over_a_damaged_checkpoint_that_one_has_found(rank: int, tmp_path: Path) -> None:
+    kept = make_kept(tmp_path)
+    for value in range(2):
+        kept.fill(value)
+        kept.save_state()
+    names = sorted(files(tmp_path / "checkpoints" / "checkpoint_1"))
+    for name in names[:2]:  # each rank verifies some of the files
+        dist.barrier()
+        if rank == 0:
+            path = tmp_path / "checkpoints" / "checkpoint_1" / name
+            content = bytearray(path.read_bytes())
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+        kept.fill(5)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kept.load_state()
+        assert kept.values() == {0.0}
+        assert len([one for one in caught if "is damaged" in str(one.message)]) == (1 if rank == 0 else 0)
 
 
 @ranks(2)

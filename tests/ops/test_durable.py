@@ -6,6 +6,7 @@ import array
 import errno
 import os
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from accel_ops import durable
 from accel_ops.checksum import checksum_file
 from accel_ops.durable import DurableFile, exchange_folders, make_folder, write_atomically
+from accel_ops.owners import Owner
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 3 << 20])
@@ -116,10 +118,16 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 
 def test_leftovers_of_killed_writers_are_removed_and_those_of_others_kept(tmp_path: Path) -> None:
     dead = next(number for number in range(4_000_000, 4_100_000) if not Path(f"/proc/{number}").exists())
-    gone = [f".x.{dead}-0123abcd.writing", f".x.{os.getpid()}-0123abcd.writing"]
-    kept = [".x.1-0123abcd.writing", f".y.{dead}-0123abcd.writing", ".x.writing"]
+    us = Owner.this_process()
+    them = replace(us, process=dead)
+    elsewhere = replace(them, machine="0123abcd")
+    of_living = f".x.{replace(us, process=1, started=0).name}.0123abcd.writing"
+    old = f".x.{elsewhere.name}.abcd0123.writing"
+    gone = [f".x.{owner.name}.0123abcd.writing" for owner in (us, them)] + [old]
+    kept = [of_living, f".x.{elsewhere.name}.0123abcd.writing", f".y.{them.name}.0123abcd.writing", ".x.writing"]
     for name in gone + kept:
         (tmp_path / name).touch()
+    os.utime(tmp_path / old, (0, 0))
     with write_atomically(tmp_path / "x") as file, write_atomically(tmp_path / "x") as other:
         file.write(b"1")
         other.write(b"2")

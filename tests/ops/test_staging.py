@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_ops import staging
+from accel_ops import owners, staging
+from accel_ops.owners import Owner
 from accel_ops.staging import JOURNAL, PUBLISHING, StagedFolder, path_inside, recover
 
 
@@ -164,6 +172,103 @@ def test_leftovers_of_killed_writers_go_and_those_of_others_stay(tmp_path: Path)
     StagedFolder(tmp_path / "a").discard()
     assert sorted(os.listdir(tmp_path)) == [".a.saving", ".b.0123abcd.saving", "a"]
     assert not os.listdir(tmp_path / "a")
+
+
+OTHER_JOB = """
+import sys
+from accel_ops.staging import StagedFolder
+staged = StagedFolder(sys.argv[1])
+(staged.path / "x").write_text("of the other job")
+print(staged.path.name, flush=True)
+sys.stdin.read()
+staged.publish(["x"])
+"""
+
+
+@pytest.fixture
+def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that is writing the folder `a`, until its input ends."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", OTHER_JOB, str(tmp_path / "a")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with job:
+        yield job
+        job.kill()
+
+
+def first_line(job: subprocess.Popen[str]) -> str:
+    assert job.stdout is not None
+    return job.stdout.readline().strip()
+
+
+def test_a_folder_that_another_process_writes_is_refused_with_its_name(
+    other_job: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = first_line(other_job)
+    monkeypatch.setattr(staging, "SECONDS_TO_WAIT", 0.1)
+    with pytest.raises(BlockingIOError, match=rf"that process {other_job.pid} on \S+, since 20\d\d-.* is writing"):
+        StagedFolder(tmp_path / "a")
+    assert os.listdir(tmp_path) == [name]
+    assert (tmp_path / name / "x").read_text() == "of the other job"
+    other_job.kill()
+    other_job.wait()
+    staged = StagedFolder(tmp_path / "a")  # nobody is there any more
+    assert os.listdir(tmp_path) == [staged.path.name]
+    staged.discard()
+
+
+def test_another_process_that_finishes_is_waited_for(other_job: subprocess.Popen[str], tmp_path: Path) -> None:
+    first_line(other_job)
+    assert other_job.stdin is not None
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(StagedFolder, tmp_path / "a")
+        other_job.stdin.close()
+        staged = waiting.result()
+    assert content(tmp_path / "a") == {"x": "of the other job"}
+    staged.discard()
+
+
+def test_what_another_machine_may_be_writing_stays_until_it_is_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = replace(Owner.this_process(), host="node7", machine="0123abcd")
+    left = put(tmp_path / f".a.{elsewhere.name}.0123abcd.saving", x="half")
+    assert list(staging.remove_leftovers(tmp_path / "a").values()) == [elsewhere]
+    monkeypatch.setattr(staging, "QUIET_SECONDS", 0.2)
+    StagedFolder(tmp_path / "a").discard()  # it was waited for, and did not move
+    assert not left.exists()
+
+    left = put(tmp_path / f".a.{elsewhere.name}.0123abcd.saving", x="half")
+    os.utime(left, (0, 0))
+    assert not staging.remove_leftovers(tmp_path / "a")
+    assert not left.exists()
+
+
+def test_a_later_process_of_the_same_number_is_another_one(tmp_path: Path) -> None:
+    earlier = replace(Owner.this_process(), started=1)
+    put(tmp_path / f".a.{earlier.name}.0123abcd.saving", x="half")
+    assert not staging.remove_leftovers(tmp_path / "a")
+    assert not os.listdir(tmp_path)
+
+
+def test_what_this_process_has_forgotten_is_removed(tmp_path: Path) -> None:
+    StagedFolder(tmp_path / "a")
+    gc.collect()
+    staged = StagedFolder(tmp_path / "a")
+    assert os.listdir(tmp_path) == [staged.path.name]
+    staged.discard()
+
+
+def test_a_writer_shows_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owners, "BEAT_SECONDS", 0.01)
+    staged = StagedFolder(tmp_path / "a")
+    os.utime(staged.path, (0, 0))
+    while staged.path.stat().st_mtime == 0:
+        time.sleep(0.001)
+    staged.discard()
 
 
 def test_an_interrupted_publication_is_finished(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_ops.checksum import extend_checksum, format_checksum
+from accel_ops.owners import Owner
 
 StrPath = str | os.PathLike[str]
 
@@ -192,7 +193,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
             yield device  # type: ignore[misc]  # has all that a serializer needs
         return
     _remove_leftovers(target)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.writing")
+    temporary = target.with_name(f".{target.name}.{Owner.this_process().name}.{secrets.token_hex(4)}.writing")
     _WRITING.add(temporary)
     try:
         with DurableFile(temporary) as file:
@@ -210,21 +211,12 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
 
 def _remove_leftovers(target: Path) -> None:
     """Remove what processes killed in `write_atomically(target)` left behind."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.(\d+)-[0-9a-f]{{8}}\.writing")
+    name = re.compile(rf"\.{re.escape(target.name)}\.([\w-]+)\.[0-9a-f]{{8}}\.writing")
     for entry in os.listdir(target.parent):
-        match, path = name.fullmatch(entry), target.with_name(entry)
-        if match and path not in _WRITING and (int(match[1]) == os.getpid() or not _is_alive(int(match[1]))):
-            path.unlink(missing_ok=True)
-
-
-def _is_alive(process_id: int) -> bool:
-    try:
-        os.kill(process_id, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:  # somebody else's
-        return True
-    return True
+        if match := name.fullmatch(entry):
+            path, owner = target.with_name(entry), Owner.from_name(match[1])
+            if owner is None or (path not in _WRITING if owner.is_this_process else not owner.may_be_alive(path)):
+                path.unlink(missing_ok=True)
 
 
 def exchange_folders(first: StrPath, second: StrPath) -> None:

@@ -8,6 +8,9 @@ New content is written into a *staging* folder and then published under the fold
   without that operation): the staging folder is renamed to `.publishing` inside it, which is the moment of publication,
   and its files are then moved into place. If that is interrupted, `recover` finishes it; who reads such a folder calls
   `recover` first.
+
+The name of a staging folder says whose it is. One whose process is gone is removed by the next writer; one whose process
+is at work is waited for, since two cannot replace the same folder at once.
 """
 
 from __future__ import annotations
@@ -15,17 +18,29 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import re
 import secrets
 import shutil
+import time
+import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from accel_ops.durable import DurableFile, StrPath, exchange_folders, fsync_folder, make_folder
+from accel_ops.owners import Heartbeat, Owner
 
 PUBLISHING = ".publishing"
 JOURNAL = ".journal.json"
-TOKEN = r"[0-9a-f]{8}"
+STAGING = r"(?:(?P<owner>[\w-]+)\.)?(?P<token>[0-9a-f]{8})\.saving"
+SECONDS_TO_WAIT = 60.0
+"""How long another writer of the same folder is waited for."""
+QUIET_SECONDS = 90.0
+"""After so long without a heartbeat, a writer on another machine is taken for gone by who waits for it."""
+PAUSE_SECONDS = 0.05
+
+_at_work: weakref.WeakValueDictionary[str, StagedFolder] = weakref.WeakValueDictionary()  # of this process, by token
 CANNOT_EXCHANGE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EBUSY, errno.EXDEV, errno.ENOTSUP, errno.EPERM})
 
 
@@ -69,6 +84,7 @@ class StagedFolder:
 
     Raises:
         NotADirectoryError: There is a file of that name.
+        BlockingIOError: Another process is writing the same folder, and does not finish; it is named.
 
     Example:
         ```python
@@ -83,18 +99,44 @@ class StagedFolder:
         self.target = Path(os.path.realpath(target))
         if self.target.exists() and not self.target.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "Cannot write a folder: a file has that name", str(target))
-        recover(self.target)
-        remove_leftovers(self.target)
         self._inside = self.target.is_dir() and (
             os.path.ismount(self.target) or not os.access(self.target.parent, os.W_OK)
         )
-        token = secrets.token_hex(4)
-        if self._inside:
-            self.path = self.target / f".{token}.saving"
-        else:
-            make_folder(self.target.parent)
-            self.path = self.target.with_name(f".{self.target.name}.{token}.saving")
-        self.path.mkdir()
+        self.path = self._begin()
+        try:
+            recover(self.target)
+        except BaseException:
+            self.discard()
+            raise
+        self._heartbeat = Heartbeat(self.path)
+        weakref.finalize(self, self._heartbeat.stop)
+
+    def _begin(self) -> Path:
+        """Make the staging folder, as the only one that anybody is writing for the target."""
+        home = self.target if self._inside else make_folder(self.target.parent)
+        prefix = "" if self._inside else f".{self.target.name}"
+        begin, beats = time.monotonic(), _Beats()
+        while True:
+            token = secrets.token_hex(4)
+            path = home / f"{prefix}.{Owner.this_process().name}.{token}.saving"
+            _at_work[token] = self
+            path.mkdir()
+            others = remove_leftovers(self.target, beats)
+            others.pop(path, None)
+            if not others:
+                return path
+            path.rmdir()
+            del _at_work[token]
+            other, owner = next(iter(others.items()))
+            if time.monotonic() - begin > SECONDS_TO_WAIT and beats.is_certain(other, owner):
+                raise BlockingIOError(
+                    errno.EWOULDBLOCK,
+                    f"Cannot write a folder that {owner} is writing: give each job a folder of its own, or stop the other",
+                    os.fspath(self.target),
+                )
+            time.sleep(
+                PAUSE_SECONDS * (1 + random.SystemRandom().random())
+            )  # a generator of its own: runs seed the other
 
     def publish(self, replaces: Collection[str] = (), last: str | None = None) -> None:
         """Put the new content in place of the old one; all its files must be on the disk already.
@@ -114,11 +156,17 @@ class StagedFolder:
             self._replace(names, frozenset(replaces) | set(names), last)
         else:
             os.rename(self.path, self.target)
+        self._end()
         fsync_folder(self.target.parent)
 
     def discard(self) -> None:
         """Remove what was written; nothing is published."""
+        self._end()
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _end(self) -> None:
+        if (heartbeat := getattr(self, "_heartbeat", None)) is not None:
+            heartbeat.stop()
 
     def _replace(self, names: Sequence[str], replaces: frozenset[str], last: str | None) -> None:
         if not self._inside and not self._must_stay(replaces):
@@ -183,30 +231,94 @@ def recover(target: StrPath) -> bool:
         for source, destination in paths:
             if os.path.lexists(source):
                 make_folder(destination.parent)
-                os.replace(source, destination)
+                with suppress(FileNotFoundError):  # somebody else who reads the folder has just done it
+                    os.replace(source, destination)
         for path in doomed:
             path.unlink(missing_ok=True)
             _remove_empty_parents(path, Path(target))
         for folder in sorted({destination.parent for _, destination in paths} | {Path(target)}):
             fsync_folder(folder)
-        journal.unlink()
+        journal.unlink(missing_ok=True)
     elif list_files(publishing):
         return False  # not ours: we remove the journal only after the last file has moved
-    shutil.rmtree(publishing)
+    shutil.rmtree(publishing, ignore_errors=True)
     fsync_folder(target)
     return True
 
 
-def remove_leftovers(target: StrPath) -> None:
-    """Remove the staging folders of processes that were killed while they wrote `target`."""
+class _Beats:
+    """Heartbeats of processes on other machines, as seen by one who waits."""
+
+    def __init__(self) -> None:
+        self._first: dict[Path, tuple[int, float]] = {}
+
+    def has_stopped(self, path: Path) -> bool:
+        """Whether there was none for so long that the process is taken for gone."""
+        touched, since = self._seen(path)
+        return not touched and since > QUIET_SECONDS
+
+    def is_certain(self, path: Path, owner: Owner) -> bool:
+        """Whether a process is known to be at work, rather than not known to be gone."""
+        return owner.is_here or self._seen(path)[0]
+
+    def _seen(self, path: Path) -> tuple[bool, float]:
+        """Whether the folder was touched since it was first looked at, and how long ago that was."""
+        try:
+            now = path.stat().st_mtime_ns
+        except OSError:
+            return False, 0.0
+        first, begin = self._first.setdefault(path, (now, time.monotonic()))
+        return now != first, time.monotonic() - begin
+
+
+def remove_leftovers(target: StrPath, beats: _Beats | None = None) -> dict[Path, Owner]:
+    """Remove the staging folders of processes that were killed while they wrote `target`.
+
+    Args:
+        target: The folder.
+        beats: What was seen of processes on other machines, by who waits for them.
+
+    Returns:
+        The staging folders for the same target that processes may still be writing, with these processes.
+    """
     folder = Path(target)
-    beside = re.compile(rf"\.{re.escape(folder.name)}\.{TOKEN}\.saving")
-    inside = re.compile(rf"\.{TOKEN}\.saving")
-    for parent, name in ((folder.parent, beside), (folder, inside)):
-        if parent.is_dir():
-            for entry in os.listdir(parent):
-                if name.fullmatch(entry):
-                    shutil.rmtree(parent / entry, ignore_errors=True)
+    beside = re.compile(rf"\.{re.escape(folder.name)}\.{STAGING}")
+    inside = re.compile(rf"\.{STAGING}")
+    return {
+        **remove_gone(folder.parent, beside, beats),
+        **remove_gone(folder, inside, beats),
+    }
+
+
+def remove_gone(home: Path, pattern: re.Pattern[str], beats: _Beats | None = None) -> dict[Path, Owner]:
+    """Remove what processes that are gone were writing in a folder.
+
+    Args:
+        home: The folder; it need not exist.
+        pattern: Of names; its groups "owner" and "token" are those of `STAGING`.
+        beats: What was seen of processes on other machines.
+
+    Returns:
+        What others may still be writing.
+    """
+    living = {}
+    for entry in os.listdir(home) if home.is_dir() else []:
+        if not (match := pattern.fullmatch(entry)):
+            continue
+        path, owner = home / entry, Owner.from_name(match["owner"] or "")
+        if owner is not None and owner.is_this_process:
+            at_work = match["token"] in _at_work
+        else:
+            at_work = (
+                owner is not None
+                and owner.may_be_alive(path)
+                and not (beats is not None and not owner.is_here and beats.has_stopped(path))
+            )
+        if at_work and owner is not None:
+            living[path] = owner
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+    return living
 
 
 def _read_journal(path: Path) -> tuple[list[str], list[str]]:

@@ -42,6 +42,7 @@ from accelerate.arguments import (
     resolve_project,
     resolve_rng_types,
 )
+from accelerate.checkpoint.attendance import attendance
 from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
 from accelerate.neighbours import found_among_neighbours
@@ -204,6 +205,7 @@ class Accelerator:
         )
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
+        attendance()  # from here on, nobody waits for this rank in a save once it has ended
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""
@@ -526,6 +528,8 @@ class Accelerator:
 
     def wait_for_everyone(self) -> None:
         """Go on only when all processes have come here."""
+        if self.state.use_distributed and (notes := attendance()) is not None:
+            notes.note_wait()  # so that nobody waits for this rank elsewhere
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:

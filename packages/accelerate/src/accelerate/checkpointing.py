@@ -25,10 +25,18 @@ from accel_ops.filenames import SCHEDULER_NAME as SCHEDULER_NAME
 from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ops.files import load
 from accel_state.processes import PartialState
-from accelerate.checkpoint.keeper import optimizer_location
-from accelerate.checkpoint.load import Checkpoint, Receivers, apply_state, apply_weights, check_weights, read_state
+from accelerate.checkpoint.apply import (
+    apply_compared_modules,
+    apply_models_with_own_way,
+    apply_objects,
+    apply_random_states,
+    check_objects,
+)
+from accelerate.checkpoint.load import Checkpoint, Receivers, check_weights, read_state
+from accelerate.checkpoint.restore import optimizer_location
 from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FolderWriter
+from accelerate.checkpoint.undo import Undo
 from accelerate.neighbours import found_among_neighbours
 
 __getattr__ = found_among_neighbours(__name__)  # what others import from here
@@ -122,8 +130,16 @@ def load_accelerator_state(
     )
     plain_models = [extract_model_from_parallel(model) for model in models]
     check_weights(checkpoint, plain_models, state, load_model_func_kwargs.get("strict", True))
-    apply_weights(plain_models, state, **load_model_func_kwargs)
-    apply_state(receivers, state)
+    check_objects(checkpoint, receivers, state)
+    undo = Undo()
+    try:
+        apply_objects(receivers, state, undo)
+        apply_models_with_own_way(plain_models, state, undo, **load_model_func_kwargs)
+        apply_compared_modules(plain_models, receivers, state, **load_model_func_kwargs)
+    except BaseException:
+        undo.roll_back()
+        raise
+    apply_random_states(state.random_states)
     return {} if state.step is None else {"step": state.step}
 
 

@@ -163,6 +163,11 @@ class DDPEngine(Engine):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_replicated(self) -> bool:
+        """Unless tensor parallelism shards layers, or a model came with DTensors."""
+        return not self.divides_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's tensors on every process; distributed ones are gathered."""
         return whole_state_dict(super().full_state_dict(model))

@@ -230,6 +230,11 @@ class Engine(ABC):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all that checkpoints store of models and optimizers, and needs no other to write it."""
+        return False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's tensors under their plain names, on every process that needs them."""
         return self.unwrap(model).state_dict()

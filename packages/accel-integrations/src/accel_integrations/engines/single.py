@@ -18,3 +18,8 @@ class SingleEngine(Engine):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device."""
         return model.to(self.context.state.device) if device_placement else model
+
+    @property
+    def is_replicated(self) -> bool:
+        """There is nothing anywhere else."""
+        return True

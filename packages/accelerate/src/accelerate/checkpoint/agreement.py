@@ -28,11 +28,19 @@ class Ranks:
     Args:
         state: Says which process this is.
         gather: Collects one picklable value of every process, in the order of ranks; None takes the collective.
+        alone: Whether this process goes on without the others.
+
+    Attributes:
+        count: How many processes take part.
+        absent: The ranks of the run that do not.
     """
 
-    def __init__(self, state: HasPlace, gather: Callable[[Any], list[Any]] | None = None) -> None:
+    def __init__(
+        self, state: HasPlace, gather: Callable[[Any], list[Any]] | None = None, *, alone: bool = False
+    ) -> None:
         self.rank = state.process_index
-        self.count = state.num_processes
+        self.count = 1 if alone else state.num_processes
+        self.absent = [rank for rank in range(state.num_processes) if alone and rank != self.rank]
         self.is_first = self.rank == 0
         self.local_rank = state.local_process_index
         self._gather = gather or _gather_objects

@@ -6,70 +6,38 @@ import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
-from accel_integrations.checkpoints.stored_states import is_divided
-from accel_ops.staging import recover
 from accel_state.logging import get_logger
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
-from accelerate.checkpoint.load import (
-    Checkpoint,
-    Receivers,
-    TrainingState,
-    apply_state,
-    apply_weights,
-    check_weights,
-    find_newest,
-    read_state,
-    warn_of_other_world_size,
-)
+from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome, warn_of_saving_alone
+from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
+    living_writer,
     numbered_checkpoints,
     remove_leftovers,
     remove_oldest,
 )
+from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
-from accelerate.checkpoint.transaction import FileWriter, Transaction
+from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
+from accelerate.checkpoint.whole_optimizer import WholeOptimizer
 
 if TYPE_CHECKING:
-    from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.attendance import Call
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class WholeOptimizer:
-    """An optimizer as that of the whole model would be, however the engine has divided it."""
-
-    engine: Engine
-    optimizer: Any
-    state: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def collect(cls, engine: Engine, optimizer: Any) -> WholeOptimizer:
-        """With its state; all processes must call this."""
-        return cls(engine, optimizer, engine.full_optimizer_state(optimizer))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that was collected."""
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Give every process its part."""
-        self.engine.load_optimizer_state(self.optimizer, state)
 
 
 class CheckpointKeeper:
@@ -110,14 +78,38 @@ class CheckpointKeeper:
         **save_model_func_kwargs: Any,
     ) -> Path:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
-        accelerator, project = self._accelerator, self._accelerator.project_configuration
+        accelerator = self._accelerator
         options = _known_options(save_model_func_kwargs, accelerator.engine.options_of_saving)
-        folder = self._target(output_dir)
+        folder, is_automatic = self._target(output_dir)
+        call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
+        if call is not None and is_automatic:  # the main process may have saved alone before
+            accelerator.project_configuration.iteration = call.facts["iteration"]
+            folder = folder.with_name(f"checkpoint_{call.facts['iteration']}")
+        if call is None or call.everyone:
+            return self._save(folder, is_automatic, Ranks(accelerator.state), safe_serialization, options)[0]
+        if accelerator.state.process_index > 0:
+            return self._add_own_state(call, folder)
+        with telling_outcome(call) as outcome:
+            ranks = Ranks(accelerator.state, alone=True)
+            saved, outcome["token"] = self._save(folder, is_automatic, ranks, safe_serialization, options)
+            outcome["folder"] = os.path.abspath(saved)
+        warn_of_saving_alone(call, saved)
+        return saved
+
+    def _save(
+        self, folder: Path, is_automatic: bool, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]
+    ) -> tuple[Path, str]:
+        """Write a checkpoint with the processes that take part.
+
+        Returns:
+            Its folder, and what the others must put into files that they add later.
+        """
+        accelerator, project = self._accelerator, self._accelerator.project_configuration
         target = Path(os.path.abspath(folder))
-        ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, target)
         ranks.together("find one folder for all", lambda: self._check_storage(storage, target))
-        ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
+        if is_automatic:
+            ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
         with Transaction(ranks, storage, target) as transaction:
             weights: list[dict[str, Any]] = []
@@ -135,26 +127,51 @@ class CheckpointKeeper:
             )
             transaction.publish(accelerator.step, project.iteration)
         project.iteration += 1
-        if project.automatic_checkpoint_naming and storage.is_owner and project.total_limit is not None:
+        if is_automatic and storage.is_owner and project.total_limit is not None:
             _remove_surplus(target, project.total_limit)
+        return folder, transaction.token
+
+    def _add_own_state(self, call: Call, folder: Path) -> Path:
+        """Add this rank's random states to a checkpoint that the main process did not wait with."""
+        accelerator = self._accelerator
+        outcome = outcome_of(call, "save_state")
+        if "error" in outcome:
+            raise RuntimeError(f"Process 0 could not save the training state: {outcome['error']}")
+        if not outcome:
+            return folder  # nobody can be asked any more
+        accelerator.project_configuration.iteration += 1
+        published = Path(outcome["folder"])
+        manifest = Manifest.read(published)
+        if manifest is None or manifest.token != outcome["token"]:
+            warnings.warn(
+                f"Process {accelerator.state.process_index} came to save_state after {published} was written, and cannot add "
+                "its random states: it does not see that checkpoint, or it has been replaced since",
+                stacklevel=4,
+            )
+            return folder
+        write_own_state(
+            FolderWriter(published),
+            accelerator._dataloaders,
+            accelerator.state.process_index,
+            accelerator.step,
+            token=manifest.token,
+        )
         return folder
 
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+        """The folder to be, and whether it has an automatic name."""
         project = self._accelerator.project_configuration
-        if project.automatic_checkpoint_naming:
-            if output_dir is not None:
-                warnings.warn(
-                    f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
-                    "or set automatic_checkpoint_naming=False",
-                    stacklevel=4,
-                )
-            return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}"
-        if output_dir is None:
-            raise TypeError(
-                "save_state() needs a folder: pass output_dir, or "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
+        if output_dir is not None and not project.automatic_checkpoint_naming:
+            return Path(output_dir).expanduser(), False
+        if output_dir is not None:
+            warnings.warn(
+                f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
+                "or set automatic_checkpoint_naming=False",
+                stacklevel=4,
             )
-        return Path(output_dir).expanduser()
+        elif project.project_dir is None and not project.automatic_checkpoint_naming:
+            raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...)")
+        return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}", True
 
     def _check_storage(self, storage: Storage, target: Path) -> None:
         """Refuse to divide a state between folders that do not see each other: none could be loaded."""
@@ -166,9 +183,12 @@ class CheckpointKeeper:
 
     def _make_room(self, target: Path) -> None:
         """Refuse a taken automatic name, and clean up after killed runs."""
-        if not self._accelerator.project_configuration.automatic_checkpoint_naming:
-            return
         if target.exists():
+            if (owner := living_writer(target)) is not None:
+                raise ValueError(
+                    f"The checkpoint {target} was written by another job that may still run ({owner}): give each job a "
+                    "project_dir of its own, or set iteration in ProjectConfiguration"
+                )
             raise ValueError(
                 f"The checkpoint {target} exists already: load_state() first to go on after it, or set iteration in "
                 "ProjectConfiguration, or remove it"
@@ -192,9 +212,7 @@ class CheckpointKeeper:
 
     @property
     def _schedulers(self) -> list[AcceleratedScheduler]:
-        """Those that no engine stores."""
-        kept: list[AcceleratedScheduler] = self._accelerator._schedulers
-        return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
+        return schedulers_with_files(self._accelerator)
 
     def _write(
         self,
@@ -237,21 +255,40 @@ class CheckpointKeeper:
         folder = Path(os.path.abspath(Path(save_directory).expanduser()))
         if folder.is_file():
             raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
-        ranks = Ranks(accelerator.state)
-        storage = find_storage(ranks, folder)
-        state_dict = accelerator.get_state_dict(model)
+        on_each_node = accelerator.project_configuration.save_on_each_node
+        call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
+        if call is None or call.everyone:
+            ranks = Ranks(accelerator.state)
+            storage = find_storage(ranks, folder)
+            state_dict = self._values_of(model)
+            is_writer = storage.writes_shared(on_each_node)
+            doing = f"write the model folder {folder}"
+            ranks.together(
+                doing,
+                lambda: (
+                    write_model_folder(state_dict, folder, max_shard_size, safe_serialization) if is_writer else None
+                ),
+            )
+        elif accelerator.state.process_index > 0:
+            if error := outcome_of(call, "save_model").get("error"):
+                raise RuntimeError(f"Process 0 could not write the model folder {folder}: {error}")
+        else:
+            with telling_outcome(call):
+                write_model_folder(self._values_of(model), folder, max_shard_size, safe_serialization)
+
+    def _values_of(self, model: nn.Module) -> dict[str, Any]:
+        """The whole model's tensors.
+
+        Raises:
+            RuntimeError: Some have no values.
+        """
+        state_dict = self._accelerator.get_state_dict(model)
         if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
             raise RuntimeError(
                 f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
                 "device. Load a checkpoint into the model first."
             )
-        is_writer = storage.writes_shared(accelerator.project_configuration.save_on_each_node)
-
-        def write() -> None:
-            if is_writer:
-                write_model_folder(state_dict, folder, max_shard_size, safe_serialization)
-
-        ranks.together(f"write the model folder {folder}", write)
+        return state_dict
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -262,113 +299,8 @@ class CheckpointKeeper:
         **load_model_func_kwargs: Any,
     ) -> None:
         """Verify a checkpoint and load it, on all processes or none; see `Accelerator.load_state`."""
-        accelerator, project = self._accelerator, self._accelerator.project_configuration
-        location = optimizer_location(load_model_func_kwargs.pop("map_location", None), accelerator.state.device)
-        ranks = Ranks(accelerator.state)
-        newest = ranks.only_first("find the checkpoint", lambda: self._find(input_dir))
-        named = newest if input_dir is None else Path(input_dir).expanduser()
-        first_here = ranks.rank - ranks.local_rank
-        seen = ranks.together("look at the checkpoint", lambda: self._recover(named, ranks))
-        here = [rank for rank, (local, _) in enumerate(seen) if rank - local == first_here]
-        folder = named if seen[ranks.rank][1] == seen[first_here][1] else Path(seen[first_here][1])
-        logger.info("Loading the training state from %s", folder)
-
-        divided: list[Any] = []
-        known = accelerator.engine.options_of_loading
-        options = {name: load_model_func_kwargs.pop(name) for name in known & load_model_func_kwargs.keys()}
-        receivers = Receivers(
-            [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
-            self._schedulers,
-            accelerator._dataloaders,
-            accelerator.scaler,
-            accelerator._custom_objects,
-        )
-        models = list(accelerator._models)
-        loaded: list[tuple[Checkpoint, TrainingState]] = []
-
-        def read() -> None:
-            checkpoint = Checkpoint.open(folder, with_divided=True)
-            accelerator.engine.check_states(checkpoint.names, folder)
-            state = read_state(
-                checkpoint,
-                replace(receivers, optimizers=()) if self._is_divided(checkpoint) else receivers,
-                ranks.rank,
-                map_location=location,
-                load_kwargs=load_kwargs,
-                verify=lambda: checkpoint.verify(here.index(ranks.rank), len(here)),
-            )
-            loaded.append((checkpoint, state))
-
-        ranks.together(f"read the checkpoint {folder}", read)
-        checkpoint, state = loaded[0]
-
-        def check() -> None:
-            for hook in list(self._load_hooks.values()):
-                hook(models, os.fspath(folder))
-            strict = load_model_func_kwargs.get("strict", True)
-            if self._is_divided(checkpoint):
-                prepared = accelerator._prepared
-                wanted = [whole for one, whole in zip(prepared.models, prepared.wrapped, strict=True) if one in models]
-                divided.append(accelerator.engine.read_states(folder, wanted, strict=strict, **options))
-                return
-            models[:] = [accelerator.engine.unwrap(model) for model in models]
-            check_weights(checkpoint, models, state, strict)
-
-        ranks.together(f"use the checkpoint {folder}", check)
-        if ranks.is_first:
-            warn_of_other_world_size(checkpoint, ranks.count)
-        if divided:
-            divided[0].apply()
-            receivers = replace(receivers, optimizers=())
-        else:
-            apply_weights(models, state, **load_model_func_kwargs)
-        apply_state(receivers, state)
-        if state.step is not None:
-            accelerator.step = state.step
-        if project.automatic_checkpoint_naming and project.project_dir is not None:
-            last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
-            project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
-
-    def _is_divided(self, checkpoint: Checkpoint) -> bool:
-        """Whether models and optimizers are read part by part: where they were so written, or are so held now."""
-        return self._accelerator.engine.writes_states or is_divided(checkpoint.names)
-
-    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        """The folder to load from, on process 0, with nothing left to finish in it."""
-        project = self._accelerator.project_configuration
-        if input_dir is None:
-            if not project.automatic_checkpoint_naming:
-                raise ValueError(
-                    "load_state() needs a folder: pass input_dir, or "
-                    "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)"
-                )
-            return find_newest(checkpoints_folder(project.project_dir)).folder
-        folder = Path(input_dir).expanduser()
-        recover(folder)
-        return folder
-
-    @staticmethod
-    def _recover(folder: Path, ranks: Ranks) -> tuple[int, str]:
-        """Finish an interrupted save on machines with a file system of their own.
-
-        Returns:
-            The process's rank on its machine, and its folder: all processes of a machine load from that of the first,
-            where they have saved, even if each was given a name of its own.
-        """
-        if ranks.local_rank == 0 and not ranks.is_first:
-            recover(folder)
-        return ranks.local_rank, os.path.abspath(folder)
-
-
-def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
-    """Where the tensors of an optimizer go while they are loaded.
-
-    Raises:
-        TypeError: It is none of the three known values.
-    """
-    if map_location not in (None, "cpu", "on_device"):
-        raise TypeError(f"map_location={map_location!r} is not known: choose from None, 'cpu' and 'on_device'")
-    return device if map_location == "on_device" else torch.device("cpu")
+        loader = StateLoader(self._accelerator, list(self._load_hooks.values()))
+        loader.load(input_dir, load_kwargs, **load_model_func_kwargs)
 
 
 def _known_options(given: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:

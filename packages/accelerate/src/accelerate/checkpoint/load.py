@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_integrations.parallel.whole_state import cut_like
 from accel_ops.filenames import (
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -25,13 +25,12 @@ from accel_ops.filenames import (
     WEIGHTS_NAME,
 )
 from accel_ops.files import load
-from accel_ops.modules import model_has_dtensor
-from accel_ops.random import restore_rng_state
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
+from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
-from accelerate.checkpoint.loaders import is_stateful, restore_order
-from accelerate.checkpoint.manifest import Manifest, share_of
+from accelerate.checkpoint.loaders import is_stateful
+from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, share_of
 from accelerate.checkpoint.naming import count_files, numbered, numbered_checkpoints, weights_file
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
 
@@ -91,22 +90,30 @@ class Checkpoint:
         return path_inside(self.folder, name)
 
 
-def find_newest(folder: Path) -> Checkpoint:
+def find_newest(folder: Path, skipped: Mapping[Path, str] | None = None) -> tuple[Checkpoint, list[str]]:
     """The automatically named checkpoint with the highest number that is complete.
+
+    Args:
+        folder: Where they are.
+        skipped: Those found to be damaged, with what is wrong with them.
+
+    Returns:
+        It, and why newer ones cannot be used.
 
     Raises:
         ValueError: There is none.
     """
     problems = []
     for _, path in reversed(numbered_checkpoints(folder)):
+        if skipped and path in skipped:
+            problems.append(skipped[path])
+            continue
         try:
             found = Checkpoint.open(path)
         except ValueError as error:
             problems.append(str(error))
         else:
-            if problems:
-                warnings.warn(f"Loading {path}, because newer ones cannot be used: {' '.join(problems)}", stacklevel=2)
-            return found
+            return found, problems
     reasons = f": {' '.join(problems)}" if problems else ", because nothing was saved there yet"
     raise ValueError(f"There is no complete checkpoint in {folder}{reasons}. Start without load_state")
 
@@ -179,7 +186,8 @@ def _read_all(
     state = TrainingState()
 
     def read(name: str, location: Any = "cpu") -> Any:
-        return load(checkpoint.path(name), map_location=location, **options)
+        with _saying_what_is_damaged(checkpoint):
+            return load(checkpoint.path(name), map_location=location, **options)
 
     def read_dict(name: str, location: Any = "cpu") -> dict[str, Any]:
         found = read(name, location)
@@ -193,6 +201,8 @@ def _read_all(
         _check_count(checkpoint, kind, name, count)
         return [read_dict(numbered(name, index), location) for index in range(count)]
 
+    late = frozenset(added_by(checkpoint.folder, checkpoint.manifest, process_index))
+    own_names = checkpoint.names | late
     for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)):
         state.weights.append(_read_weights(checkpoint, index, options))
     state.optimizers = read_each(
@@ -204,7 +214,7 @@ def _read_all(
         if (name := numbered(f"{SAMPLER_NAME}.bin", index)) in checkpoint.names:
             state.samplers[index] = _read_sampler(checkpoint, name, read_dict)
         positions = (position_file(index, process_index), position_file(index, 0))
-        if is_stateful(loader) and (name := next((name for name in positions if name in checkpoint.names), "")):
+        if is_stateful(loader) and (name := next((name for name in positions if name in own_names), "")):
             state.positions[index] = read_dict(name)
     if receivers.scaler is not None:
         if SCALER_NAME in checkpoint.names:
@@ -214,23 +224,39 @@ def _read_all(
                 f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew",
                 stacklevel=2,
             )
-    if (name := random_states_file(process_index)) in checkpoint.names:
+    step_file = random_states_file(process_index)
+    if (name := step_file) in own_names:
         state.random_states = read_dict(name)
+        state.random_states.pop(TOKEN_KEY, None)
         state.step = state.random_states.pop("step", None)
     elif checkpoint.manifest is not None:
         state.step = checkpoint.manifest.step
-    elif (name := random_states_file(0)) in checkpoint.names:
-        state.step = read_dict(name).get("step")
+    elif (step_file := random_states_file(0)) in checkpoint.names:
+        state.step = read_dict(step_file).get("step")
+    if state.step is not None and type(state.step) is not int:
+        raise ValueError(f"{checkpoint.path(step_file)} is damaged: its step is {state.step!r}, no int")
     return state
+
+
+@contextmanager
+def _saying_what_is_damaged(checkpoint: Checkpoint) -> Iterator[None]:
+    """Tell damage from what this run does not allow; where there are checksums, these tell."""
+    try:
+        yield
+    except ValueError as error:
+        if checkpoint.manifest is None and not isinstance(error.__cause__, pickle.UnpicklingError):
+            raise DamagedCheckpointError(str(error)) from error
+        raise
 
 
 def _read_weights(checkpoint: Checkpoint, index: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """A model's weights, as views of the file: they are copied once, into the model."""
     safe = weights_file(index, safe_serialization=True)
-    if safe in checkpoint.names:
-        return read_tensors(checkpoint.path(safe))
-    path = checkpoint.path(weights_file(index, safe_serialization=False))
-    weights = load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
+    with _saying_what_is_damaged(checkpoint):
+        if safe in checkpoint.names:
+            return read_tensors(checkpoint.path(safe))
+        path = checkpoint.path(weights_file(index, safe_serialization=False))
+        weights = load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
     if not isinstance(weights, dict):
         raise ValueError(
             f"{path} holds a {type(weights).__name__} instead of a model's weights: load another checkpoint"
@@ -293,24 +319,45 @@ def check_weights(checkpoint: Checkpoint, models: Sequence[nn.Module], state: Tr
             f"{weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in the same order"
         )
     for index, (model, weights) in enumerate(zip(models, state.weights, strict=False)):
-        own = model.state_dict()
-        complete_ties(own, weights)
-        if _has_own_way_of_loading(model):
-            continue
-        shapes = [
-            f"{name!r} is {tuple(weights[name].shape)}, the model has {tuple(own[name].shape)}"
-            for name in own
-            if isinstance(own[name], torch.Tensor) and name in weights and weights[name].shape != own[name].shape
-        ]
-        missing = [f"{name!r} is missing" for name in own if name not in weights] if strict else []
-        surplus = [f"{name!r} is not in the model" for name in weights if name not in own] if strict else []
-        if problems := [*shapes, *missing, *surplus]:
-            more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-            raise ValueError(
-                f"The weights in {checkpoint.folder} do not fit model {index} ({type(model).__name__}): "
-                f"{'; '.join(problems[:3])}{more}. Build the model as it was when saved"
-                + (", or pass strict=False" if not shapes else "")
-            )
+        complete_ties(model.state_dict(), weights)
+        check_values(model, weights, f"The weights in {checkpoint.folder} do not fit model {index}", strict)
+
+
+def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, strict: bool) -> None:
+    """See that values fit a module; one with a way of loading of its own is not asked.
+
+    Args:
+        model: Without wrappers.
+        values: By name.
+        problem: How the error begins.
+        strict: Whether names must be the same on both sides.
+
+    Raises:
+        ValueError: There are values missing, too many, or of other shapes.
+    """
+    if has_own_way_of_loading(model):
+        return
+    own = model.state_dict()
+    shapes = [
+        f"{name!r} is {_shape_of(values[name])}, the model has {tuple(own[name].shape)}"
+        for name in own
+        if isinstance(own[name], torch.Tensor)
+        and name in values
+        and getattr(values[name], "shape", None) != own[name].shape
+    ]
+    missing = [f"{name!r} is missing" for name in own if name not in values] if strict else []
+    surplus = [f"{name!r} is not in the model" for name in values if name not in own] if strict else []
+    if problems := [*shapes, *missing, *surplus]:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{problem} ({type(model).__name__}): {'; '.join(problems[:3])}{more}. Build the model as it was when saved"
+            + (", or pass strict=False" if not shapes else "")
+        )
+
+
+def _shape_of(value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else tuple(shape)
 
 
 def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
@@ -327,7 +374,7 @@ def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
                 weights.setdefault(name, weights[saved])
 
 
-def _has_own_way_of_loading(model: nn.Module) -> bool:
+def has_own_way_of_loading(model: nn.Module) -> bool:
     """True when only the model knows which names and shapes it takes."""
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return True
@@ -340,66 +387,3 @@ def _has_own_way_of_loading(model: nn.Module) -> bool:
 
 
 _USUAL_LOADING = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict}
-
-
-def apply_weights(models: Sequence[nn.Module], state: TrainingState, **load_model_kwargs: Any) -> None:
-    """Copy the weights into the models, with arguments of their `load_state_dict`."""
-    for model, weights in zip(models, state.weights, strict=False):
-        if load_model_kwargs.get("assign"):  # the model would live in the checkpoint's file
-            weights = {name: value.clone() for name, value in weights.items()}
-        if model_has_dtensor(model):
-            own = model.state_dict()
-            weights = {name: cut_like(value, own[name]) if name in own else value for name, value in weights.items()}
-        model.load_state_dict(weights, **load_model_kwargs)
-
-
-def apply_state(receivers: Receivers, state: TrainingState) -> None:
-    """Give every object its state back, and the process its random states, which come last."""
-    _apply(receivers.optimizers, state.optimizers)
-    _apply(receivers.schedulers, state.schedulers)
-    for index, loader in enumerate(receivers.dataloaders):
-        if state.samplers.get(index) is not None:
-            restore_order(loader, state.samplers[index])
-        if index in state.positions:
-            loader.load_state_dict(state.positions[index])
-    if state.scaler is not None:
-        receivers.scaler.load_state_dict(state.scaler)
-    _apply(receivers.custom, state.custom)
-    if state.random_states is not None:
-        _apply_random_states(state.random_states)
-
-
-def _apply_random_states(states: dict[str, Any]) -> None:
-    """Restore random states, last of all; those of other hardware are no reason to lose the rest."""
-    try:
-        restore_rng_state(states)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        warnings.warn(
-            f"The random states do not fit this machine or are of another version ({error}): random choices start anew",
-            stacklevel=2,
-        )
-
-
-def _apply(objects: Iterable[Any], states: Iterable[Any]) -> None:
-    for obj, state in zip(objects, states, strict=True):
-        obj.load_state_dict(state)
-
-
-def warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None:
-    """Say what cannot be restored when the number of processes has changed."""
-    saved = checkpoint.world_size
-    if saved in (0, num_processes):
-        return
-    first, last = sorted((saved, num_processes))
-    ranks = f"process {first}" if last - first == 1 else f"processes {first} to {last - 1}"
-    effect = (
-        f"{ranks} cannot go on with random states of an earlier run"
-        if num_processes > saved
-        else f"the random states of {ranks} are not used"
-    )
-    warnings.warn(
-        f"The checkpoint {os.fspath(checkpoint.folder)} was saved with num_processes={saved} and is loaded with "
-        f"num_processes={num_processes}: {effect}. Weights, optimizers and schedulers are complete; choose the batch size "
-        "per process anew if the global one is to stay",
-        stacklevel=4,
-    )

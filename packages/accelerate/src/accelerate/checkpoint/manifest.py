@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -17,11 +17,16 @@ import torch
 from accel_ops.checksum import checksum_file
 from accel_ops.durable import DurableFile
 from accel_ops.filenames import MANIFEST_NAME
+from accel_ops.owners import Owner
 from accel_ops.staging import path_inside
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 28
 MAX_VERIFYING_THREADS = 4
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint is not what was saved: another one may be."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,9 @@ class Manifest:
         step: The accelerator's step counter.
         iteration: Number of the checkpoint under automatic naming.
         versions: Of the programs that wrote it.
+        absent: Ranks that did not take part in the save, so that their random states are not among the files.
+        token: What files that these ranks add later must carry to count.
+        writer: The process that wrote it, as the name of an `accel_ops.owners.Owner`.
     """
 
     files: Mapping[str, FileRecord]
@@ -54,6 +62,9 @@ class Manifest:
     step: int
     iteration: int
     versions: Mapping[str, str] = field(default_factory=current_versions)
+    absent: Sequence[int] = ()
+    token: str = ""
+    writer: str = field(default_factory=lambda: Owner.this_process().name)
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder, down to the disk."""
@@ -97,7 +108,11 @@ class Manifest:
             if type(number) is not int:
                 raise TypeError(f"{key!r} is {number!r}")
         versions = {str(key): str(value) for key, value in content["versions"].items()}
-        return cls(files, versions=versions, **numbers)
+        absent, token = content.get("absent", []), content.get("token", "")
+        if not isinstance(token, str) or not all(type(rank) is int for rank in absent):
+            raise TypeError(f"'absent' is {absent!r}, 'token' is {token!r}")
+        writer = str(content.get("writer", ""))
+        return cls(files, versions=versions, absent=absent, token=token, writer=writer, **numbers)
 
     def check_sizes(self, folder: Path) -> None:
         """See that every file is there in full length.
@@ -113,7 +128,7 @@ class Manifest:
                 size = None
             if size != record.size:
                 found = "is missing" if size is None else f"has {size} bytes"
-                raise ValueError(
+                raise DamagedCheckpointError(
                     f"The checkpoint {folder} is not complete: {name!r} {found}, its manifest says {record.size} bytes. "
                     "Load another checkpoint"
                 )
@@ -130,7 +145,7 @@ class Manifest:
             found = pool.map(checksum_file, [path_inside(folder, name) for name in order])
             for name, checksum in zip(order, found, strict=True):
                 if checksum != (expected := self.files[name].crc32):
-                    raise ValueError(
+                    raise DamagedCheckpointError(
                         f"The checkpoint {folder} is damaged: {name!r} has the checksum {checksum}, its manifest says "
                         f"{expected}. Load another checkpoint, or copy this one again"
                     )

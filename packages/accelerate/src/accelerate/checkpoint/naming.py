@@ -9,10 +9,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from accel_ops.durable import fsync_folder
-from accel_ops.filenames import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.filenames import MANIFEST_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.owners import Owner
+from accel_ops.staging import STAGING, remove_gone
+from accelerate.checkpoint.manifest import Manifest
 
 CHECKPOINTS_FOLDER = "checkpoints"
-LEFTOVER = re.compile(r"\.checkpoint_\d+\.(?:[0-9a-f]{8}\.saving|removing)")
+UNFINISHED = re.compile(rf"\.checkpoint_\d+\.{STAGING}")
+REMOVING = re.compile(r"\.checkpoint_\d+\.removing")
 
 
 def numbered(name: str, index: int) -> str:
@@ -61,6 +65,8 @@ def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
 
     Each leaves its name before its files go, so that none is ever seen in part.
 
+    Those of other jobs that may still run stay, and do not count.
+
     Args:
         newest: The checkpoint just written, which stays whatever its number.
         total_limit: At least 1.
@@ -69,20 +75,40 @@ def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
         What was removed.
     """
     folder = newest.parent
-    others = [path for _, path in numbered_checkpoints(folder) if path.name != newest.name]
+    others = [path for _, path in numbered_checkpoints(folder) if path.name != newest.name and _is_ours(path)]
     surplus = others[: max(0, len(others) + 1 - total_limit)]
     for path in surplus:
         doomed = path.with_name(f".{path.name}.removing")
         shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(path, doomed)
-        fsync_folder(folder)
-        shutil.rmtree(doomed)
+        try:
+            os.rename(path, doomed)
+            fsync_folder(folder)
+            shutil.rmtree(doomed)
+        except FileNotFoundError:  # another job in the same folder removes it, too
+            continue
     return surplus
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a checkpoint is left to us: neither a living job's, nor just removed by one."""
+    return living_writer(path) is None and path.is_dir()
+
+
+def living_writer(path: Path) -> Owner | None:
+    """The other job that has written a checkpoint, if it may still run."""
+    try:
+        manifest = Manifest.read(path)
+    except (ValueError, OSError):
+        return None
+    owner = Owner.from_name(manifest.writer) if manifest is not None else None
+    if owner is None or owner.is_this_process or not owner.may_be_alive(path / MANIFEST_NAME):
+        return None
+    return owner
+
+
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs left in a folder of automatically named checkpoints."""
-    if folder.is_dir():
-        for name in os.listdir(folder):
-            if LEFTOVER.fullmatch(name):
-                shutil.rmtree(folder / name, ignore_errors=True)
+    """Remove what killed runs left in a folder of automatically named checkpoints, and nothing of those that are alive."""
+    remove_gone(folder, UNFINISHED)
+    for name in os.listdir(folder) if folder.is_dir() else []:
+        if REMOVING.fullmatch(name):
+            shutil.rmtree(folder / name, ignore_errors=True)

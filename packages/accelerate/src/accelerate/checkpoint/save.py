@@ -16,6 +16,7 @@ from accel_ops.filenames import (
 )
 from accel_ops.files import check_loadable
 from accel_ops.random import capture_rng_state
+from accelerate.checkpoint.late import TOKEN_KEY
 from accelerate.checkpoint.loaders import loader_position, order_state
 from accelerate.checkpoint.naming import numbered, weights_file
 from accelerate.checkpoint.transaction import FileWriter
@@ -48,13 +49,24 @@ def write_shared_state(
         files.save(SCALER_NAME, scaler.state_dict())
 
 
-def write_own_state(files: FileWriter, dataloaders: Iterable[Any], process_index: int, step: int) -> None:
-    """Write what every process has of its own: random states, and how far its loaders have come."""
+def write_own_state(
+    files: FileWriter, dataloaders: Iterable[Any], process_index: int, step: int, token: str = ""
+) -> None:
+    """Write what every process has of its own: random states, and how far its loaders have come.
+
+    Args:
+        files: Where to.
+        dataloaders: Prepared loaders.
+        process_index: Rank of this process.
+        step: The step counter to keep.
+        token: That of the checkpoint, when its manifest exists already. The file with it is written last.
+    """
     for index, loader in enumerate(dataloaders):
         if (position := loader_position(loader)) is not None:
             check_loadable(position, f"The position of data loader {index}")
             files.save(position_file(index, process_index), position)
-    files.save(random_states_file(process_index), {"step": step, **capture_rng_state()})
+    late = {TOKEN_KEY: token} if token else {}
+    files.save(random_states_file(process_index), {"step": step, **late, **capture_rng_state()})
 
 
 def write_custom_object(files: FileWriter, obj: Any, index: int) -> None:

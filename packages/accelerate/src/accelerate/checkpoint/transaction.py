@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,7 @@ from accel_ops.filenames import MANIFEST_NAME
 from accel_ops.files import serialize
 from accel_ops.staging import StagedFolder, list_files
 from accelerate.checkpoint.agreement import Ranks, Storage
+from accelerate.checkpoint.late import late_files
 from accelerate.checkpoint.manifest import FileRecord, Manifest
 
 
@@ -100,9 +102,11 @@ class Transaction:
 
     Attributes:
         folder: Where this process writes.
+        token: What files must carry that absent ranks add later; empty when all take part.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, target: Path) -> None:
+        self.token = secrets.token_hex(8) if ranks.absent else ""
         self._ranks = ranks
         self._storage = storage
         self._target = target
@@ -166,7 +170,10 @@ class Transaction:
                 path = self.folder / name
                 fsync_file(path)
                 self._records[name] = FileRecord(path.stat().st_size, checksum_file(path))
-        Manifest(self._records, self._ranks.count, step, iteration).write(self.folder)
+        world_size = self._ranks.count + len(self._ranks.absent)
+        Manifest(self._records, world_size, step, iteration, absent=self._ranks.absent, token=self.token).write(
+            self.folder
+        )
 
     def __enter__(self) -> Transaction:
         return self
@@ -187,7 +194,7 @@ def _names_of(folder: Path) -> list[str]:
         manifest = Manifest.read(folder)
     except ValueError:
         manifest = None
-    return [*manifest.files, MANIFEST_NAME] if manifest else [MANIFEST_NAME]
+    return [*manifest.files, *late_files(folder, manifest.absent), MANIFEST_NAME] if manifest else [MANIFEST_NAME]
 
 
 def _sync_and_close(descriptor: int) -> None:

@@ -1,0 +1,147 @@
+"""Whose unfinished files these are: a process that still writes them, or one that is gone.
+
+The name of what is being written says which process does it, so that it is known from the very moment it exists. A process
+of this machine is looked up; one of another machine, which shares the file system, is known only by its heartbeat: it
+touches its folder every few seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+
+PATTERN = r"(?P<host>[\w-]*)-(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<started>\d+)-(?P<since>\d+)"
+MAX_HOST_LETTERS = 24
+BEAT_SECONDS = 10.0
+OLD_SECONDS = 3600.0
+"""After so long without a heartbeat, what a process of another machine was writing is given up."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, among all that may see a file system.
+
+    Attributes:
+        host: Name of its machine, for people.
+        machine: What tells apart machines, their boots, and containers that count processes on their own.
+        process: Its number there.
+        started: When it started, in clock ticks since the machine did; 0 where that is unknown.
+        since: When it began to write, in seconds since 1970.
+    """
+
+    host: str
+    machine: str
+    process: int
+    started: int
+    since: int
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        """This process, beginning now."""
+        host = re.sub(r"[^\w-]|_", "-", socket.gethostname(), flags=re.ASCII)[:MAX_HOST_LETTERS]
+        return cls(host, _machine(), os.getpid(), _start_of(os.getpid()), int(time.time()))
+
+    @classmethod
+    def from_name(cls, text: str) -> Owner | None:
+        """The owner that `name` stands for; None when it names nobody."""
+        match = re.fullmatch(PATTERN, text, flags=re.ASCII)
+        if match is None:
+            return None
+        numbers = (int(match[key]) for key in ("process", "started", "since"))
+        return cls(match["host"], match["machine"], *numbers)
+
+    @property
+    def name(self) -> str:
+        """For names of files."""
+        return f"{self.host}-{self.machine}-{self.process}-{self.started}-{self.since}"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs, or ran, where this process can look it up."""
+        return self.machine == _machine()
+
+    @property
+    def is_this_process(self) -> bool:
+        """Whether it is this very process."""
+        return self.is_here and self.process == os.getpid() and self.started == _start_of(os.getpid())
+
+    def may_be_alive(self, path: Path) -> bool:
+        """Whether it may still be writing.
+
+        Args:
+            path: What it touches.
+        """
+        if self.is_here:
+            return _is_running(self.process, self.started)
+        try:
+            return time.time() - path.stat().st_mtime < OLD_SECONDS
+        except OSError:
+            return False
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since).strftime("%Y-%m-%d %H:%M:%S")
+        return f"process {self.process} on {self.host or 'another machine'}, since {since}"
+
+
+class Heartbeat:
+    """Touches a folder every few seconds, until stopped.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            with suppress(OSError):
+                os.utime(self._path)
+
+    def stop(self) -> None:
+        """End it; fine to call twice."""
+        self._stopped.set()
+        self._thread.join()
+
+
+def _is_running(process: int, started: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return _start_of(process) == started or not started
+
+
+def _start_of(process: int) -> int:
+    """When a process of this machine started, so that a later one of the same number is told apart; -1 once it ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return 0
+    fields = text.rpartition(")")[2].split()
+    return -1 if fields[0] in "ZX" else int(fields[19])  # ended, but its parent has not asked yet
+
+
+@cache
+def _machine() -> str:
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return hashlib.sha256("\n".join([sys.platform, *parts]).encode()).hexdigest()[:8]

@@ -1,0 +1,282 @@
+"""Which ranks take part in a call that all of them should make, found out without a collective.
+
+A collective would wait for ever for a rank that never comes, as in `if accelerator.is_main_process: save_state(...)`. So
+ranks leave notes in the key-value store of the process group instead. The main process opens a call and is the only one
+to decide how it goes on: together, once all others have left a note, or alone, when it is shown that one of them is
+elsewhere (it waits in a `wait_for_everyone` that the main process has not reached, or has left the process group) or
+when nobody comes in time. A rank that comes after that decision learns of it from the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_state import shutdown
+from accel_state.logging import get_logger
+
+PATIENCE_SECONDS = 10.0
+"""How long the main process waits for the others where it can do without them."""
+LONG_PATIENCE_SECONDS = 300.0
+"""How long it waits where it cannot do without them, or where some have come already."""
+FIRST_PAUSE_SECONDS = 0.0005
+LONGEST_PAUSE_SECONDS = 0.05
+SECONDS_WITHOUT_TIMEOUT = 1800.0
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, as the main process has decided that it goes on.
+
+    Attributes:
+        key: Where notes about it are in the store; empty without one.
+        everyone: Whether all ranks take part.
+        waited: For how many seconds the main process waited for the others.
+        facts: What the main process told about it.
+    """
+
+    key: str
+    everyone: bool
+    waited: float
+    facts: dict[str, Any]
+
+
+class Attendance:
+    """The notes that the ranks of a process group leave for each other.
+
+    Args:
+        store: The key-value store of the group.
+        group: The process group.
+    """
+
+    def __init__(self, store: Any, group: Any) -> None:
+        self._store = dist.PrefixStore("accelerate_attendance", store)
+        self._weak_group = weakref.ref(group)  # whoever holds a group keeps its threads
+        self._rank: int = group.rank()
+        self._world: int = group.size()
+        self._num_waits = 0
+        self._numbers: dict[str, int] = {}  # by kind of call: how many were opened, or the last one looked at
+        self._places: dict[str, list[int]] = {}
+        self._lonely_sites: dict[tuple[str, int], str] = {}  # with the key of the last call that was done alone there
+        self.has_warned = False
+        shutdown.on_close(self.leave)
+
+    @property
+    def timeout(self) -> float:
+        """How long a collective of the group would wait, in seconds."""
+        with contextlib.suppress(AttributeError, RuntimeError, IndexError):
+            group: Any = self._weak_group()
+            backend = group._get_backend(group._device_types[0])
+            return float(backend.options._timeout.total_seconds())
+        return SECONDS_WITHOUT_TIMEOUT
+
+    # ---- what a rank does elsewhere -----------------------------------------------------------------------------
+
+    def note_wait(self) -> None:
+        """Leave a note that this rank now waits for everyone."""
+        self._num_waits += 1
+        self._store.set(f"at/{self._rank}", str(self._num_waits))
+
+    def leave(self) -> None:
+        """Leave a note that this rank takes part in nothing any more."""
+        is_current = (
+            dist.is_initialized() and self._weak_group() is dist.group.WORLD
+        )  # another one's store may be gone
+        if self._rank > 0 and is_current:  # the store may end with the main process
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"at/{self._rank}", "left")
+
+    def _is_elsewhere(self, rank: int) -> bool:
+        """Whether a rank is in a `wait_for_everyone` that this one has not begun, or is gone."""
+        if not self._store.check([f"at/{rank}"]):
+            return False
+        note = self._store.get(f"at/{rank}").decode()
+        return note == "left" or int(note) > self._num_waits
+
+    # ---- the main process ---------------------------------------------------------------------------------------
+
+    def open(self, kind: str, *, can_do_alone: bool, facts: dict[str, Any]) -> Call:
+        """Begin a call on the main process: wait for the others, and decide.
+
+        Args:
+            kind: What is called.
+            can_do_alone: Whether the main process can do without the others.
+            facts: Told to them; JSON.
+        """
+        site = _call_site()
+        patience = PATIENCE_SECONDS if can_do_alone else self._long_patience
+        if (last := self._lonely_sites.pop(site, None)) is not None and not self._store.check(self._notes(last)):
+            patience = 0.0  # nobody came then, not even later
+        key = self.open_at_once(kind, facts)
+        begin = time.monotonic()
+        everyone = self._await_others(kind, key, patience, can_do_alone)
+        if not everyone and can_do_alone:
+            self._lonely_sites[site] = key
+        self._store.set(f"{key}/mode", "together" if everyone else "alone")
+        return Call(key, everyone, time.monotonic() - begin, facts)
+
+    def open_at_once(self, kind: str, facts: dict[str, Any], *, alone: bool = False) -> str:
+        """Begin a call on the main process without waiting for anybody, and return its key.
+
+        Args:
+            kind: What is called.
+            facts: Told to the others; JSON.
+            alone: Decide at once that it goes on alone.
+        """
+        number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
+        key = f"{kind}/{number}"
+        self._store.set(f"{key}/opened", json.dumps({"place": self._place(kind), "facts": facts}))
+        if alone:
+            self._store.set(f"{key}/mode", "alone")
+        self._store.set(f"{kind}/last", str(number))
+        return key
+
+    def _await_others(self, kind: str, key: str, patience: float, can_do_alone: bool) -> bool:
+        notes = self._notes(key)
+        has_said = False
+        for waited in _intervals():
+            if self._store.check(notes):
+                return True
+            absent = [rank for rank, note in enumerate(notes, 1) if not self._store.check([note])]
+            if any(self._is_elsewhere(rank) for rank in absent):
+                return False
+            if waited >= (self._long_patience if len(absent) < len(notes) else patience):
+                return False
+            if waited >= PATIENCE_SECONDS and not can_do_alone and not has_said:
+                has_said = True
+                logger.warning(
+                    "%s waits on the main process for processes %s, which have not called it. If only the main process "
+                    "calls it, call it on all of them: each holds a shard of what it stores.",
+                    kind,
+                    ", ".join(map(str, absent)),
+                )
+        raise AssertionError
+
+    def _notes(self, key: str) -> list[str]:
+        """The notes that all others leave when they come to a call."""
+        return [f"{key}/here/{rank}" for rank in range(1, self._world)]
+
+    @property
+    def _long_patience(self) -> float:
+        return min(LONG_PATIENCE_SECONDS, self.timeout / 2)
+
+    def finish(self, call: Call, facts: dict[str, Any]) -> None:
+        """Tell whoever comes late how a call went that was done alone; JSON."""
+        self._store.set(f"{call.key}/done", json.dumps(facts))
+
+    # ---- the others ---------------------------------------------------------------------------------------------
+
+    def join(self, kind: str) -> Call:
+        """Take part in a call of the main process, which may come later or have done it already.
+
+        Raises:
+            RuntimeError: The main process is elsewhere, or did not come within the timeout of the process group.
+        """
+        place = self._place(kind)
+        for waited in _intervals():
+            if (number := self._opened_since(kind, place)) is not None:
+                key = f"{kind}/{number}"
+                self._numbers[kind] = number
+                self._store.set(f"{key}/here/{self._rank}", "1")
+                mode = self._await_note(f"{key}/mode", kind)
+                facts = json.loads(self._store.get(f"{key}/opened"))["facts"]
+                return Call(key, mode == "together", 0.0, facts)
+            if self._is_elsewhere(0) or waited > self.timeout:
+                raise RuntimeError(
+                    f"{kind} was called on process {self._rank}, but the main process did not call it"
+                    f" ({'it is in wait_for_everyone' if waited <= self.timeout else f'for {waited:.0f} s'}): call "
+                    f"{kind} on all processes."
+                )
+        raise AssertionError
+
+    def outcome(self, call: Call, kind: str) -> dict[str, Any]:
+        """How a call went that the main process does alone; waits until it is done.
+
+        Raises:
+            RuntimeError: It did not end within the timeout of the process group.
+        """
+        found: dict[str, Any] = json.loads(self._await_note(f"{call.key}/done", kind))
+        return found
+
+    def _opened_since(self, kind: str, place: list[int]) -> int | None:
+        """The number of the call of the main process that a call from here belongs to, if it has begun."""
+        if not self._store.check([f"{kind}/last"]):
+            return None
+        for number in range(self._numbers.get(kind, 0) + 1, int(self._store.get(f"{kind}/last")) + 1):
+            if not self._store.check([f"{kind}/{number}/mode"]):
+                return number
+            if json.loads(self._store.get(f"{kind}/{number}/opened"))["place"] >= place:
+                return number
+            self._numbers[kind] = number  # the main process did that one alone, earlier in the program
+        return None
+
+    def _await_note(self, key: str, kind: str) -> str:
+        for waited in _intervals():
+            if self._store.check([key]):
+                return str(self._store.get(key).decode())
+            if waited > self.timeout:
+                raise RuntimeError(
+                    f"{kind} on process {self._rank} heard nothing of the main process for {waited:.0f} s, in which it did "
+                    "not end: see what the main process does, or raise InitProcessGroupKwargs(timeout=...)."
+                )
+        raise AssertionError
+
+    def _place(self, kind: str) -> list[int]:
+        """Where in the program this rank is: collectives so far, and calls of this kind since the last of them.
+
+        Ranks agree on it wherever they agree on collectives.
+        """
+        try:
+            group: Any = self._weak_group()
+            sequence = int(group._get_sequence_number_for_group())
+        except (AttributeError, RuntimeError):  # a backend that does not count
+            sequence = 0
+        before = self._places.get(kind)
+        again = before[1] + 1 if before is not None and before[0] == sequence else 0
+        self._places[kind] = [sequence, again]
+        return self._places[kind]
+
+
+_known: list[Attendance] = []
+
+
+def attendance() -> Attendance | None:
+    """The attendance of the default process group; None where there is no group, no store, or one rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: Any = dist.group.WORLD
+    if _known and _known[0]._weak_group() is group:
+        return _known[0]
+    store = dist.distributed_c10d._get_default_store()
+    if store is None or group.size() == 1:
+        return None
+    _known[:] = [Attendance(store, group)]
+    return _known[0]
+
+
+def _intervals() -> Iterator[float]:
+    """Seconds since the beginning, again and again, with pauses that grow from a fraction of a millisecond."""
+    begin = time.monotonic()
+    pause = FIRST_PAUSE_SECONDS
+    while True:
+        yield time.monotonic() - begin
+        time.sleep(pause)
+        pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+
+
+def _call_site() -> tuple[str, int]:
+    """File and line of the user's program that called this library."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

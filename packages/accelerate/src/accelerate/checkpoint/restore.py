@@ -1,0 +1,236 @@
+"""Loading a checkpoint: everything is read and compared, then applied on all ranks or taken back on all."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_integrations.checkpoints.stored_states import is_divided
+from accel_ops.staging import recover
+from accel_state.logging import get_logger
+from accelerate.checkpoint.agreement import Ranks
+from accelerate.checkpoint.apply import (
+    apply_compared_modules,
+    apply_models_with_own_way,
+    apply_objects,
+    apply_random_states,
+    check_objects,
+)
+from accelerate.checkpoint.load import (
+    Checkpoint,
+    Receivers,
+    TrainingState,
+    check_weights,
+    find_newest,
+    read_state,
+)
+from accelerate.checkpoint.manifest import DamagedCheckpointError
+from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
+from accelerate.checkpoint.undo import Undo
+from accelerate.checkpoint.whole_optimizer import WholeOptimizer
+from accelerate.checkpoint.world_size import warn_of_other_world_size
+
+if TYPE_CHECKING:
+    from accel_integrations.prepared.scheduler import AcceleratedScheduler
+    from accelerate.accelerator import Accelerator
+
+LoadHook = Callable[[list[nn.Module], str], None]
+
+logger = get_logger(__name__)
+
+
+class StateLoader:
+    """One load of a training state.
+
+    Args:
+        accelerator: What to load into.
+        hooks: Called with the models and the folder before models are loaded.
+    """
+
+    def __init__(self, accelerator: Accelerator, hooks: Sequence[LoadHook]) -> None:
+        self._accelerator = accelerator
+        self._hooks = hooks
+        self._ranks = Ranks(accelerator.state)
+        self._skipped: dict[Path, str] = {}
+        self._passed_over: list[str] = []
+
+    def load(
+        self, input_dir: str | os.PathLike[str] | None, load_kwargs: Mapping[str, Any] | None, **model_kwargs: Any
+    ) -> None:
+        """Load it; see `Accelerator.load_state`."""
+        accelerator, ranks = self._accelerator, self._ranks
+        location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
+        known = accelerator.engine.options_of_loading
+        options = {name: model_kwargs.pop(name) for name in known & model_kwargs.keys()}
+        receivers = Receivers(
+            [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
+            schedulers_with_files(accelerator),
+            accelerator._dataloaders,
+            accelerator.scaler,
+            accelerator._custom_objects,
+        )
+        checkpoint, state = self._read(input_dir, receivers, location, load_kwargs)
+        if self._is_divided(checkpoint):
+            receivers = replace(receivers, optimizers=())
+        ranks.together(f"use the checkpoint {checkpoint.folder}", lambda: check_objects(checkpoint, receivers, state))
+        undo = Undo()
+        try:
+            ranks.together("load its objects", lambda: apply_objects(receivers, state, undo))
+            self._load_modules(checkpoint, receivers, state, undo, options, model_kwargs)
+        except BaseException:
+            undo.roll_back()
+            raise
+        apply_random_states(state.random_states)
+        if state.step is not None:
+            accelerator.step = state.step
+        if ranks.is_first:
+            warn_of_other_world_size(checkpoint, ranks.count)
+        if accelerator.project_configuration.automatic_checkpoint_naming or input_dir is None:
+            self._go_on_counting()
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def _read(
+        self,
+        input_dir: str | os.PathLike[str] | None,
+        receivers: Receivers,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[Checkpoint, TrainingState]:
+        """Read and verify the checkpoint; the newest that is not damaged, when none is named."""
+        ranks = self._ranks
+        while True:
+            found = ranks.only_first("find the checkpoint", lambda: self._find(input_dir))
+            named = found if input_dir is None else Path(input_dir).expanduser()
+            folder, here = self._folder_here(named)
+            logger.info("Loading the training state from %s", folder)
+            loaded: list[tuple[Checkpoint, TrainingState]] = []
+
+            def read(
+                folder: Path = folder,
+                here: list[int] = here,
+                loaded: list[tuple[Checkpoint, TrainingState]] = loaded,
+            ) -> str | None:
+                checkpoint = Checkpoint.open(folder, with_divided=True)
+                self._accelerator.engine.check_states(checkpoint.names, folder)
+                try:
+                    state = read_state(
+                        checkpoint,
+                        replace(receivers, optimizers=()) if self._is_divided(checkpoint) else receivers,
+                        ranks.rank,
+                        map_location=location,
+                        load_kwargs=load_kwargs,
+                        verify=lambda: checkpoint.verify(here.index(ranks.rank), len(here)),
+                    )
+                except DamagedCheckpointError as error:
+                    if input_dir is not None:
+                        raise
+                    return str(error)
+                loaded.append((checkpoint, state))
+                return None
+
+            problems = [text for text in ranks.together(f"read the checkpoint {folder}", read) if text is not None]
+            if not problems:
+                if self._passed_over:
+                    reasons = " ".join(self._passed_over)
+                    warnings.warn(f"Loading {found}, because newer ones cannot be used: {reasons}", stacklevel=5)
+                return loaded[0]
+            self._skipped[found] = problems[0]
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        """The folder to load from, on process 0, with nothing left to finish in it."""
+        project = self._accelerator.project_configuration
+        if input_dir is None:
+            if project.project_dir is None and not project.automatic_checkpoint_naming:
+                raise ValueError("load_state() needs a folder: pass input_dir, or Accelerator(project_dir=...)")
+            checkpoint, self._passed_over = find_newest(checkpoints_folder(project.project_dir), self._skipped)
+            return checkpoint.folder
+        folder = Path(input_dir).expanduser()
+        recover(folder)
+        return folder
+
+    def _folder_here(self, named: Path) -> tuple[Path, list[int]]:
+        """The folder that the processes of this machine load from, and their ranks.
+
+        It is that of the first of them, where they have saved, even if each was given a name of its own.
+        """
+        ranks = self._ranks
+        seen = ranks.together("look at the checkpoint", lambda: self._recover(named))
+        first = ranks.rank - ranks.local_rank
+        here = [rank for rank, (local, _) in enumerate(seen) if rank - local == first]
+        return (named if seen[ranks.rank][1] == seen[first][1] else Path(seen[first][1])), here
+
+    def _recover(self, folder: Path) -> tuple[int, str]:
+        """Finish an interrupted save on machines with a file system of their own; returns rank there, and folder."""
+        if self._ranks.local_rank == 0 and not self._ranks.is_first:
+            recover(folder)
+        return self._ranks.local_rank, os.path.abspath(folder)
+
+    def _is_divided(self, checkpoint: Checkpoint) -> bool:
+        """Whether models and optimizers are read part by part: where they were so written, or are so held now."""
+        return self._accelerator.engine.writes_states or is_divided(checkpoint.names)
+
+    # ---- applying -----------------------------------------------------------------------------------------------
+
+    def _load_modules(
+        self,
+        checkpoint: Checkpoint,
+        receivers: Receivers,
+        state: TrainingState,
+        undo: Undo,
+        options: dict[str, Any],
+        model_kwargs: dict[str, Any],
+    ) -> None:
+        """Load the models, and where they are stored part by part the optimizers, last: nothing can refuse after them."""
+        accelerator, ranks, folder = self._accelerator, self._ranks, checkpoint.folder
+        models = list(accelerator._models)
+        divided: list[Any] = []
+
+        def check() -> None:
+            for hook in self._hooks:
+                hook(models, os.fspath(folder))
+            strict = model_kwargs.get("strict", True)
+            if self._is_divided(checkpoint):
+                prepared = accelerator._prepared
+                wanted = [whole for one, whole in zip(prepared.models, prepared.wrapped, strict=True) if one in models]
+                divided.append(accelerator.engine.read_states(folder, wanted, strict=strict, **options))
+                return
+            models[:] = [accelerator.engine.unwrap(model) for model in models]
+            check_weights(checkpoint, models, state, strict)
+
+        ranks.together(f"use the checkpoint {folder}", check)
+        apart = replace(state, weights=[]) if divided else state
+        ranks.together("load the models", lambda: apply_models_with_own_way(models, apart, undo, **model_kwargs))
+        ranks.together("load the weights", lambda: apply_compared_modules(models, receivers, apart, **model_kwargs))
+        if divided:
+            divided[0].apply()
+
+    def _go_on_counting(self) -> None:
+        project = self._accelerator.project_configuration
+        if project.project_dir is not None:
+            last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
+            project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
+
+
+def schedulers_with_files(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+    """Those that no engine stores."""
+    kept: list[AcceleratedScheduler] = accelerator._schedulers
+    return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
+
+
+def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
+    """Where the tensors of an optimizer go while they are loaded.
+
+    Raises:
+        TypeError: It is none of the three known values.
+    """
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(f"map_location={map_location!r} is not known: choose from None, 'cpu' and 'on_device'")
+    return device if map_location == "on_device" else torch.device("cpu")

@@ -1,0 +1,119 @@
+"""Giving objects their states so that all of it can be taken back when one of them refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ops.random import capture_rng_state, restore_rng_state
+from accelerate.checkpoint.loaders import order_state, restore_order
+
+
+class Undo:
+    """What takes back the changes of a load, newest first.
+
+    An object is asked for its state before it changes, and a copy of that is kept: tensors of registered objects in CPU
+    memory. What torch's own optimizers hold is replaced when they load, never changed, so theirs is kept without a copy.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+
+    def roll_back(self) -> None:
+        """Bring every object back, as far as it lets itself be."""
+        while self._steps:
+            with suppress(Exception):
+                self._steps.pop()()
+
+    def keep(self, obj: Any) -> None:
+        """Keep the state of an object with `state_dict()` and `load_state_dict()`."""
+        attributes = dict(vars(obj)) if hasattr(obj, "__dict__") else {}
+        try:
+            state = _detached(obj.state_dict())
+        except Exception:  # it has none yet
+            state = None
+
+        def bring_back() -> None:
+            try:
+                if state is None:
+                    raise TypeError
+                obj.load_state_dict(state)
+            except Exception:
+                vars(obj).update(attributes)
+
+        self._steps.append(bring_back)
+
+    def keep_optimizer(self, optimizer: Any) -> None:
+        """Keep the state of an optimizer without wrappers."""
+        if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+            self.keep(optimizer)
+            return
+        state, groups = optimizer.state, optimizer.param_groups
+        before = {"state": state.copy(), "param_groups": [dict(group) for group in groups]}
+
+        def bring_back() -> None:
+            state.clear()
+            state.update(before["state"])
+            for group, values in zip(groups, before["param_groups"], strict=True):
+                group.clear()
+                group.update(values)
+            optimizer.state, optimizer.param_groups = state, groups
+
+        self._steps.append(bring_back)
+
+    def keep_loader(self, loader: Any) -> None:
+        """Keep the order and the position of a data loader."""
+        order = order_state(loader)
+        holders = [loader, getattr(loader, "base_dataloader", None)]
+        kept = [(holder, dict(vars(holder))) for holder in holders if hasattr(holder, "__dict__")]
+
+        def bring_back() -> None:
+            if order is not None:
+                restore_order(loader, order)
+            for holder, attributes in kept:
+                vars(holder).clear()
+                vars(holder).update(attributes)
+
+        self._steps.append(bring_back)
+
+    def keep_random_states(self) -> None:
+        """Keep where the random generators of this process are."""
+        states = capture_rng_state()
+        self._steps.append(lambda: restore_rng_state(states))
+
+    def keep_values(self, model: nn.Module) -> None:
+        """Keep the values of a model in CPU memory."""
+        kept: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = [
+            (tensors, name, tensor, tensor.detach().to("cpu", copy=True))
+            for module in model.modules()
+            for tensors in (module._parameters, module._buffers)
+            for name, tensor in tensors.items()
+            if tensor is not None
+        ]
+
+        @torch.no_grad()
+        def bring_back() -> None:
+            for tensors, name, tensor, values in kept:
+                tensors[name] = tensor
+                if tensor.shape == values.shape:
+                    tensor.copy_(values)
+                else:
+                    tensor.data = values.to(tensor.device)
+
+        self._steps.append(bring_back)
+
+
+def _detached(value: Any) -> Any:
+    """A copy of a nested state; tensors in CPU memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple, set):
+        return type(value)(map(_detached, value))
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _detached(inner) for key, inner in value.items()}
+    return copy.deepcopy(value)
