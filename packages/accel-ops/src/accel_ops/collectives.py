@@ -18,6 +18,7 @@ from accel_state.enums import DistributedType
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
+from accel_state.supervision import report_progress
 
 HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "none": "sum", "max": "max", "min": "min"}
 FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -78,6 +79,7 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
             f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
         )
     gathered: list[Any] = [None] * state.num_processes
+    report_progress()
     dist.all_gather_object(gathered, object)
     return [item for items in gathered for item in items]
 
@@ -200,6 +202,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         return object_list
     _refuse_xla(state, "broadcast_object_list")
     device = transport_of(state).wire_device(state)
+    report_progress()
     dist.broadcast_object_list(object_list, src=from_process, device=device)
     return object_list
 
