@@ -17,6 +17,14 @@ class MissingFileError(UsageError, FileNotFoundError):
     """A file that was named does not exist."""
 
 
+class NotHereError(UsageError):
+    """This machine lacks something that a launch needs; another machine may have it. A dry run only warns of it."""
+
+
+class MissingHereError(MissingFileError, NotHereError):
+    """A file that a launch needs is not on this machine."""
+
+
 class ExistingFileError(UsageError, FileExistsError):
     """A file that would be replaced exists."""
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import NotHereError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def check_libraries(settings: Namespace) -> None:
     for row in NEEDED:
         who = row.wanted_by(settings)
         if who and not _is_installed(row.library):
-            raise UsageError(
+            raise NotHereError(
                 f"{who} needs the library {row.library!r}, which is not installed. Run: pip install {row.install}"
             )
     if settings.runner == "deepspeed":
@@ -63,7 +63,7 @@ def _check_launcher(settings: Namespace) -> None:
 
     launcher = LAUNCHERS[settings.deepspeed_multinode_launcher.lower()]
     if launcher.program and shutil.which(launcher.program) is None:
-        raise UsageError(
+        raise NotHereError(
             f"--deepspeed_multinode_launcher {launcher.name} needs the program {launcher.program!r}, which is not "
             "installed: install it, or take the launcher 'standard'."
         )
@@ -77,7 +77,7 @@ def _check_pod() -> None:
     spec = find_spec("torch_xla")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if folders and not any(os.path.exists(os.path.join(folder, "distributed", "xla_dist.py")) for folder in folders):
-        raise UsageError(
+        raise NotHereError(
             "This version of torch_xla has no program for pods (torch_xla.distributed.xla_dist). Start the script on "
             "every machine: accelerate tpu-config --command 'accelerate launch --tpu ...'"
         )
