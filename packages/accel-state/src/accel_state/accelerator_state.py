@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
 from accel_state.environment import parse_choice_from_env
 from accel_state.errors import missing_library
+from accel_state.guessing import closest
 from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
 from accel_state.public_names import known_as
@@ -301,7 +302,9 @@ class AcceleratorState(ProcessPlace):
 def _read_precision(name: str, given: str | PrecisionType) -> str:
     value = str(given).lower()
     if value not in PrecisionType:
-        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.")
+        guess = closest(value, PrecisionType.list())
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.{hint}")
     return value
 
 
