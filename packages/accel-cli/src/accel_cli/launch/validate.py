@@ -241,10 +241,10 @@ def _check_parallelism(settings: Namespace) -> None:
 
 
 def check_script(settings: Namespace) -> None:
-    """Refuse a script, module or program that does not exist.
+    """Refuse a script, module or program that does not exist, and a script that is no Python.
 
     Raises:
-        ValueError: When there is no such module.
+        ValueError: When there is no such module, or the script has a syntax error.
         FileNotFoundError: When there is no such file.
     """
     script = settings.training_script
@@ -257,6 +257,27 @@ def check_script(settings: Namespace) -> None:
         siblings = [os.path.join(os.path.dirname(script), name) for name in _names(folder) if name.endswith(".py")]
         hint = did_you_mean(script, siblings) or _other_kind(script)
         raise MissingFileError(f"The script {script!r} does not exist.{hint}")
+    elif script.endswith(".py"):
+        _check_syntax(script)
+
+
+def _check_syntax(script: str) -> None:
+    """Refuse a script that each process would refuse: what Python says is shown once."""
+    import warnings
+
+    try:
+        with open(script, "rb") as file:
+            source = file.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the processes warn
+            compile(source, script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        import traceback
+
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"The script {script!r} has a syntax error:\n{text}") from None
+    except (OSError, ValueError):  # whatever it is, Python says it better
+        return
 
 
 def _check_module(name: str) -> None:
