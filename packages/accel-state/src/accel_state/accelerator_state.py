@@ -11,6 +11,7 @@ from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
 from accel_state.environment import parse_choice_from_env
 from accel_state.errors import missing_library
 from accel_state.guessing import closest
+from accel_state.kernel import check_os_kernel
 from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
 from accel_state.public_names import known_as
@@ -109,6 +110,8 @@ class AcceleratorState(ProcessPlace):
                 f"cpu=True, but this process already computes on {str(place.device)!r}: pass cpu=True where the first "
                 "PartialState or Accelerator is made, or set ACCELERATE_USE_CPU=true."
             )
+        if place.is_local_main_process:
+            check_os_kernel()
         self.__dict__.update(place.__dict__)
         self._mixed_precision = precision
         try:
