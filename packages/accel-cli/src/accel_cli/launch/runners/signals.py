@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")  # whoever sends one wants the run to end
 NOTICES = ("SIGUSR1", "SIGUSR2")  # a script may do as it likes, and go on
@@ -20,15 +21,19 @@ def handled(handlers: Mapping[str, Callable[[int], None]]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {}
+    before: dict[int, Any] = {}
     try:
         for name, handler in handlers.items():
             if number := getattr(signal, name, None):
-                before[number] = signal.signal(number, lambda number, _, handler=handler: handler(number))
+                before[number] = signal.signal(number, _as_python_calls_it(handler))
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _as_python_calls_it(handler: Callable[[int], None]) -> Callable[[int, Any], None]:
+    return lambda number, _: handler(number)
 
 
 def status_after(number: int, codes: Mapping[int, int], crashed: Container[int]) -> int:
