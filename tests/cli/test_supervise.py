@@ -139,7 +139,7 @@ def test_processes_may_take_their_time_after_an_interrupt() -> None:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_signals_reach_the_processes_of_torchs_agent_too(name: str) -> None:
     """Also in a run that is watched: asking for stacks uses neither signal."""
-    status, said = ends_with(name, "0,1", 75, *BY_TORCH, "--hang_timeout", "1", kind="with_accelerator")
+    status, said = ends_with(name, "0,1", 75, *BY_TORCH, "--hang_timeout", "12", kind="with_accelerator")
     assert status == 75, said
 
 
