@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CLIENTS = ("transformers[torch]", "peft")
+WITH_PROGRAMS = ("accel-cli", "accelerate")
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 
 
@@ -41,7 +42,23 @@ def try_alone(package: Path, wheels: Path, folder: Path) -> None:
     script = folder / f"{package.name}_example.py"
     script.write_text(readme_example(package))
     subprocess.run([str(python), "-W", "error::DeprecationWarning", str(script)], check=True, cwd=folder)
+    for program in sorted(python.parent.glob("accelerate*")):
+        subprocess.run([str(program), "--help"], check=True, cwd=folder, stdout=subprocess.DEVNULL)
+    if package.name in WITH_PROGRAMS:
+        run_program(python, folder)
     print(f"{package.name}: installs alone, its README example runs", flush=True)
+
+
+def run_program(python: Path, folder: Path) -> None:
+    """Run the program `accelerate` by its name and as a module: both launch a script."""
+    (folder / "train.py").write_text("print('ran')")
+    for program in ([str(python.parent / "accelerate")], [str(python), "-m", "accel_cli"]):
+        subprocess.run([*program, "--version"], check=True, cwd=folder)
+        done = subprocess.run(
+            [*program, "launch", "--cpu", "train.py"], check=True, cwd=folder, stdout=subprocess.PIPE, text=True
+        )
+        if done.stdout != "ran\n":
+            raise SystemExit(f"{' '.join(program)} launched a script that printed {done.stdout!r}")
 
 
 def try_with_clients(wheels: Path, folder: Path) -> None:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
 LOWEST = ROOT / ".venv-lowest"
 LOWEST_PYTHON = "3.11"
+SAGEMAKER = "sagemaker>=2.232,<3"
 EXTRAS_OF_LOWEST = {  # those whose libraries the tests use; trackers, quantization and clients have groups of their own
     "accel-bigmodel": "hub", "accel-data": "stateful", "accel-ops": "numpy", "accel-state": "numa",
     "accel-tracking": "progress",
@@ -145,6 +146,20 @@ def quantization(arguments: list[str]) -> int:
     return apart("quantization", tests, arguments)
 
 
+def sagemaker(arguments: list[str]) -> int:
+    """Start a job with the real SDK of Amazon SageMaker, whose answers are made up, in an environment of its own.
+
+    It is not in the lock: the SDK holds back packages that others need in newer versions. It needs no torch.
+    """
+    sources = [str(ROOT / "packages" / name / "src") for name in ("accel-state", "accel-cli")]
+    return run(
+        "uv", "run", "--isolated", "--no-project", "--with", SAGEMAKER, "--with", "pytest", "--with", "questionary",
+        "python", "-m", "pytest", "--noconftest", "-c", os.devnull, "--rootdir", str(ROOT), "-p", "no:cacheprovider",
+        str(ROOT / "tests/cli/test_launch_sagemaker_sdk.py"), *arguments,
+        PYTHONPATH=os.pathsep.join([*sources, str(ROOT)]), VIRTUAL_ENV="", LIBRARIES_REQUIRED="1",
+    )  # fmt: skip
+
+
 def shape(arguments: list[str]) -> int:
     """Show the longest files and functions: a guide to the eye, never a gate."""
     sources = sorted(PACKAGES.glob("*/src/**/*.py"))
@@ -174,6 +189,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         test,
         trackers,
         quantization,
+        sagemaker,
         cover,
         lint,
         types,

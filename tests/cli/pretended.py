@@ -19,13 +19,24 @@ class Pretended(Machine):
     """Answers without looking."""
 
     def __init__(
-        self, devices: int = 0, cores: int = 2, *, usual_port_is_taken: bool = False, mpi: str = "", root: bool = False
+        self,
+        devices: int = 0,
+        cores: int = 2,
+        *,
+        has_devices: bool = True,
+        usual_port_is_taken: bool = False,
+        mpi: str = "",
+        root: bool = False,
     ) -> None:
+        self.some_devices = has_devices
         self.devices, self.cores, self.usual_port_is_taken = devices, cores, usual_port_is_taken
         self.mpi, self.root = mpi, root
 
     def num_devices(self) -> int:
         return self.devices
+
+    def has_devices(self) -> bool:
+        return self.some_devices
 
     def visible_devices_variable(self) -> str:
         return "CUDA_VISIBLE_DEVICES"

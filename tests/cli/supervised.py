@@ -33,6 +33,9 @@ def main(what: str) -> None:
         until = time.monotonic() + 4.5
         while time.monotonic() < until:
             time.sleep(0.05) or optimizer.step()
+    elif what == "barriers":
+        for _ in range(5):
+            time.sleep(1) or accelerator.wait_for_everyone()
     elif what == "raises":
         if rank == 1:
             raise ValueError("only this process has a problem")

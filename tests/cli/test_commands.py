@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -215,3 +216,48 @@ def test_cards_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert network_variables() == {"NCCL_P2P_DISABLE": "1"}
     monkeypatch.setattr("accel_state.environment.check_cuda_p2p_ib_support", lambda: True)
     assert network_variables() == {}
+
+
+# ---- the program itself -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lauch", "train.py"], "'lauch' is no command. Did you mean 'launch'?"),
+        (["train.py"], "'train.py' is no command. Run a script with: accelerate launch train.py"),
+        (["xyz"], "'xyz' is no command. There are completion, config,"),
+        (["launch"], "the following arguments are required: training_script\n"),
+        (["launch", "--mixed_precision", "bfloat16", "train.py"], "Did you mean 'bf16'?"),
+    ],
+)
+def test_mistyped_words_are_answered_with_a_guess(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(words)
+    except SystemExit as end:
+        status = end.code  # type: ignore[assignment]
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "how", [["-m", "accel_cli"], ["-m", "accel_cli.main"], ["-m", "accelerate.commands.accelerate_cli"]]
+)
+def test_the_program_runs_as_a_module(how: list[str]) -> None:
+    done = subprocess.run([sys.executable, *how, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"accelerate {version('accelerate')} (accel-cli {version('accel-cli')})\n"
+    done = subprocess.run([sys.executable, *how, "lauch"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), "the exit status is the program's"
+
+
+def test_the_version_without_the_umbrella(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if name == "accelerate":
+            raise PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr("importlib.metadata.version", installed)
+    assert main(["-V"]) == 0
+    assert capsys.readouterr().out == "accel-cli 1.2\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.configfile.read import load_config_from_file
+from accel_cli.configfile.schema import ClusterConfig
 from accel_cli.main import main
 
 START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 2\n"
@@ -45,8 +46,6 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
          "line 2: distributed_type: 'MULTI_GPUS' is not one of NO, MULTI_CPU, "),
         ("distributed_type: 'NO'\ncompute_environment: moon\n", "line 2: compute_environment: 'moon' is not one of"),
         ("num_processes: 2\n", "There is no `distributed_type`"),
-        (START + "num_processes: 4\n", "line 4 has the key 'num_processes' again (first in line 3): keep one of them."),
-        (START + "fsdp_config:\n  a: 1\n  a: 2\n", "line 6 has the key 'a' again (first in line 5)"),
         (START + "a: [1,\n", "line 5: not valid YAML"),
         (START + "a: b: c\n", "line 4: not valid YAML, mapping values are not allowed"),
         (START + "a:\n\t- 1\n", "line 5: not valid YAML"),
@@ -84,7 +83,6 @@ def test_yaml(
          "line 3 has unknown keys: ['num_machnes']."),
         ('{"distributed_type": "FSDP",\n\t"fsdp_config": {\n\t\t"fsdp_version": 7}}',
          "line 3: fsdp_config.fsdp_version: 7 is not one of 1, 2."),
-        ('{"distributed_type": "NO", "debug": true, "debug": false}', "has the key 'debug' twice: keep one of them."),
         ('{"distributed_type": "NO",}', "is not valid JSON"),
         ("distributed_type: NO", "is not valid JSON: it must begin with a brace."),
         ("", "holds nothing"),
@@ -95,6 +93,53 @@ def test_json(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
+        load_config_from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "warning"),
+    [
+        ("a.yaml", START + "num_processes: 2\n", ""),  # as accelerate 0.30 wrote files
+        ("a.yaml", START + "fp8_config: {margin: 1}\nfp8_config:\n  margin: 1\n", ""),
+        ("a.yaml", START.replace("2", "4") + "num_processes: 2\n",
+         "line 4 has the key 'num_processes' again (first in line 3), with another value: the last one counts."),
+        ("a.yaml", START + "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n", "line 6 has the key 'fsdp_version' again"),
+        ("a.json", '{"distributed_type": "MULTI_GPU", "num_processes": 2, "num_processes": 2}', ""),
+        ("a.json", '{"distributed_type": "MULTI_GPU", "num_processes": 4, "num_processes": 2}',
+         "has the key 'num_processes' twice, with different values: 2 counts."),
+    ],
+)  # fmt: skip
+def test_the_last_of_two_values_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, text: str, warning: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    config = load_config_from_file(path)
+    assert isinstance(config, ClusterConfig)
+    assert config.num_processes == 2
+    assert (config.fsdp_config or {"fsdp_version": 2}) == {"fsdp_version": 2}
+    assert [warning in record.getMessage() for record in caplog.records] == ([True] if warning else [])
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "num_processes: two\nmixed_precison: bf16\nfsdp_config:\n  fsdp_version: 7\ngpu: 1\ndistributed_type: FDSP\n"
+    )
+    assert main(["launch", "--config_file", str(path), "x.py"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"accelerate launch: error: Settings file {str(path)!r} has 5 mistakes:"
+    for number, said in [
+        (1, "num_processes: 'two' is not a whole number."),
+        (2, "has unknown keys: ['mixed_precison'].*Did you mean 'mixed_precision'"),
+        (4, "fsdp_config.fsdp_version: 7 is not one of 1, 2."),
+        (5, "has unknown keys: ['gpu']"),
+        (6, "distributed_type: 'FDSP' is not one of .*Did you mean 'FSDP'"),
+    ]:
+        pattern = rf"  - line {number}:? " + said.replace("[", r"\[")
+        assert [line for line in lines[1:] if re.match(pattern, line)], (pattern, lines)
+    path.write_text("num_processes: two\ndebug: perhaps\n")
+    with pytest.raises(ValueError, match=r"(?s)3 mistakes:.*There is no `distributed_type`.*'two'.*'perhaps'"):
         load_config_from_file(path)
 
 

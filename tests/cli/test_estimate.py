@@ -218,10 +218,35 @@ def test_a_model_on_the_hub_is_built_from_its_configuration(tmp_path: Path, monk
     pytest.importorskip("timm")
     folder = Path(model_folder(tmp_path, "resnet"))
     monkeypatch.setattr("huggingface_hub.model_info", lambda *args, **kwargs: SimpleNamespace(library_name="timm"))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *args, **kwargs: None)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *args, **kwargs: str(folder / "config.json"))
     assert type(create_empty_model("timm/resnet18", None)).__name__ == "ResNet"
     source = find_model("timm/resnet18")
     assert (source.library, source.folder, source.config["num_classes"]) == ("timm", None, 10)
+
+
+def test_without_a_network_the_hub_is_asked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+
+    def refuse(*where: Any, **_: Any) -> NoReturn:
+        asked.append(where)
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    words = ["estimate-memory", "org/model", "--library_name", "transformers"]
+    assert main(words) == 2
+    assert "'org/model' is no folder, and the Hub cannot be reached" in capsys.readouterr().err
+    assert len(asked) <= 2, "no address family more than once"
+    cached = tmp_path / "models--org--model"
+    for folder in ("refs", "snapshots/1"):
+        (cached / folder).mkdir(parents=True)
+    (cached / "refs" / "main").write_text("1")
+    Path(model_folder(tmp_path, "bert"), "config.json").rename(cached / "snapshots" / "1" / "config.json")
+    assert main(words) == 0, "what was downloaded before is there"
+    assert "org/model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.launch.machine import holder_of
+from accel_cli.launch.validate import check_script
 from accel_cli.main import main
 from tests.cli.pretended import Pretended, plan_of, settings_of
 
@@ -43,6 +44,24 @@ def test_who_holds_a_port(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
         plan_of(*TWO, "--main_process_port", str(taken), "train.py")
     monkeypatch.setattr("accel_cli.launch.machine._listening", lambda port: [])
     assert holder_of(taken) == "another program"
+
+
+@pytest.mark.parametrize("words", [["--cpu"], TWO], ids=["one process", "two"])
+def test_a_syntax_error_is_shown_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("broken.py").write_text("import os\nx = = 1\n")
+    assert main(["launch", *words, "broken.py"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("accelerate launch: error: The script 'broken.py' has a syntax error:\n")
+    assert 'File "broken.py", line 2' in error
+    assert error.count("SyntaxError: invalid syntax") == 1
+
+
+@pytest.mark.parametrize(
+    "source", [b"# -*- coding: latin-1 -*-\nx = '\xe9'\n", b"\xef\xbb\xbfx = 1\n", b"x = '\\d'\n", b"x = 1\r\n"]
+)
+def test_scripts_that_are_fine(source: bytes) -> None:
+    Path("fine.py").write_bytes(source)
+    check_script(settings_of("--cpu", "fine.py"))
 
 
 def test_a_port_matters_only_where_somebody_listens(taken: int) -> None:

@@ -143,9 +143,26 @@ def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert main(["launch", "--config_file", write(), "train.py"]) == 2
     assert "needs the library 'sagemaker', which is not installed" in capsys.readouterr().err
     assert sagemaker.main(['{"estimator": {}, "inputs": null}']) == 2
-    assert "pip install sagemaker" in capsys.readouterr().err
+    assert "pip install 'sagemaker>=2.232,<3'" in capsys.readouterr().err
     assert main(["launch", "--dry_run", "--config_file", "a.json", "train.py"]) == 0
     assert "accel_cli.launch.runners.sagemaker" in capsys.readouterr().out
+
+
+def test_with_a_version_that_has_another_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 3 is a namespace package without `sagemaker.huggingface`."""
+    monkeypatch.syspath_prepend(str(tmp_path / "installed"))
+    for path, text in {
+        "sagemaker/core/__init__.py": "",
+        "sagemaker-3.27.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: sagemaker\nVersion: 3.27.0\n",
+    }.items():
+        (tmp_path / "installed" / path).parent.mkdir(parents=True)
+        (tmp_path / "installed" / path).write_text(text)
+    assert main(["launch", "--config_file", write(), "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert "the module 'sagemaker.huggingface', which sagemaker 3.27.0 lacks" in error
+    assert "pip install 'sagemaker>=2.232,<3'" in error
 
 
 def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +175,8 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert arguments["environment"]["ACCELERATE_MIXED_PRECISION"] == "no"
     assert inputs is None
     seen: list[Plan] = []
-    monkeypatch.setitem(sys.modules, "sagemaker", SimpleNamespace())
+    for name in ("sagemaker", "sagemaker.huggingface"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace())
     monkeypatch.setattr("accel_cli.launch.command.run_plan", lambda plan: seen.append(plan) or 0)
     old_launch.sagemaker_launcher(config, args)
     assert seen[0].environment["AWS_PROFILE"] == "me"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.launch.network import interface_of, own_address
-from tests.support.machines import ADDRESSES, inside, needs_namespaces, two_machines
+from tests.support.machines import ADDRESSES, INTERFACE, inside, needs_namespaces, two_machines
 
 PROGRAM = str(Path(sys.executable).parent / "accelerate")
 SCRIPT = str(Path(__file__).parent / "resuming.py")
@@ -101,6 +102,53 @@ def test_deepspeeds_own_launcher_on_two_machines(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert (found[0]["engine"], found[0]["stage"], found[0]["processes"]) == ("deepspeed", 2, 2)
     assert found[0]["bias"] == pytest.approx(-0.4), "four steps of 0.1 against a gradient of 1"
+
+
+# stands for an ssh server on each machine: runs the command in that machine's namespace
+SSH = """#!/bin/sh
+while case "$1" in -o|-l|-p) shift;; -*) ;; *) false;; esac; do shift; done
+host=$1; shift
+case $host in first) machine={first};; second) machine={second};; *) exit 255;; esac
+exec ip netns exec $machine unshare --uts sh -c "hostname $host; $*"
+"""
+
+
+@needs_namespaces
+@pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs the program pdsh")
+@pytest.mark.launch
+def test_deepspeed_reaches_the_machines_of_its_hostfile(tmp_path: Path) -> None:
+    """One command on the first machine; pdsh starts the processes of both."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
+    (tmp_path / "train.py").write_text(WITH_DEEPSPEED)
+    words = "launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
+    words += f" --deepspeed_hostfile hosts --main_process_ip {ADDRESSES[0]}"
+    known = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE}  # for these machines' names lead nowhere
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), known["PATH"]])
+    with two_machines("dp") as machines:
+        (programs / "ssh").write_text(SSH.format(first=machines[0], second=machines[1]))
+        (programs / "ssh").chmod(0o755)
+        launch = subprocess.Popen(
+            inside(machines[0], HOSTS[0], f"{PROGRAM} {words} {tmp_path / 'train.py'}"),
+            cwd=tmp_path,
+            env={**known, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = launch.communicate(timeout=120)
+        finally:
+            os.killpg(launch.pid, signal.SIGKILL) if launch.poll() is None else None
+    assert launch.returncode == 0, err
+    said = dict(line.split(": ", 1) for line in out.splitlines() if ": {" in line)  # "first: {...}"
+    assert set(said) == {"first", "second"}
+    found = [json.loads(text) for text in said.values()]
+    assert found[0] == found[1]
+    assert (found[0]["stage"], found[0]["processes"], found[0]["bias"]) == (2, 2, pytest.approx(-0.4))
 
 
 WITH_DEEPSPEED = """

@@ -109,7 +109,7 @@ def test_several_processes(started: list[Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(notebook, "is_free", lambda port: True)
     notebook_launcher(print, ("a",), num_processes=2, mixed_precision="fp16")
     ((config, function, args, environ),) = started
-    assert (function, args) == (print, ("a",))
+    assert (function.__wrapped__, args) == (print, ("a",))
     assert (config.nproc_per_node, config.min_nodes, config.start_method) == (2, 1, "fork")
     assert (config.rdzv_backend, config.rdzv_endpoint) == ("static", "127.0.0.1:29500")
     assert config.rdzv_configs["rank"] == 0
@@ -147,7 +147,10 @@ def test_the_usual_port_is_only_a_suggestion(started: list[Any], monkeypatch: py
     [
         ({}, "num_processes is missing"),
         ({"num_processes": -1}, "must not be negative, got -1"),
-        ({"num_processes": 2, "mixed_precision": "half"}, "mixed_precision must be one of .* got 'half'"),
+        (
+            {"num_processes": 2, "mixed_precision": "half"},
+            "mixed_precision must be one of .* got 'half'. Did you mean 'fp16'",
+        ),
         ({"num_processes": 2, "num_nodes": 2, "node_rank": 2}, "node_rank must be between 0 and 1 .* got 2"),
     ],
 )
@@ -172,10 +175,39 @@ def test_what_does_not_survive_a_fork(started: list[Any], monkeypatch: pytest.Mo
     notebook.test_launch()
 
 
+@pytest.mark.parametrize(("word", "is_on"), [("yes", True), ("1", True), ("true", True), ("no", False)])
+def test_debug_mode_tries_processes_first(
+    word: str, is_on: bool, started: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", word)
+    notebook_launcher(print, ("a",), num_processes=2)
+    tried = [(function.__wrapped__, args) for _, function, args, _ in started]
+    assert tried == [*([(notebook.test_launch, ())] if is_on else []), (print, ("a",))]
+
+
+def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    def elastic_launch(config: Any, function: Any) -> Any:
+        def fail(*args: Any) -> None:
+            raise ChildFailedError("trial", {1: ProcessFailure(1, 12, -9, "")})
+
+        return fail
+
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "yes")
+    monkeypatch.setattr(api, "elastic_launch", elastic_launch)
+    with pytest.raises(
+        RuntimeError, match="a trial .* failed before the function was called.*rank 1 was ended by SIGKILL"
+    ):
+        notebook_launcher(print, num_processes=2)
+
+
 PROGRAM = """
 import sys
 from pathlib import Path
 import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.state import PartialState
@@ -190,8 +222,10 @@ def cell(name):
     Path(sys.argv[1], f"{name}{accelerator.process_index}").write_text(f"{total.item()} {accelerator.mixed_precision}")
 
 def broken():
-    if PartialState().process_index == 1:
+    state = PartialState()
+    if state.process_index == 1:
         raise KeyError("in the second")
+    state.wait_for_everyone()  # whose error follows from the other one
 
 debug_launcher(cell, ("debug",))
 notebook_launcher(cell, ("notebook",), num_processes=2, mixed_precision="bf16", use_port="0")
@@ -200,6 +234,10 @@ for launcher in (debug_launcher, notebook_launcher):
         launcher(broken, num_processes=2)
     except Exception as error:
         assert "in the second" in str(error) and "Traceback" in str(error), error
+        if launcher is notebook_launcher:
+            assert isinstance(error, ChildFailedError) and error.__suppress_context__
+            assert str(error).startswith("rank 1 failed, and the other processes were ended."), error
+            assert len(str(error).splitlines()) == 5, error
     else:
         raise AssertionError(launcher)
 """
@@ -213,5 +251,6 @@ def test_functions_really_run_together(tmp_path: Path) -> None:
         capture_output=True, text=True, env=environment, check=False, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "torch/distributed/elastic" not in done.stderr, "nothing of the agent's log"
     found = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert found == {"debug0": "30 no", "debug1": "30 no", "notebook0": "30 bf16", "notebook1": "30 bf16"}

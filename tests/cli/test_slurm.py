@@ -170,6 +170,35 @@ def test_mistakes_end_in_one_line(
     assert said.out == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: 'NO'\nuse_cpu: true\n", "--gpus_per_node a100:8 contradicts use_cpu: True"),
+        (
+            "debug: false\ndistributed_type: MULTI_CPU\n",
+            "--gpus_per_node a100:8 contradicts distributed_type: MULTI_CPU",
+        ),
+    ],
+)
+def test_a_file_for_the_cpu_is_named_with_its_key(
+    text: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`accelerate config default` writes such a file where there is no GPU, as on most login nodes."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    path = tmp_path / "accelerate" / "default_config.yaml"
+    path.parent.mkdir()
+    path.write_text(text)
+    assert main(["slurm", *GPUS, "train.py"]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert f"Settings file {str(path)!r}, line 2" in error
+    assert "Write use_cpu: false" in error
+    path.unlink()
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert main(["slurm", *GPUS, "train.py"]) == 2
+    assert "environment variable ACCELERATE_USE_CPU" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("limit", ["90", "90:00", "12:00:00", "2-0", "2-12:30", "2-12:30:15", "UNLIMITED"])
 def test_time_limits(limit: str) -> None:
     assert f"#SBATCH --time={limit}\n" in script_of("--cpu", "--time", limit, "train.py")

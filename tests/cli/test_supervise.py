@@ -18,6 +18,7 @@ import pytest
 
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners import local
+from accel_cli.launch.runners.signals import status_after
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import Watch
@@ -25,6 +26,7 @@ from accel_state import supervision
 
 SCRIPT = str(Path(__file__).parent / "supervised.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
+SIGNALLED = Path(__file__).parent / "signalled.py"
 BY_TORCH = ["--role", "trainer"]  # which only torch's agent knows
 
 
@@ -58,7 +60,7 @@ def test_a_process_that_waits_for_one_that_never_comes() -> None:
 
 
 @pytest.mark.launch
-@pytest.mark.parametrize("what", ["computes", "steps"])
+@pytest.mark.parametrize("what", ["computes", "steps", "barriers"])
 def test_a_run_in_which_anybody_goes_on_is_left_alone(what: str) -> None:
     done = launch("--hang_timeout", "3", SCRIPT, what)  # a process that ends on a busy machine is silent for a second
     assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
@@ -100,6 +102,47 @@ def test_no_process_outlives_the_launcher(number: signal.Signals) -> None:
         os.close(handle)
 
 
+def ends_with(
+    name: str, ranks: str, status: int, *flags: str, seconds: float = 0, kind: str = "plain"
+) -> tuple[int, str]:
+    """Start two processes, send the launcher a signal, and return its exit status and what the processes say."""
+    words = [*LAUNCH, *flags, str(SIGNALLED), name, ranks, str(status), str(seconds), kind]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, env=environment, **pipes) as launcher:
+        assert launcher.stdout is not None
+        assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        launcher.send_signal(getattr(signal, name))
+        said, _ = launcher.communicate(timeout=60)
+    return launcher.returncode, said
+
+
+@pytest.mark.launch
+def test_the_status_that_a_script_chooses_after_a_signal_is_kept() -> None:
+    assert ends_with("SIGTERM", "0,1", 75)[0] == 75
+    assert ends_with("SIGTERM", "1", 75)[0] == 75, "the other one died of the signal"
+    assert ends_with("SIGTERM", "0,1", 0)[0] == 0, "as with one process"
+    assert ends_with("SIGTERM", "0", 0)[0] == 143, "not all of them ended well"
+    assert ends_with("SIGHUP", "", 75)[0] == 129
+    assert ends_with("SIGUSR1", "0,1", 75)[0] == 75
+    assert ends_with("SIGUSR2", "", 75)[0] == 140, "it is for the script to handle it"
+
+
+@pytest.mark.launch
+def test_processes_may_take_their_time_after_an_interrupt() -> None:
+    status, said = ends_with("SIGINT", "0,1", 75, seconds=1.0)
+    assert status == 75
+    assert "rank 1 got [2]" in said, "and no SIGTERM, which would have ended it"
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_signals_reach_the_processes_of_torchs_agent_too(name: str) -> None:
+    """Also in a run that is watched: asking for stacks uses neither signal."""
+    status, said = ends_with(name, "0,1", 75, *BY_TORCH, "--hang_timeout", "12", kind="with_accelerator")
+    assert status == 75, said
+
+
 @pytest.mark.launch
 def test_only_a_port_that_was_named_can_be_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
@@ -138,6 +181,23 @@ def test_stacks_are_read() -> None:
     busy = parse(STACKS.replace("torch/distributed", "torch/nn"))
     assert (busy.collective, busy.is_waiting) == ("", False)
     assert parse("").place == "nowhere in Python"
+
+
+@pytest.mark.parametrize(
+    ("codes", "crashed", "status"),
+    [
+        ({0: 75, 1: 75}, (), 75),
+        ({0: -15, 1: 75}, (), 75),
+        ({0: 1, 1: 75}, (0,), 75),  # it lost the other one
+        ({0: 1, 1: -15}, (0,), 143),
+        ({0: 0, 1: 1}, (1,), 1),
+        ({0: 0, 1: 0}, (), 0),
+        ({0: 0, 1: -9}, (), 143),
+        ({}, (), 143),
+    ],
+)
+def test_status_after_a_signal(codes: dict[int, int], crashed: tuple[int, ...], status: int) -> None:
+    assert status_after(signal.SIGTERM, codes, crashed) == status
 
 
 def test_ends_in_words() -> None:

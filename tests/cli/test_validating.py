@@ -9,14 +9,76 @@ from typing import Any
 import pytest
 
 import accel_state.libraries
-from tests.cli.pretended import Pretended, plan_of
+from accel_cli.launch.machine import Machine
+from accel_cli.main import main
+from tests.cli.pretended import Pretended, plan_of, settled
 
 
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(accel_state.libraries, "is_fp8_available", lambda: False)
     (tmp_path / "train.py").write_text("")
+
+
+WITHOUT = Pretended(has_devices=False)
+IN_PARTS = (
+    "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: conf/zero.json\n"
+)
+IN_FP8 = "distributed_type: 'NO'\nmixed_precision: fp8\nfp8_config:\n  backend: TE\n  margin: 0\n  interval: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (["--gpu_ids", "0,1"], "--gpu_ids 0,1"),
+        (["--gpu_ids", "0", "--num_processes", "1"], "--gpu_ids 0"),
+        (["--multi_gpu", "--num_processes", "2"], "--multi_gpu"),
+        (["--multi_gpu", "--gpu_ids", "0,1"], "--multi_gpu and --gpu_ids 0,1"),
+    ],
+)
+def test_accelerators_that_were_asked_for_must_be_there(words: list[str], flags: str) -> None:
+    message = rf"^{flags}: this machine has no GPU or other accelerator. Leave it out, or give --cpu"
+    with pytest.raises(ValueError, match=message):
+        plan_of(*words, "train.py", machine=WITHOUT)
+    settings, _ = settled("--dry_run", *words, "train.py", machine=WITHOUT)
+    assert any("a launch on this machine would end with" in note and flags in note for note in settings.notes)
+    plan_of(*words, "train.py", machine=WITHOUT, environ={"ACCELERATE_TORCH_DEVICE": "cpu"})
+    settings, _ = settled(*words, "train.py")
+    assert not any("machine" in note for note in settings.notes), settings.notes
+
+
+def test_a_file_of_another_machine_is_told_of() -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
+    settings, _ = settled("--config_file", "a.yaml", "train.py", machine=WITHOUT)
+    assert any(note.startswith("a.yaml asks for GPUs, and this machine has none") for note in settings.notes)
+
+
+@pytest.mark.parametrize(("text", "missing"), [(IN_PARTS, "'conf/zero.json' does not exist"), (IN_FP8, "'fp8' needs")])
+def test_a_dry_run_of_a_file_of_another_machine(
+    text: str, missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accel_cli.launch.machine.Machine.num_devices", lambda self: 0)
+    Path("a.yaml").write_text(text)
+    assert main(["launch", "--config_file", "a.yaml", "train.py"]) == 2
+    assert missing in capsys.readouterr().err
+    assert main(["launch", "--dry_run", "--config_file", "a.yaml", "train.py"]) == 0
+    out, err = capsys.readouterr()
+    assert "The same by hand:" in out
+    assert "a launch on this machine would end with: " in err
+    assert missing in err
+
+
+def test_a_missing_script_is_told_before_anything_is_counted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(self: Machine) -> int:
+        raise AssertionError("the accelerators were counted, which takes seconds")
+
+    monkeypatch.setattr(Machine, "num_devices", count)
+    assert main(["launch", "tarin.py"]) == 2
+    assert "The script 'tarin.py' does not exist. Did you mean 'train.py'?" in capsys.readouterr().err
 
 
 TWO_MACHINES = ["--num_machines", "2", "--num_processes", "2"]

@@ -30,6 +30,13 @@ def test_a_missing_upper_bound_is_noticed() -> None:
     assert problems(changed) == ["accel-ops needs accel-state>=0.1: a sibling needs an upper bound"]
 
 
+def test_the_umbrella_writes_the_same_programs_as_the_package_that_has_them() -> None:
+    """pip installs accel-cli, removes an older accelerate with its programs, and then installs the umbrella."""
+    programs = projects()["accel-cli"]["scripts"]
+    assert projects()["accelerate"]["scripts"] == programs
+    assert programs["accelerate"] == "accel_cli.main:main"  # type: ignore[index]
+
+
 def test_the_umbrella_satisfies_the_field() -> None:
     from packaging.specifiers import SpecifierSet
 

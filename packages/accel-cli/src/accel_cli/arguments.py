@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from accel_cli.errors import did_you_mean
 from accel_state.environment import str_to_bool
 from accel_state.public_names import known_as
 
@@ -72,7 +73,9 @@ class Option:
             words |= {key: value for key, value in wanted.items() if value is not None}
         if self.flags.startswith("-"):
             words |= {"dest": self.name, "required": self.required}
-        container.add_argument(*self.flags.split(), **words)
+        action = container.add_argument(*self.flags.split(), **words)
+        if self.nargs == "...":
+            action.required = False  # there may be nothing left
 
 
 def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Option:
@@ -200,6 +203,14 @@ class CommandParser(argparse.ArgumentParser):
             meant = [f"{word} may stand for {flag}" for word in unknown if (flag := self._closest_flag(word))]
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *meant]))
         return namespace
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a value that is none of the choices, naming the one that it may stand for."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
+            raise
 
     def _closest_flag(self, word: str) -> str | None:
         from difflib import get_close_matches

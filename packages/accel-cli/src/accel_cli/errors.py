@@ -17,6 +17,14 @@ class MissingFileError(UsageError, FileNotFoundError):
     """A file that was named does not exist."""
 
 
+class NotHereError(UsageError):
+    """This machine lacks something that a launch needs; another machine may have it. A dry run only warns of it."""
+
+
+class MissingHereError(MissingFileError, NotHereError):
+    """A file that a launch needs is not on this machine."""
+
+
 class ExistingFileError(UsageError, FileExistsError):
     """A file that would be replaced exists."""
 
@@ -44,7 +52,7 @@ def did_you_mean(word: str, known: list[str]) -> str:
     Returns:
         `" Did you mean 'train.py'?"`, or an empty text when nothing is close.
     """
-    import difflib
+    from accel_state.guessing import closest
 
-    close = difflib.get_close_matches(word, known, n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = closest(word, known)
+    return f" Did you mean {close!r}?" if close else ""

@@ -95,10 +95,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
         return run_command(words[0], words[1:])
+    if words and words[0] in ("--version", "-V"):
+        print(_versions())
+        return 0
+    if words and not words[0].startswith("-"):
+        print(f"accelerate: error: {_no_command(words[0])}", file=sys.stderr)
+        sys.exit(2)  # as for other words that cannot be parsed
     parser = full_parser(with_options=not words)
-    parser.parse_args(words)  # exits for --help and for an unknown command
+    parser.parse_args(words)  # exits for --help and for an unknown flag
     parser.print_help()
     return 1
+
+
+def _versions() -> str:
+    """What is installed: the umbrella where it is there, and the package that runs the commands."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    own = f"accel-cli {version('accel-cli')}"
+    try:
+        return f"accelerate {version('accelerate')} ({own})"
+    except PackageNotFoundError:
+        return own
+
+
+def _no_command(word: str) -> str:
+    """Say what somebody may have meant who named no command."""
+    if word.endswith(".py"):
+        return f"{word!r} is no command. Run a script with: accelerate launch {word}"
+    from accel_cli.errors import did_you_mean
+
+    hint = did_you_mean(word, list(COMMANDS)) or f" There are {', '.join(COMMANDS)}."
+    return f"{word!r} is no command.{hint}"
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> int:
@@ -144,6 +171,7 @@ def full_parser(*, with_options: bool = True) -> Any:
         "accelerate", usage="accelerate <command> [<args>]", description="Start and configure training programs.",
         allow_abbrev=False,
     )  # fmt: skip
+    parser.add_argument("-V", "--version", action="store_true", help="Show the versions that are installed.")
     commands = parser.add_subparsers(title="commands", metavar="command")
     for name, command in COMMANDS.items():
         if with_options:
@@ -171,3 +199,6 @@ merge_main = console("merge-weights")
 tpu_main = console("tpu-config")
 test_main = console("test")
 to_fsdp2_main = console("to-fsdp2")
+
+if __name__ == "__main__":
+    sys.exit(main())

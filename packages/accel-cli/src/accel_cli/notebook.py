@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import UsageError, did_you_mean
 from accel_cli.launch.flags.general import PRECISIONS
 from accel_cli.launch.machine import free_port, is_free, network_variables
 from accel_cli.launch.plan import OWN_STORE
 from accel_state.enums import DistributedType
-from accel_state.environment import are_libraries_initialized, patch_environment
+from accel_state.environment import are_libraries_initialized, parse_flag_from_env, patch_environment
 from accel_state.public_names import known_as
 
 ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import starts CUDA
@@ -115,8 +115,10 @@ def notebook_launcher(
     Raises:
         ValueError: For arguments that cannot be carried out, or when an `Accelerator` exists already.
         RuntimeError: When CUDA was used before: it does not survive a fork.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: When a process fails; it shows the
-            traceback of the first one.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: When a process fails; its message is the
+            traceback of the one that failed first.
+
+    With `ACCELERATE_DEBUG_MODE` set, processes that only find their place are tried before the function is called.
 
     Example:
         ```python
@@ -144,6 +146,7 @@ def notebook_launcher(
 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from accel_cli.supervise.function import showing_the_first_error
     from accel_state.devices import detect_device_kind
 
     kind = detect_device_kind()
@@ -173,7 +176,10 @@ def notebook_launcher(
     )
     print(f"Starting {num_processes} processes on {'the CPU' if kind.name == 'cpu' else kind.name}.")
     with patch_environment(**variables):
-        elastic_launch(config, function)(*args)
+        if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+            _try_processes(config)
+        with showing_the_first_error(function) as shown:
+            elastic_launch(config, shown)(*args)
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
@@ -227,6 +233,27 @@ def test_launch() -> None:  # not a test: the name is public interface
     PartialState()
 
 
+def _try_processes(config: Any) -> None:
+    """Start processes that only find their place, so that what is wrong with the notebook is not taken for the function.
+
+    Raises:
+        RuntimeError: When one of them fails.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    from accel_cli.supervise.function import showing_the_first_error
+
+    try:
+        with showing_the_first_error(test_launch) as shown:
+            elastic_launch(config, shown)()
+    except ChildFailedError as error:
+        raise RuntimeError(
+            "Processes cannot work in this notebook: a trial (ACCELERATE_DEBUG_MODE) failed before the function was "
+            f"called. Restart the notebook, and import less before launching. In the trial, {error}"
+        ) from None
+
+
 def _run_here(function: Callable[..., Any], args: Iterable[Any], mixed_precision: str) -> None:
     """Run the function in this process."""
     from accel_state.devices import detect_device_kind
@@ -246,7 +273,8 @@ def _variables(mixed_precision: str) -> dict[str, str]:
 
 def _check_arguments(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: int) -> None:
     if mixed_precision not in PRECISIONS:
-        raise UsageError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}.")
+        hint = did_you_mean(str(mixed_precision), list(PRECISIONS))
+        raise UsageError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}.{hint}")
     if num_processes < 0:
         raise UsageError(f"num_processes must not be negative, got {num_processes}.")
     if not 0 <= node_rank < num_nodes:

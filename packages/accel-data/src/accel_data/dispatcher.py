@@ -21,6 +21,7 @@ from accel_state.gradient_state import GradientState
 from accel_state.mesh import SAME_BATCH_AXES
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
+from accel_state.supervision import report_progress
 
 
 @known_as("accelerate.data_loader.DataLoaderDispatcher")
@@ -89,6 +90,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             if settle is not None:
                 settle()
         for index, share in enumerate(shares):
+            report_progress()
             batch = send_to_device(share.batch, state.device, non_blocking=self._non_blocking)
             if share.is_last:
                 self.end_of_dataloader = self.epoch_order.at_end = True

@@ -18,6 +18,7 @@ from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.gradient_state import GradientState
 from accel_state.public_names import known_as
+from accel_state.supervision import report_progress
 
 
 class EpochMixin:
@@ -178,6 +179,7 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         if settle is not None:
             settle()
         while current is not nothing:
+            report_progress()
             if device is not None:
                 current = send_to_device(current, device, non_blocking=non_blocking)
             self._update_state_dict(finished=False)

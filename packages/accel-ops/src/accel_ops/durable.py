@@ -17,6 +17,7 @@ from typing import Any
 
 from accel_ops.checksum import extend_checksum, format_checksum
 from accel_ops.owners import Owner
+from accel_state.supervision import report_progress
 
 StrPath = str | os.PathLike[str]
 
@@ -111,6 +112,7 @@ class DurableFile:
             self._checksum = summed.result()
 
     def _append(self, view: memoryview) -> None:
+        report_progress()
         self.num_bytes += len(view)
         while view:
             view = view[os.write(self._descriptor, view) :]

@@ -21,6 +21,7 @@ from torch.serialization import safe_globals
 from accel_ops.durable import write_atomically
 from accel_ops.tensor_files import clean_state_dict_for_safetensors, write_tensors
 from accel_state.processes import PartialState
+from accel_state.supervision import report_progress
 
 if TYPE_CHECKING:
     from accel_ops.tensor_files import Writable
@@ -76,6 +77,7 @@ def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serializat
         TypeError: The object holds something that a safetensors file cannot.
         OSError: The file could not be written; what had its name before is untouched.
     """
+    report_progress()
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
@@ -117,6 +119,7 @@ def load(f: FileLike, map_location: Any = None, **kwargs: Any) -> Any:
         state = load("optimizer.bin", map_location="cpu")
         ```
     """
+    report_progress()
     if kwargs.pop("weights_only", True) is not True:
         raise ValueError(
             "weights_only=False would run code from the file: leave it out, and allow the classes you trust with "

@@ -7,9 +7,9 @@ from typing import Any, Literal, Protocol, final
 import torch
 import torch.distributed as dist
 
-from accel_state import supervision
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
+from accel_state.supervision import report_progress
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
 
@@ -60,28 +60,22 @@ class TorchTransport:
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Collect a buffer of shape (n,) as (world, n)."""
-        _count()
+        report_progress()
         gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
         getattr(dist, ALL_GATHER)(gathered, buffer, group=self._group)
         return gathered.view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
         """Reduce a buffer over processes, in place."""
-        _count()
+        report_progress()
         dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self._group)
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
         """Receive the buffer of process `source`, in place."""
-        _count()
+        report_progress()
         dist.broadcast(buffer, group=self._group, group_src=source)
         return buffer
-
-
-def _count() -> None:
-    """Let a launcher that watches see that the program goes on."""
-    if supervision.counter is not None:
-        supervision.counter[0] += 1
 
 
 @final

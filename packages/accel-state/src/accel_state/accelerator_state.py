@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
 from accel_state.environment import parse_choice_from_env
 from accel_state.errors import missing_library
+from accel_state.guessing import closest
+from accel_state.kernel import check_os_kernel
 from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
 from accel_state.public_names import known_as
@@ -108,6 +110,8 @@ class AcceleratorState(ProcessPlace):
                 f"cpu=True, but this process already computes on {str(place.device)!r}: pass cpu=True where the first "
                 "PartialState or Accelerator is made, or set ACCELERATE_USE_CPU=true."
             )
+        if place.is_local_main_process:
+            check_os_kernel()
         self.__dict__.update(place.__dict__)
         self._mixed_precision = precision
         try:
@@ -301,7 +305,9 @@ class AcceleratorState(ProcessPlace):
 def _read_precision(name: str, given: str | PrecisionType) -> str:
     value = str(given).lower()
     if value not in PrecisionType:
-        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.")
+        guess = closest(value, PrecisionType.list())
+        hint = f" Did you mean {guess!r}?" if guess else ""
+        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.{hint}")
     return value
 
 

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import at_least, one_of, option, resolve_options, wrong_value
 from accel_state.settings.parallelism import (
@@ -90,6 +91,7 @@ def _backend(axis: str, default: str, *others: str) -> Any:
 
 
 @known_as("accelerate.parallelism_config.ParallelismConfig")
+@guess_arguments
 @dataclass(repr=False)
 class ParallelismConfig:
     """How the processes of a run divide data, layers and sequences between them.

@@ -89,6 +89,7 @@ class ProcessPlace:
         """
         if not self.use_distributed:
             return
+        supervision.report_progress()
         if self.backend is not None and not dist.is_initialized():
             warnings.warn(
                 f"wait_for_everyone() on process {self.process_index} waits for nobody, because the process group has "
@@ -97,6 +98,7 @@ class ProcessPlace:
             )
             return
         kind_of(self.device).barrier(self.device.index)
+        supervision.report_progress()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

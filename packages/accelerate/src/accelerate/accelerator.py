@@ -24,6 +24,7 @@ from accel_ops.objects import gather_object
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
+from accel_state.guessing import guess_arguments
 from accel_state.mesh import MESH_AXES
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
@@ -73,6 +74,7 @@ __getattr__ = found_among_neighbours(__name__)  # what they import from here
 
 
 @accept_old_names
+@guess_arguments
 class Accelerator:
     """Runs one training loop on any hardware, with any number of processes, in any number format.
 

@@ -14,6 +14,7 @@ from accel_ops.gathering import gather_leaves
 from accel_ops.nested import recursively_apply
 from accel_state.logging import get_logger
 from accel_state.processes import PartialState
+from accel_state.supervision import report_progress
 
 if TYPE_CHECKING:
     from accel_state.gradient_state import GradientState
@@ -82,6 +83,7 @@ def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | Non
     if not as_objects:
         return gather_leaves(data, "gather_for_metrics", PartialState(), group)
     found: list[Any] = [None] * mesh.size()
+    report_progress()
     dist.all_gather_object(found, data, group=group)
     return [item for items in found for item in items]
 

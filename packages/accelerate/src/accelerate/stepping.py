@@ -15,6 +15,7 @@ from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_ops.collectives import reduce
+from accel_state import supervision
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -101,6 +102,8 @@ class StepController:
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]) -> None:
         """Accumulate the gradients of `loss`; see `Accelerator.backward`."""
+        if supervision.counter is not None:  # `report_progress`, without a call in every step
+            supervision.counter[0] += 1
         averaging = self.engine.averaging
         if averaging is not None:
             loss = averaging.add(loss, weight)

@@ -1,4 +1,4 @@
-"""Looking through what a settings file says: every mistake is named with its line."""
+"""Looking through what a settings file says: all mistakes are named at once, each with its line."""
 
 from __future__ import annotations
 
@@ -18,23 +18,45 @@ ADVICE = "Correct or remove them, or upgrade accelerate where a newer version wr
 
 
 class Check:
-    """Looks through one file.
+    """Looks through one file, and collects what is wrong with it.
 
     Args:
         written: What the file says.
         source: The file.
+
+    Attributes:
+        mistakes: What was found so far, in words that name the file and the line.
     """
 
     def __init__(self, written: dict[str, Any], source: Source) -> None:
         self.written = written
         self.source = source
+        self.mistakes: list[str] = []
+
+    def finish(self) -> None:
+        """Tell of everything that was found.
+
+        Raises:
+            ValueError: When something was.
+        """
+        if len(self.mistakes) == 1:
+            raise ValueError(self.mistakes[0])
+        if self.mistakes:
+            own = str(self.source)
+            lines = [f"  - {mistake.removeprefix(own).removeprefix(', ').strip()}" for mistake in self.mistakes]
+            raise ValueError("\n".join([f"{own} has {len(lines)} mistakes:", *lines]))
 
     def sections(self, names: Iterable[str]) -> None:
-        """Refuse a section that is not a section."""
+        """Refuse sections that are none: nothing else can be looked at then.
+
+        Raises:
+            ValueError: Naming them.
+        """
         for name in names:
             content = self.written.get(name)
             if content is not None and not isinstance(content, dict):
-                raise ValueError(f"{self.source.at(name)}: {name} must hold `key: value` pairs, got {content!r}.")
+                self.mistakes.append(f"{self.source.at(name)}: {name} must hold `key: value` pairs, got {content!r}.")
+        self.finish()
 
     def up_to_date(self) -> dict[str, Any]:
         """Return what the file says, in today's words where older ones would not be understood."""
@@ -52,10 +74,9 @@ class Check:
     def keys(self, values: dict[str, Any], known: list[str]) -> None:
         """Refuse keys that do not exist."""
         unknown = sorted(str(key) for key in set(values) - set(known))
-        if unknown:
-            first = unknown[0]
-            hint = _home_of(first, known) or did_you_mean(first, known)
-            raise ValueError(f"{self.source.at(first)} has unknown keys: {unknown}. {ADVICE}{hint}")
+        for key in unknown:
+            hint = _home_of(key, known) or did_you_mean(key, known)
+            self.mistakes.append(f"{self.source.at(key)} has unknown keys: {[key]}. {ADVICE}{hint}")
 
     def values(self, values: dict[str, Any]) -> None:
         """Refuse values that their launch options do not allow."""
@@ -69,15 +90,15 @@ class Check:
     def missing(self, names: list[str]) -> None:
         """Refuse a file that lacks something."""
         if names:
-            raise ValueError(f"{self.source} lacks {', '.join(names)}.")
+            self.mistakes.append(f"{self.source} lacks {', '.join(names)}.")
 
     @contextmanager
     def naming(self, key: str) -> Iterator[None]:
-        """Add the file and the line of a key to the errors of a block."""
+        """Note the error that ends a block, with the file and the line of a key."""
         try:
             yield
         except ValueError as error:
-            raise ValueError(f"{self.source.at(*old_spellings(key))}: {error}") from None
+            self.mistakes.append(f"{self.source.at(*old_spellings(key))}: {error}")
 
     def _value(self, key: str, name: str, value: Any) -> None:
         if name not in OPTIONS or value is None:

@@ -11,12 +11,14 @@ from accel_cli.configfile.source import Source, yaml_loader
 def parse(source: Source, format: str | None = None) -> dict[str, Any]:
     """Read what a settings file says, without judging it.
 
+    Of a key that is there twice, the last value counts, as in accelerate 1.15, with a warning when they differ.
+
     Args:
         source: The file.
         format: `"json"` or `"yaml"`; chosen by the ending of the name when None.
 
     Raises:
-        ValueError: When it is not JSON or YAML, has a key twice, or is not a set of `key: value` pairs.
+        ValueError: When it is not JSON or YAML, or is not a set of `key: value` pairs.
     """
     format = format or ("json" if source.is_json else "yaml")
     try:
@@ -33,7 +35,7 @@ def _parse(source: Source, format: str) -> Any:
     text = source.text.lstrip()
     if text.startswith("{"):  # JSON is YAML, too, and PyYAML is slow to import
         try:
-            return json.loads(text, object_pairs_hook=lambda pairs: _without_doubles(source, pairs))
+            return json.loads(text, object_pairs_hook=lambda pairs: _last_of_doubles(source, pairs))
         except json.JSONDecodeError as error:
             if format == "json":
                 raise ValueError(f"{source} is not valid JSON: {error}.") from None
@@ -44,13 +46,19 @@ def _parse(source: Source, format: str) -> Any:
     return _parse_yaml(source)
 
 
-def _without_doubles(source: Source, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _last_of_doubles(source: Source, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in pairs:
-        if key in values:
-            raise ValueError(f"{source} has the key {key!r} twice: keep one of them.")
+        if values.get(key, value) != value:
+            _warn(f"{source} has the key {key!r} twice, with different values: {value!r} counts. Keep one of them.")
         values[key] = value
     return values
+
+
+def _warn(text: str) -> None:
+    import logging
+
+    logging.getLogger("accelerate").warning(text)
 
 
 def _parse_yaml(source: Source) -> Any:
@@ -59,20 +67,21 @@ def _parse_yaml(source: Source) -> Any:
     base: Any = yaml_loader(source.text)
 
     class SettingsLoader(base):
-        """Knows plain values only, and refuses a key that is there twice."""
+        """Knows plain values only, and warns of a key that is there twice with different values."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            lines: dict[str, int] = {}
-            for key, _ in node.value:
+            seen: dict[str, tuple[int, Any]] = {}
+            for key, value in node.value:
+                if not isinstance(key, yaml.ScalarNode) or key.value == "<<":
+                    continue
                 line = key.start_mark.line + 1
-                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
-                    if key.value in lines:
-                        first = lines[key.value]
-                        raise ValueError(
-                            f"{source}, line {line} has the key {key.value!r} again (first in line {first}): "
-                            "keep one of them."
-                        )
-                    lines[key.value] = line
+                first, before = seen.get(key.value, (line, value))
+                if before is not value and _content(before) != _content(value):
+                    _warn(
+                        f"{source}, line {line} has the key {key.value!r} again (first in line {first}), with another "
+                        "value: the last one counts. Keep one of them."
+                    )
+                seen[key.value] = (line, value)
             return super().construct_mapping(node, deep)
 
         def refuse(self, node: Any) -> Any:
@@ -90,6 +99,13 @@ def _parse_yaml(source: Source) -> Any:
         raise ValueError(f"{source}{where}: not valid YAML, {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise ValueError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from None
+
+
+def _content(node: Any) -> Any:
+    """What a node of YAML says, for comparing."""
+    if not isinstance(node.value, list):
+        return node.tag, node.value
+    return [tuple(map(_content, item)) if isinstance(item, tuple) else _content(item) for item in node.value]
 
 
 def _short(tag: str) -> str:

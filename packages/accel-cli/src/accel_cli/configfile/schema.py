@@ -81,7 +81,8 @@ class BaseConfig:
             source: The file, for error messages.
 
         Raises:
-            ValueError: For keys that do not exist, values that are not allowed, or settings that are missing.
+            ValueError: For keys that do not exist, values that are not allowed, and settings that are missing: all of
+                them at once.
         """
         from accel_cli.configfile.check import Check
 
@@ -91,16 +92,19 @@ class BaseConfig:
         try:
             values = cls.process_config(values)
         except ValueError as error:
-            raise ValueError(f"{check.source}: {error}") from None
+            check.mistakes.append(f"{check.source}: {error}")
+            values = cls.process_config({**values, "distributed_type": "NO"})
         check.keys(values, [field.name for field in fields(cls)])
         check.values(values)
         check.missing([row.name for row in fields(cls) if row.default is MISSING and row.name not in values])
-        with check.naming("compute_environment"):
-            values["compute_environment"] = _member(
-                ComputeEnvironment, values["compute_environment"], "compute_environment"
-            )
-        with check.naming("distributed_type"):
-            values["distributed_type"] = _member(cls.distributed_types, values["distributed_type"], "distributed_type")
+        kinds: dict[str, type[Enum]] = {
+            "compute_environment": ComputeEnvironment,
+            "distributed_type": cls.distributed_types,
+        }
+        for key, kind in kinds.items():
+            with check.naming(key):
+                values[key] = _member(kind, values[key], key)
+        check.finish()
         return cls(**values)
 
     @classmethod

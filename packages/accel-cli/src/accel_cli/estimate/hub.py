@@ -8,6 +8,7 @@ from accel_cli.errors import UsageError
 from accel_cli.estimate.source import CONFIG_NAME, LIBRARIES, read_config
 
 REFUSED = (401, 403)
+ANSWER_SECONDS = 5.0  # after which the Hub counts as out of reach
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
@@ -27,7 +28,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
     from huggingface_hub import model_info
 
     try:
-        return model_info(repo, token=token)
+        return model_info(repo, token=token, timeout=ANSWER_SECONDS)
     except Exception as error:
         problem = hub_problem(error, repo)
         if problem.kind == "gated":
@@ -91,7 +92,7 @@ def model_library(name: str, token: str | None = None) -> str:
     from huggingface_hub import model_info
 
     try:
-        library = getattr(model_info(name, token=token), "library_name", None)
+        library = getattr(model_info(name, token=token, timeout=ANSWER_SECONDS), "library_name", None)
     except Exception as error:
         raise hub_problem(error, name) from error
     if library is None:
@@ -111,12 +112,18 @@ def download_config(name: str, token: str | None = None) -> dict[str, Any]:
     """
     from pathlib import Path
 
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
+        # one question first: a download tries again and again, for minutes, when the network is down
+        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), token=token, timeout=ANSWER_SECONDS)
         path = hf_hub_download(name, CONFIG_NAME, token=token)
     except Exception as error:
-        raise hub_problem(error, name) from error
+        problem = hub_problem(error, name)
+        cached = try_to_load_from_cache(name, CONFIG_NAME) if problem.kind == "offline" else None
+        if not isinstance(cached, str):
+            raise problem from error
+        path = cached
     return read_config(Path(path))
 
 

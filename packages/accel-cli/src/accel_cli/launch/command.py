@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -10,9 +11,10 @@ from typing import Any
 from accel_cli.arguments import CommandParser, make_parser
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
 from accel_cli.launch.libraries import check_libraries
+from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import Plan, make_plan
-from accel_cli.launch.resolve import resolve
-from accel_cli.launch.validate import check_flags, check_settings
+from accel_cli.launch.resolve import complete, read_settings
+from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
 
 HELP = "Run a script on one process or many."
 
@@ -52,10 +54,11 @@ def settle(args: Namespace) -> tuple[Namespace, Plan]:
         ValueError: When something is wrong with the command line, the settings file or the environment.
     """
     check_flags(args)
-    settings = resolve(args)
+    settings = read_settings(args, os.environ)
+    check_script(settings)  # before the accelerators are counted, which takes seconds
+    complete(settings, os.environ, Machine())
     check_settings(settings)
-    if not args.dry_run:
-        check_libraries(settings)
+    only_warn_in_dry_run(check_libraries, settings)
     if not settings.quiet:
         for note in settings.notes:
             print(f"accelerate launch: {note}", file=sys.stderr)

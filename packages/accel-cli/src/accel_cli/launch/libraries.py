@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from accel_cli.errors import UsageError
+from accel_cli.errors import NotHereError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,18 +17,21 @@ class Needed:
         wanted_by: Given the settings, the flag or setting that asks for it; empty when nothing does.
         library: Its name, for `import` and for pip.
         install: What to give to pip.
+        has: Modules of it that are used, and that not all of its versions have.
     """
 
     wanted_by: Callable[[Namespace], str]
     library: str
     install: str
+    has: tuple[str, ...] = ()
 
 
+SAGEMAKER = "sagemaker>=2.232,<3"  # version 3 has no estimators any more
 NEEDED = (
     Needed(lambda settings: "--use_deepspeed" if settings.use_deepspeed else "", "deepspeed", "'accelerate[deepspeed]'"),
     Needed(lambda settings: "--tpu" if settings.tpu else "", "torch_xla", "'torch_xla[tpu]'"),
     Needed(lambda settings: "the settings file (Amazon SageMaker)" if settings.sagemaker else "", "sagemaker",
-           "sagemaker"),
+           f"'{SAGEMAKER}'", has=("sagemaker.huggingface",)),
 )  # fmt: skip
 
 
@@ -41,8 +44,14 @@ def check_libraries(settings: Namespace) -> None:
     for row in NEEDED:
         who = row.wanted_by(settings)
         if who and not _is_installed(row.library):
-            raise UsageError(
+            raise NotHereError(
                 f"{who} needs the library {row.library!r}, which is not installed. Run: pip install {row.install}"
+            )
+        lacking = [module for module in row.has if who and not _has_module(module)]
+        if lacking:
+            raise NotHereError(
+                f"{who} needs the module {lacking[0]!r}, which {_version(row.library)} lacks. Run: pip install "
+                f"{row.install}"
             )
     if settings.runner == "deepspeed":
         _check_launcher(settings)
@@ -56,6 +65,28 @@ def _is_installed(library: str) -> bool:
     return is_installed(library)
 
 
+def _has_module(name: str) -> bool:
+    """Look for a module of a package without importing it: sagemaker takes ten seconds."""
+    import sys
+    from importlib.machinery import PathFinder
+
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    package, _, inner = name.partition(".")
+    found = PathFinder.find_spec(package)
+    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    return PathFinder.find_spec(inner, folders) is not None
+
+
+def _version(library: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{library} {version(library)}"
+    except PackageNotFoundError:
+        return f"the installed {library}"
+
+
 def _check_launcher(settings: Namespace) -> None:
     import shutil
 
@@ -63,7 +94,7 @@ def _check_launcher(settings: Namespace) -> None:
 
     launcher = LAUNCHERS[settings.deepspeed_multinode_launcher.lower()]
     if launcher.program and shutil.which(launcher.program) is None:
-        raise UsageError(
+        raise NotHereError(
             f"--deepspeed_multinode_launcher {launcher.name} needs the program {launcher.program!r}, which is not "
             "installed: install it, or take the launcher 'standard'."
         )
@@ -77,7 +108,7 @@ def _check_pod() -> None:
     spec = find_spec("torch_xla")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     if folders and not any(os.path.exists(os.path.join(folder, "distributed", "xla_dist.py")) for folder in folders):
-        raise UsageError(
+        raise NotHereError(
             "This version of torch_xla has no program for pods (torch_xla.distributed.xla_dist). Start the script on "
             "every machine: accelerate tpu-config --command 'accelerate launch --tpu ...'"
         )

@@ -21,6 +21,10 @@ class Machine:
         kind = detect_device_kind()
         return 0 if kind.name == "cpu" else kind.device_count()
 
+    def has_devices(self) -> bool:
+        """Tell whether there is an accelerator that processes can be put on. Imports torch."""
+        return self.num_devices() > 0
+
     def visible_devices_variable(self) -> str:
         """Name the variable that limits which accelerators a process sees. Imports torch."""
         from accel_state.devices import detect_device_kind

@@ -33,6 +33,8 @@ MEETING_HERE = (
     "mpi",
 )  # runners whose processes meet at a port of this machine, if it is the only one
 
+RUNS_HERE = ("simple", "local", "torchrun")  # runners whose processes compute on this machine
+
 RETIRED_FLAGS = {
     "ipex": "Intel's extension for PyTorch is retired, and torch has what it did",
     "use_xpu": "Intel GPUs are found without it",
@@ -50,7 +52,7 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
 
     Returns:
         The settings: every option, and besides `use_cpu`, `inside_mpi`, `visible_devices_variable`,
-        `port_was_named`, `hosts` (those of the hostfile, with how many processes each takes), `has_usual_hostfile`
+        `port_was_named`, `lacks_devices_for` (the flags that ask for accelerators where there are none), `hosts` (those of the hostfile, with how many processes each takes), `has_usual_hostfile`
         (that of DeepSpeed), `mpi_version` (what mpirun says), `is_root` and
 
         - `runner`: who starts the processes, a key of `accel_cli.launch.plan.PLANNERS`;
@@ -65,7 +67,16 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
         FileNotFoundError: When the settings file that was named does not exist.
     """
     environ = os.environ if environ is None else environ
-    machine = machine or Machine()
+    return complete(read_settings(args, environ), environ, machine or Machine())
+
+
+def read_settings(args: Namespace, environ: Mapping[str, str]) -> Namespace:
+    """Take what was given, by flag, config file or environment variable; the first half of `resolve`.
+
+    Raises:
+        ValueError: For values that are not allowed.
+        FileNotFoundError: When the config file that was named does not exist.
+    """
     settings = Namespace(**{option.name: option.usual for option in OPTIONS.values()} | vars(args))
     settings.sources = dict.fromkeys(_given(args), "flag")
     settings.notes = []
@@ -75,6 +86,20 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
 
     take_file(settings, environ)
     take_environment(settings, environ)
+    return settings
+
+
+def complete(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> Namespace:
+    """Guess, by looking at the machine, what nobody gave; the second half of `resolve`.
+
+    Args:
+        settings: What `read_settings` gave; completed in place.
+        environ: The environment variables.
+        machine: Who answers questions about the machine. Counting accelerators takes seconds.
+
+    Returns:
+        `settings`.
+    """
     settings.inside_mpi = settings.use_cpu and first_number(environ, MPI_SIZES, 1) > 1
     _guess_machines(settings, machine)
     _guess_processes(settings, machine)
@@ -82,6 +107,7 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
     _guess_deepspeed_launcher(settings, machine)
     settings.runner = next(name for name, applies in RUNNERS.items() if applies(settings))
     _guess_the_rest(settings, machine)
+    _look_for_devices(settings, environ, machine)
     _note_what_has_no_effect(settings)
     return settings
 
@@ -115,9 +141,8 @@ def _guess_processes(settings: Namespace, machine: Machine) -> None:
         per_machine = len(chosen) if chosen else max(1, machine.num_devices())
     set_value(settings, "num_processes", per_machine * settings.num_machines, "guess")
     if per_machine > 1:
-        settings.notes.append(
-            f"starting {per_machine} processes, one for each accelerator found; --num_processes 1 starts one."
-        )
+        which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen_devices(settings) else "accelerator found"
+        settings.notes.append(f"starting {per_machine} processes, one for each {which}; --num_processes 1 starts one.")
 
 
 def _guess_threads(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> None:
@@ -155,6 +180,26 @@ def _guess_the_rest(settings: Namespace, machine: Machine) -> None:
         if not settings.main_process_port:
             settings.sources["main_process_port"] = "guess"
         settings.main_process_port = machine.port(settings.main_process_port)
+
+
+def _look_for_devices(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> None:
+    """Find out whether accelerators that were asked for are missing; only those who asked wait for the answer."""
+    settings.lacks_devices_for = ""
+    wanted = {
+        "--multi_gpu": settings.multi_gpu,
+        f"--gpu_ids {settings.gpu_ids}": chosen_devices(settings),
+    }
+    asked_for = [words for words, value in wanted.items() if value]
+    elsewhere = settings.runner not in RUNS_HERE or "ACCELERATE_TORCH_DEVICE" in environ
+    if not asked_for or settings.use_cpu or elsewhere or machine.has_devices():
+        return
+    if any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids")):
+        settings.lacks_devices_for = " and ".join(asked_for)
+    else:
+        settings.notes.append(
+            f"{settings.settings_file or 'the environment'} asks for GPUs, and this machine has none: the processes "
+            "compute on the CPU. --cpu says so without this note."
+        )
 
 
 def _note_what_has_no_effect(settings: Namespace) -> None:

@@ -7,7 +7,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 
-from accel_cli.errors import MissingFileError, UsageError, did_you_mean
+from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
 from accel_cli.launch.flags.table import GROUPS
 from accel_cli.launch.resolve import chosen_devices
 
@@ -56,8 +56,18 @@ def check_settings(settings: Namespace, *, script: bool = True) -> None:
         FileNotFoundError: When the script does not exist.
     """
     for check in CHECKS:
-        if script or check is not _check_script:
-            check(settings)
+        if script or check is not check_script:
+            only_warn_in_dry_run(check, settings)
+
+
+def only_warn_in_dry_run(check: Callable[[Namespace], None], settings: Namespace) -> None:
+    """Check settings; when it is only this machine that lacks something, a dry run goes on with a note."""
+    try:
+        check(settings)
+    except NotHereError as error:
+        if not settings.dry_run:
+            raise
+        settings.notes.append(f"a launch on this machine would end with: {error}")
 
 
 def _check_exclusive(args: Namespace) -> None:
@@ -125,7 +135,7 @@ def _check_port(settings: Namespace) -> None:
     from accel_cli.launch.machine import holder_of, is_free
 
     if not is_free(settings.main_process_port):
-        raise UsageError(
+        raise NotHereError(
             f"Port {settings.main_process_port} of this machine is taken by {holder_of(settings.main_process_port)}: "
             "give another --main_process_port, or 0 for a free one."
         )
@@ -136,6 +146,11 @@ def _hosts_static(settings: Namespace) -> bool:
 
 
 def _check_devices(settings: Namespace) -> None:
+    if settings.lacks_devices_for:
+        raise NotHereError(
+            f"{settings.lacks_devices_for}: this machine has no GPU or other accelerator. Leave it out, or give --cpu "
+            "to compute on the CPU."
+        )
     chosen = chosen_devices(settings)
     here = settings.num_processes // settings.num_machines if settings.num_processes else 0
     if chosen and not settings.use_cpu and not settings.sagemaker and here > len(chosen):
@@ -160,7 +175,7 @@ def _check_deepspeed(settings: Namespace) -> None:
     launcher = str(settings.deepspeed_multinode_launcher).lower()
     own = settings.deepspeed_config_file
     if own and not os.path.exists(own) and not _is_encoded(own):
-        raise MissingFileError(f"The DeepSpeed configuration {own!r} does not exist.")
+        raise MissingHereError(f"The DeepSpeed configuration {own!r} does not exist (looked for in {os.getcwd()!r}).")
     knows = settings.hosts or settings.has_usual_hostfile or launcher in NEEDS_NO_HOSTFILE
     if settings.runner == "deepspeed" and not knows:
         raise UsageError(
@@ -204,7 +219,7 @@ def _check_precision(settings: Namespace) -> None:
     from accel_state.libraries import is_fp8_available
 
     if not is_fp8_available():
-        raise UsageError(
+        raise NotHereError(
             "mixed_precision 'fp8' needs torchao, Transformer Engine or MS-AMP, and none of them is installed."
         )
 
@@ -225,7 +240,13 @@ def _check_parallelism(settings: Namespace) -> None:
         )
 
 
-def _check_script(settings: Namespace) -> None:
+def check_script(settings: Namespace) -> None:
+    """Refuse a script, module or program that does not exist, and a script that is no Python.
+
+    Raises:
+        ValueError: When there is no such module, or the script has a syntax error.
+        FileNotFoundError: When there is no such file.
+    """
     script = settings.training_script
     if settings.module:
         _check_module(script)
@@ -236,6 +257,27 @@ def _check_script(settings: Namespace) -> None:
         siblings = [os.path.join(os.path.dirname(script), name) for name in _names(folder) if name.endswith(".py")]
         hint = did_you_mean(script, siblings) or _other_kind(script)
         raise MissingFileError(f"The script {script!r} does not exist.{hint}")
+    elif script.endswith(".py"):
+        _check_syntax(script)
+
+
+def _check_syntax(script: str) -> None:
+    """Refuse a script that each process would refuse: what Python says is shown once."""
+    import warnings
+
+    try:
+        with open(script, "rb") as file:
+            source = file.read()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the processes warn
+            compile(source, script, "exec", dont_inherit=True)
+    except SyntaxError as error:
+        import traceback
+
+        text = "".join(traceback.format_exception_only(error)).rstrip()
+        raise UsageError(f"The script {script!r} has a syntax error:\n{text}") from None
+    except (OSError, ValueError):  # whatever it is, Python says it better
+        return
 
 
 def _check_module(name: str) -> None:
@@ -290,5 +332,5 @@ def _check_words(settings: Namespace) -> None:
 
 CHECKS: tuple[Callable[[Namespace], None], ...] = (
     _check_words, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
-    _check_deepspeed, _check_precision, _check_parallelism, _check_script,
+    _check_deepspeed, _check_precision, _check_parallelism, check_script,
 )  # fmt: skip

@@ -80,6 +80,10 @@ class ComputeNode(Machine):
         """Count the GPUs that the job asks for."""
         return self.gpus
 
+    def has_devices(self) -> bool:
+        """Believe those who say that the machines of the job have some."""
+        return True
+
     def visible_devices_variable(self) -> str:
         """Name the variable; which one it is matters on the machine only."""
         return "CUDA_VISIBLE_DEVICES"
@@ -111,7 +115,7 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
     nodes = settings.num_machines
     per_node = gpus or _processes_per_node(settings)
     if settings.use_cpu and gpus:
-        raise UsageError("--gpus_per_node contradicts the settings, which say CPU: leave it out, or change them.")
+        raise UsageError(_cpu_instead_of_gpus(args.gpus_per_node, settings))
     if args.num_processes:
         _check_count(args.num_processes, nodes, gpus)
     return Job(
@@ -158,6 +162,25 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> Na
         settings.main_process_port, settings.sources["main_process_port"] = ANY_PORT, "guess"
     check_settings(settings)
     return settings
+
+
+def _cpu_instead_of_gpus(gpus: str, settings: Namespace) -> str:
+    """Say who wants the CPU although GPUs were asked for."""
+    path = settings.settings_file
+    if path is None or settings.sources.get("cpu") != "file":
+        return (
+            f"--gpus_per_node {gpus} contradicts the environment variable ACCELERATE_USE_CPU: unset it, or leave "
+            "--gpus_per_node out."
+        )
+    from accel_cli.configfile.read import read_values
+
+    values, source = read_values(path)
+    key = "use_cpu" if values.get("use_cpu") else "distributed_type"
+    return (
+        f"--gpus_per_node {gpus} contradicts {key}: {values.get(key)} ({source.at(key)}), as `accelerate config` writes on "
+        f"a machine without GPUs. Write use_cpu: false{' and another distributed_type' * (key != 'use_cpu')} there, or "
+        "name another file with --config_file."
+    )
 
 
 def _processes_per_node(settings: Namespace) -> int:

@@ -62,6 +62,16 @@ class Watch:
         """What the processes must find in their environment."""
         return {VARIABLE: f"{os.getpid()}:{self.folder}"}
 
+    @property
+    def crashed(self) -> frozenset[int]:
+        """The ranks that an exception ended, as far as they told of it; until `close`."""
+        return frozenset(failure.rank for failure in read_failures(self.folder))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes that have reported."""
+        return list(self._running().values())
+
     def look(self, ended: dict[int, int] | None = None) -> None:
         """Look once; to be called several times a second.
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from accel_integrations.parallel.pipeline_batch import Microbatches, share_gradients
 from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape
 from accel_integrations.parallel.pipeline_stage import StagedModel
+from accel_state.supervision import report_progress
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Line:
 
     def receive(self, shapes: Sequence[TensorShape], stage: int) -> list[torch.Tensor]:
         """Wait for tensors from the process with another stage."""
+        report_progress()
         tensors = [shape.empty(self.device) for shape in shapes]
         for tensor in tensors:
             dist.recv(tensor, group=self.group, group_src=self.rank_of(stage))
@@ -61,6 +63,7 @@ class Line:
 
     def send(self, tensors: Sequence[torch.Tensor], stage: int) -> list[Any]:
         """Begin to send tensors to the process with another stage; they must live until the returned work is done."""
+        report_progress()
         return [
             dist.isend(tensor, group=self.group, group_dst=self.rank_of(stage)) for tensor in tensors
         ]  # work objects

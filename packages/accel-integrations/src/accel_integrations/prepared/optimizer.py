@@ -123,7 +123,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Apply the gradients, at the end of a window."""
         if not self.gradient_state.sync_gradients:
             return
-        if supervision.counter is not None:
+        if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
         if self._before_step is not None:
             self._before_step()

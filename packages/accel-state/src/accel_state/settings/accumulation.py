@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import BOOLEAN, at_least, option, resolve_options
 
 
 @known_as("accelerate.utils.dataclasses.GradientAccumulationPlugin")
+@guess_arguments
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
     """How `Accelerator.accumulate` groups batches into steps.

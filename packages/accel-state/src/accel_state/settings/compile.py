@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.enums import DynamoBackend
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import BOOLEAN, member_of, option, resolve_options, suggested
 
 
 @known_as("accelerate.utils.dataclasses.TorchDynamoPlugin")
+@guess_arguments
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Arguments of `torch.compile`, and whether a model is compiled whole or by its repeated blocks.

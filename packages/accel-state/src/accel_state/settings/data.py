@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.errors import missing_library
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, WHOLE, option, resolve_options
 
 
 @known_as("accelerate.utils.dataclasses.DataLoaderConfiguration")
+@guess_arguments
 @dataclass
 class DataLoaderConfiguration:
     """What `Accelerator.prepare` does with data loaders.

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from accel_state.enums import DDPCommunicationHookType
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import (
@@ -65,6 +66,7 @@ WRAPPER = Kind(
 
 
 @known_as("accelerate.utils.dataclasses.DistributedDataParallelKwargs")
+@guess_arguments
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """How `torch.nn.parallel.DistributedDataParallel` is built.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType, FP8BackendType
 from accel_state.errors import missing_library
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.deepspeed_auto import AUTO, HfDeepSpeedConfig, fill, get_value, leaf_keys
 from accel_state.settings.deepspeed_libraries import gather_as_one, tell_transformers
@@ -80,6 +81,7 @@ ENABLED_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None}
 
 
 @known_as("accelerate.utils.dataclasses.DeepSpeedPlugin")
+@guess_arguments
 @dataclass
 class DeepSpeedPlugin(Plugin):
     """How DeepSpeed trains: from a configuration of its own, or from a few choices.

@@ -8,6 +8,7 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state.errors import missing_library
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import (
@@ -39,6 +40,7 @@ THREE_FLAGS = Kind(
 
 
 @known_as("accelerate.utils.dataclasses.AORecipeKwargs")
+@guess_arguments
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """How torchao converts linear layers to float8.
@@ -101,6 +103,7 @@ class AORecipeKwargs(KwargsHandler):
 
 
 @known_as("accelerate.utils.dataclasses.TERecipeKwargs")
+@guess_arguments
 @dataclass
 class TERecipeKwargs(KwargsHandler):
     """How Transformer Engine scales 8-bit floats, see its `DelayedScaling`.
@@ -208,6 +211,7 @@ def _linear_precision_from_environment() -> tuple[bool, bool, bool]:
 
 
 @known_as("accelerate.utils.dataclasses.MSAMPRecipeKwargs")
+@guess_arguments
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
     """How much of training MS-AMP keeps in 8 bits.
@@ -232,6 +236,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 
 @known_as("accelerate.utils.dataclasses.FP8RecipeKwargs")
+@guess_arguments
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Either of two recipes in one class; use `TERecipeKwargs` or `MSAMPRecipeKwargs` instead.

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.fsdp_torch import (
     FSDP_VERSIONS,
@@ -73,6 +74,7 @@ VERSION_1_ONLY = (
 
 
 @known_as("accelerate.utils.dataclasses.FullyShardedDataParallelPlugin")
+@guess_arguments
 @dataclass
 class FullyShardedDataParallelPlugin(Plugin):
     """How a model is sharded, by `FullyShardedDataParallel` (version 1) or `fully_shard` (version 2).

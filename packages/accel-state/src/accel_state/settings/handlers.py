@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import (
     BOOLEAN,
@@ -49,6 +50,7 @@ class KwargsHandler:
 
 
 @known_as("accelerate.utils.dataclasses.AutocastKwargs")
+@guess_arguments
 @dataclass
 class AutocastKwargs(KwargsHandler):
     """How `torch.autocast` behaves under mixed precision.
@@ -74,6 +76,7 @@ class AutocastKwargs(KwargsHandler):
 
 
 @known_as("accelerate.utils.dataclasses.GradScalerKwargs")
+@guess_arguments
 @dataclass
 class GradScalerKwargs(KwargsHandler):
     """How the loss is scaled under fp16, see `torch.amp.GradScaler`.
@@ -115,6 +118,7 @@ DURATION = Kind(
 
 
 @known_as("accelerate.utils.dataclasses.InitProcessGroupKwargs")
+@guess_arguments
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """How the process group starts, see `torch.distributed.init_process_group`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
 from accel_state.errors import missing_library
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.megatron_models import find_parser
 from accel_state.settings.option import (
@@ -110,6 +111,7 @@ def _launched(name: str, kind: Kind, fallback: Any, help: str) -> Any:
 
 
 @known_as("accelerate.utils.dataclasses.MegatronLMPlugin")
+@guess_arguments
 @dataclass
 class MegatronLMPlugin(Plugin):
     """How Megatron-LM trains. Fields are passed on to it under its own names; those left None may come from the environment.

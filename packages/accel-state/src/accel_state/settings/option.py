@@ -6,7 +6,6 @@ one form: the key (field or variable), the value seen, what is allowed, and the 
 
 from __future__ import annotations
 
-import difflib
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 from accel_state.environment import str_to_bool
+from accel_state.guessing import closest
 
 _METADATA_KEY = "option"
 _making_defaults: ContextVar[bool] = ContextVar("making_defaults", default=False)
@@ -35,14 +35,8 @@ def wrong_value(key: str, value: object, expected: str, choices: Iterable[str] =
         The error, for the caller to raise.
     """
     message = f"{key}={value!r} is not valid: expected {expected}."
-    close = _closest(str(value), choices)
+    close = closest(str(value), choices)
     return ValueError(f"{message} Did you mean {close!r}?" if close else message)
-
-
-def _closest(word: str, choices: Iterable[str]) -> str | None:
-    by_lower_case = {choice.lower(): choice for choice in choices}
-    found = difflib.get_close_matches(word.lower(), by_lower_case, n=1, cutoff=0.6)
-    return by_lower_case[found[0]] if found else None
 
 
 @dataclass(frozen=True, slots=True)

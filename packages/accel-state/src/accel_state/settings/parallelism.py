@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, option, resolve_options, wrong_value
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
@@ -48,6 +49,7 @@ LENGTH = Kind(
 
 
 @known_as("accelerate.utils.dataclasses.TorchTensorParallelPlugin")
+@guess_arguments
 @dataclass
 class TorchTensorParallelPlugin(Plugin):
     """Tensor parallelism over the whole run, for models that are split already.
@@ -67,6 +69,7 @@ class TorchTensorParallelPlugin(Plugin):
 
 
 @known_as("accelerate.utils.dataclasses.TorchTensorParallelConfig")
+@guess_arguments
 @dataclass
 class TorchTensorParallelConfig:
     """How layers are split over the "tp" axis.
@@ -92,6 +95,7 @@ class TorchTensorParallelConfig:
 
 
 @known_as("accelerate.utils.dataclasses.TorchContextParallelConfig")
+@guess_arguments
 @dataclass
 class TorchContextParallelConfig:
     """How sequences are split over the "cp" axis.
@@ -117,6 +121,7 @@ class TorchContextParallelConfig:
 
 
 @known_as("accelerate.utils.dataclasses.DeepSpeedSequenceParallelConfig")
+@guess_arguments
 @dataclass
 class DeepSpeedSequenceParallelConfig:
     """How sequences are split over the "sp" axis by DeepSpeed.
@@ -167,6 +172,7 @@ class DeepSpeedSequenceParallelConfig:
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 
 
+@guess_arguments
 @dataclass
 class PipelineParallelConfig:
     """How a model is cut into stages over the "pp" axis, and in which order its microbatches run.

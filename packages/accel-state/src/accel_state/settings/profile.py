@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
 from accel_state.settings.option import (
@@ -35,6 +36,7 @@ ACTIVITIES = Kind(
 
 
 @known_as("accelerate.utils.dataclasses.ProfileKwargs")
+@guess_arguments
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Arguments of `torch.profiler.profile`, in a form that can be written down.

@@ -6,11 +6,13 @@ import os
 import warnings
 from dataclasses import InitVar, dataclass
 
+from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
 
 
 @known_as("accelerate.utils.dataclasses.ProjectConfiguration")
+@guess_arguments
 @dataclass
 class ProjectConfiguration:
     """Folders of a run and the naming of its checkpoints.

@@ -1,9 +1,5 @@
 """The old path of a mixed bag: what has a better place is re-exported, and what nothing else needs is here."""
 
-import logging
-import platform
-import re
-
 from accel_cli.launch.machine import free_port, is_free
 from accel_integrations.compile import compile_regions as compile_regions
 from accel_integrations.compile import compile_regions_deepspeed as compile_regions_deepspeed
@@ -25,6 +21,7 @@ from accel_ops.modules import model_has_dtensor as model_has_dtensor
 from accel_ops.nested import merge_dicts as merge_dicts
 from accel_ops.nested import recursive_getattr as recursive_getattr
 from accel_ops.tensor_files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accel_state.kernel import check_os_kernel as check_os_kernel
 from accelerate.neighbours import found_among_neighbours
 
 __getattr__ = found_among_neighbours(__name__)  # what others import from here
@@ -40,14 +37,3 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         port (`int`, *optional*): The port; 29500, where launchers meet, when left out.
     """
     return not is_free(29500 if port is None else int(port))
-
-
-def check_os_kernel() -> None:
-    """Warn on Linux kernels below 5.5, on which processes that talk to one another are known to hang."""
-    system = platform.uname()
-    found = re.match(r"(\d+)\.(\d+)", system.release)
-    if system.system == "Linux" and found and tuple(map(int, found.groups())) < (5, 5):
-        logging.getLogger(__name__).warning(
-            f"This Linux kernel is {system.release!r}; programs of several processes can hang on kernels before 5.5.0. "
-            "Update the kernel if yours does."
-        )

@@ -7,14 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 from accel_cli.launch.machine import reserved_port
 from accel_cli.launch.plan import Plan
+from accel_cli.launch.runners.signals import ENDING, NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import cannot_start, exit_status
 from accel_cli.supervise.failures import describe_end
 from accel_cli.supervise.watch import Watch
@@ -24,7 +22,6 @@ LOOK_SECONDS = 0.1
 INTERRUPT_SECONDS = 3.0
 GRACE_SECONDS = 30.0  # as torch's agent gives
 HUNG_STATUS = 124  # as of timeout(1)
-FORWARDED = ("SIGTERM", "SIGHUP", "SIGQUIT")
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,7 +29,8 @@ def run(plan: Plan) -> int:
     """Run the script in all processes and wait.
 
     Returns:
-        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung.
+        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung. After a
+        signal, what `status_after` says.
     """
     if not plan.port_may_change:
         return _Group(plan, plan.environment["MASTER_PORT"], may_try_again=False).run()
@@ -57,21 +55,24 @@ class _Group:
         self.ended: dict[int, int] = {}
         self.signal: int | None = None
         self.interrupted_at = float("inf")
+        self.interrupt_passed_on = False
         self.lost_its_port = False
 
     def run(self) -> int:
         """Start all, wait, and end all when one fails."""
-        with _signals(self._forward, self._interrupt):
+        handlers = dict.fromkeys(ENDING, self._forward) | dict.fromkeys(NOTICES, self._send)
+        with handled({**handlers, "SIGINT": self._interrupt}):
             try:
                 self._start()
                 first = self._wait_for_a_failure()
             finally:
-                self._end()
+                codes = self._end()
+                crashed = self.watch.crashed
                 self.watch.close(self.ended, tell=not self.lost_its_port)
         if self.watch.is_hanging:
             return HUNG_STATUS
         if self.signal is not None:
-            return 128 + self.signal
+            return status_after(self.signal, codes, crashed)
         return self._report(first) if first is not None else 0
 
     def _start(self) -> None:
@@ -85,6 +86,8 @@ class _Group:
         }  # fmt: skip
         common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         for rank in range(count):
+            if self.signal is not None:  # it came before this process could get it
+                return
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             try:
                 process = subprocess.Popen(self.plan.worker, env={**common, **own}, preexec_fn=_die_with(os.getpid()))
@@ -99,11 +102,13 @@ class _Group:
             failed = [rank for rank in self._newly_ended() if self.ended[rank]]
             if self._must_try_again():
                 return None
+            if failed and self.interrupted_at < float("inf"):
+                self.signal = signal.SIGINT  # the others are about to end as well: let them
+                return None
             if failed:
                 return failed[0]
             self.watch.look(self.ended)
-            if time.monotonic() - self.interrupted_at > INTERRUPT_SECONDS:
-                self._forward(signal.SIGINT)
+            self._pass_interrupt_on()
             if self.watch.is_hanging or self.signal is not None:
                 return None
         return None
@@ -136,9 +141,15 @@ class _Group:
                 found.append(rank)
         return found
 
-    def _interrupt(self) -> None:
+    def _interrupt(self, number: int) -> None:
         """A terminal interrupts all processes by itself; whoever interrupts this one only means all of them too."""
         self.interrupted_at = min(self.interrupted_at, time.monotonic())
+
+    def _pass_interrupt_on(self) -> None:
+        """Interrupt the processes that a terminal would have interrupted by now."""
+        if not self.interrupt_passed_on and time.monotonic() - self.interrupted_at > INTERRUPT_SECONDS:
+            self.interrupt_passed_on = True
+            self._forward(signal.SIGINT)
 
     def _forward(self, number: int) -> None:
         self.signal = number
@@ -149,8 +160,12 @@ class _Group:
             if rank not in self.ended:
                 process.send_signal(number)
 
-    def _end(self) -> None:
-        """End what still runs; processes that do not want to are killed."""
+    def _end(self) -> dict[int, int]:
+        """End what still runs; processes that do not want to are killed.
+
+        Returns:
+            How all processes ended, by rank.
+        """
         failed_on_their_own = dict(self.ended)
         if self.signal is None:
             self._send(signal.SIGTERM)
@@ -158,10 +173,11 @@ class _Group:
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._sleep()
             self._newly_ended()
+            self._pass_interrupt_on()
         self._send(signal.SIGKILL)
-        for rank, process in enumerate(self.processes):
-            self.ended[rank] = process.wait()
+        codes = {rank: process.wait() for rank, process in enumerate(self.processes)}
         self.ended = failed_on_their_own  # the others ended because we wanted them to
+        return codes
 
     def _must_try_again(self) -> bool:
         """Whether the process that waits for the others found its port taken; asked before its error is told."""
@@ -197,21 +213,3 @@ def _die_with(launcher: int) -> Callable[[], None] | None:
             os._exit(1)
 
     return in_new_process
-
-
-@contextmanager
-def _signals(forward: Callable[[int], None], interrupt: Callable[[], None]) -> Iterator[None]:
-    """Handle signals while processes run; where there is no main thread, nobody sends any."""
-    before: dict[Any, Any] = {}
-    handlers = {name: lambda number, _: forward(number) for name in FORWARDED}
-    handlers["SIGINT"] = lambda number, _: interrupt()
-    if threading.current_thread() is not threading.main_thread():
-        handlers = {}
-    try:
-        for name, handler in handlers.items():
-            if hasattr(signal, name):
-                before[getattr(signal, name)] = signal.signal(getattr(signal, name), handler)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

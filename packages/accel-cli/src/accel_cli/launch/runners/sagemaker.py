@@ -13,6 +13,7 @@ from typing import Any
 
 from accel_cli.errors import MissingFileError, UsageError
 from accel_cli.launch.flags.general import RESOURCES
+from accel_cli.launch.libraries import SAGEMAKER
 from accel_cli.launch.plan import Plan
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
@@ -177,8 +178,8 @@ def main(words: Sequence[str] | None = None) -> int:
         sdk = import_module("sagemaker.huggingface")
     except ImportError as error:
         print(
-            f"accelerate launch: error: Amazon SageMaker needs the library 'sagemaker': {error}. Run: pip install "
-            "sagemaker",
+            f"accelerate launch: error: Amazon SageMaker needs the library 'sagemaker' in version 2: {error}. Run: pip "
+            f"install '{SAGEMAKER}'",
             file=sys.stderr,
         )
         return 2

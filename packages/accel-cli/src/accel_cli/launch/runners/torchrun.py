@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import sys
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from signal import SIGTERM
+from traceback import walk_tb
 from typing import Any
 
 from accel_cli.errors import UsageError
@@ -17,6 +20,7 @@ from accel_cli.launch.machine import free_port, network_variables
 from accel_cli.launch.network import gloo_interface, own_address
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
+from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
 from accel_cli.supervise.watch import Watch
 
@@ -27,7 +31,8 @@ def run(plan: Plan) -> int:
     """Run the script in all processes of this machine and wait.
 
     Returns:
-        0 when all of them ended well, else the exit status of the one that failed first.
+        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung. After a
+        signal, what `status_after` says.
     """
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
@@ -47,14 +52,15 @@ def run(plan: Plan) -> int:
     if str(arguments.nnodes) != "1":
         variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
-    with patch_environment(**variables | watch.variables), _watching(watch):
+    notices = dict.fromkeys(NOTICES, lambda number: _send(number, watch))
+    with patch_environment(**variables | watch.variables), _watching(watch), handled(notices):
         try:
             _run_agent(torchrun, arguments, plan)
         except ChildFailedError as error:
             watch.look({rank: failure.exitcode for rank, failure in error.failures.items()})
             return _report(error, plan)
         except SignalException as signal:  # the agent has ended the processes
-            return HUNG_STATUS if watch.is_hanging else 128 + int(signal.sigval)
+            return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
         except (DistError, RendezvousError) as error:
             raise UsageError(_no_meeting(arguments, error)) from error
     return 0
@@ -97,6 +103,31 @@ def _watching(watch: Watch) -> Iterator[None]:
         done.set()
         thread.join()
         watch.close()
+
+
+def _codes(error: BaseException) -> dict[int, int]:
+    """How the processes of the agent that raised an error ended, by local rank; the agent itself tells nobody."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    for frame, _ in walk_tb(error.__traceback__):
+        agent = frame.f_locals.get("self")
+        if isinstance(agent, LocalElasticAgent):
+            handlers = getattr(agent._pcontext, "subprocess_handlers", {})
+            return {
+                rank: handler.proc.returncode
+                for rank, handler in handlers.items()
+                if handler.proc.returncode is not None
+            }
+    return {}
+
+
+def _send(number: int, watch: Watch) -> None:
+    """Send a signal to the processes of the agent, which are the only ones that this one has started."""
+    paths = glob.glob("/proc/self/task/*/children")
+    children = [int(word) for path in paths for word in Path(path).read_text(encoding="ascii").split()]
+    for process_id in children or watch.process_ids:
+        with suppress(ProcessLookupError):
+            os.kill(process_id, number)
 
 
 def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:

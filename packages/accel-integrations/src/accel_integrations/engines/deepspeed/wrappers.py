@@ -6,8 +6,8 @@ from typing import Any
 
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
-from accel_state import supervision
 from accel_state.public_names import known_as
+from accel_state.supervision import report_progress
 
 
 @known_as("accelerate.utils.deepspeed.DeepSpeedEngineWrapper")
@@ -59,8 +59,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing but counting: the engine stepped in backward."""
-        if supervision.counter is not None and self.gradient_state.sync_gradients:
-            supervision.counter[0] += 1
+        if self.gradient_state.sync_gradients:
+            report_progress()
 
     @property
     def step_was_skipped(self) -> bool:

@@ -1,0 +1,94 @@
+"""A function that runs on several processes: of its errors, the first one is shown, as if it had been raised here."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+from accel_cli.supervise.failures import describe_end, read_failures
+from accel_state.supervision import write_whole
+
+
+class FunctionFailedError(ChildFailedError):
+    """A function that was launched on several processes failed on one of them; the message has its traceback.
+
+    Args:
+        error: What torch's agent says.
+        text: What to say instead.
+    """
+
+    def __init__(self, error: ChildFailedError, text: str) -> None:
+        self._text = text
+        super().__init__(error.name, error.failures)
+
+    def format_msg(self, *_: Any, **__: Any) -> str:
+        """The message."""
+        return self._text
+
+
+@contextmanager
+def showing_the_first_error(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Show the error that came first, and nothing of what the launcher says about it.
+
+    Args:
+        function: What the processes run.
+
+    Yields:
+        The function to launch instead, within the block.
+
+    Raises:
+        FunctionFailedError: In the place of the `ChildFailedError` that ends the block.
+    """
+    folder = tempfile.mkdtemp(prefix="accelerate_function_")
+    log = logging.getLogger("torch.distributed.elastic")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield _reporting(function, folder)
+    except ChildFailedError as error:
+        raise FunctionFailedError(error, _describe(error, folder)) from None
+    finally:
+        log.setLevel(level)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reporting(function: Callable[..., Any], folder: str) -> Callable[..., Any]:
+    """A function that leaves the traceback it ends with in a folder."""
+
+    @wraps(function)
+    def reporting(*args: Any) -> Any:
+        rank = os.environ.get("RANK", "0")
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, f"{rank}.error"))  # of the attempt before this one
+        try:
+            return function(*args)
+        except Exception as error:
+            import traceback
+
+            trace = error.__traceback__.tb_next if error.__traceback__ else None
+            text = "".join(traceback.format_exception(type(error), error, trace))
+            with suppress(OSError):
+                write_whole(folder, f"{rank}.error", f"{time.time()}\n{text}")
+            raise
+
+    return reporting
+
+
+def _describe(error: ChildFailedError, folder: str) -> str:
+    failures = read_failures(folder)
+    culprits = [failure for failure in failures if not failure.follows_from_another] or failures
+    killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode < 0]
+    if culprits and not (killed and culprits[0].follows_from_another):
+        first = culprits[0]
+        return f"rank {first.rank} failed, and the other processes were ended.\n\n{first.text}"
+    rank, code = killed[0] if killed else (error.get_first_failure()[0], 1)
+    return f"rank {rank} {describe_end(code)}; the other processes were ended."
