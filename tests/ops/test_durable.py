@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import errno
 import os
+import subprocess
+import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -47,8 +49,27 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
             file.write(b"dropped")
             raise RuntimeError("unexpected position")
 
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'x'}'"):
         serialize()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are a matter of Unix")
+@pytest.mark.parametrize("num_bytes", [200_000, 3 << 20])
+def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int) -> None:
+    write = f"""
+import resource, signal
+from accel_ops.durable import write_atomically
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    with write_atomically({str(tmp_path / "weights")!r}) as file:
+        file.write(bytes({num_bytes}))
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", write], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"[Errno {errno.EFBIG}] File too large: '{tmp_path / 'weights'}'"
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +81,7 @@ def test_a_disk_that_is_full_at_the_end_is_reported(tmp_path: Path, monkeypatch:
         file.write(b"small")
         with monkeypatch.context() as patch:
             patch.setattr(durable.os, step, full)
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(OSError, match=f"No space left on device: '{tmp_path / step}'"):
                 file.close()
 
 

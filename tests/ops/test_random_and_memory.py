@@ -61,10 +61,17 @@ def test_processes_draw_alike_after_synchronising(rank: int, world: int) -> None
 
     torch.manual_seed(rank)
     generator = torch.Generator().manual_seed(rank)
-    synchronize_rng_states(["torch", "generator"], generator)
-    drawn = torch.stack([torch.rand(()), torch.rand((), generator=generator)])[None]
-    found = gather(drawn)
-    assert torch.equal(found[0], found[1])
+    for which in (["torch", "generator"], None):
+        torch.rand(rank + 1)
+        torch.rand(rank + 1, generator=generator)
+        synchronize_rng_states(which, generator)
+        drawn = torch.stack([torch.rand(()), torch.rand((), generator=generator)])[None]
+        found = gather(drawn)
+        assert torch.equal(found[0], found[1])
+    torch.rand(rank + 1)
+    synchronize_rng_states()
+    found = gather(torch.rand(1))
+    assert found[0] == found[1]
     set_seed(5, device_specific=True)
     found = gather(torch.rand(1))
     assert found[0] != found[1]

@@ -52,6 +52,16 @@ def make_folder(path: StrPath) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Let errors of descriptors, a full disk's for instance, name the path."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
 class DurableFile:
     """A new binary file whose size and checksum are known, and which is on the disk, once closed.
 
@@ -62,10 +72,12 @@ class DurableFile:
         path: Must not exist.
         sync: Called with the open descriptor instead of `os.fsync`, and takes over closing it. Lets a caller wait for
             several files at once.
+        shown: The path that errors name; `path` unless given.
     """
 
-    def __init__(self, path: StrPath, sync: Callable[[int], None] | None = None) -> None:
+    def __init__(self, path: StrPath, sync: Callable[[int], None] | None = None, shown: StrPath | None = None) -> None:
         self.path = Path(path)
+        self._shown = os.fspath(path if shown is None else shown)
         self.num_bytes = 0
         self.error: OSError | None = None
         self._checksum = 0
@@ -114,8 +126,9 @@ class DurableFile:
     def _append(self, view: memoryview) -> None:
         report_progress()
         self.num_bytes += len(view)
-        while view:
-            view = view[os.write(self._descriptor, view) :]
+        with _naming(self._shown):
+            while view:
+                view = view[os.write(self._descriptor, view) :]
 
     def flush(self) -> None:
         """Nothing to do before `close`; here because serializers call it."""
@@ -139,7 +152,8 @@ class DurableFile:
             self._sync(descriptor)
             return
         try:
-            os.fsync(descriptor)
+            with _naming(self._shown):
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
@@ -198,7 +212,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
     temporary = target.with_name(f".{target.name}.{Owner.this_process().name}.{secrets.token_hex(4)}.writing")
     _WRITING.add(temporary)
     try:
-        with DurableFile(temporary) as file:
+        with DurableFile(temporary, shown=path) as file:
             yield file
         if target.exists():
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))

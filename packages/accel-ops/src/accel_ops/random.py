@@ -107,18 +107,26 @@ def _owner(name: Any, generator: torch.Generator | None) -> Any:
     raise ValueError(f"rng_type={name!r} names a device that this machine does not have: leave it out of rng_types.")
 
 
-def synchronize_rng_states(rng_types: Sequence[str | RNGType], generator: torch.Generator | None = None) -> None:
+def synchronize_rng_states(
+    rng_types: Sequence[str | RNGType] | None = None, generator: torch.Generator | None = None
+) -> None:
     """Give several random generators the same state on all processes.
 
     Args:
-        rng_types (list of `str` or `RNGType`): Which.
+        rng_types (list of `str` or `RNGType`, *optional*): Which; when None, torch's, those of this machine's
+            accelerators, and `generator` if one is given.
         generator (`torch.Generator`, *optional*): The one meant by "generator".
 
     Raises:
         ValueError: For an unknown name.
     """
-    for rng_type in rng_types:
-        synchronize_rng_state(RNGType(rng_type), generator=generator)
+    if rng_types is None:
+        chosen: list[Any] = [RNGType.TORCH, *(kind.name for kind in _generators())]
+        chosen += [RNGType.GENERATOR] * (generator is not None)
+    else:
+        chosen = [RNGType(rng_type) for rng_type in rng_types]
+    for rng_type in chosen:
+        synchronize_rng_state(rng_type, generator=generator)
 
 
 def capture_rng_state() -> dict[str, Any]:
