@@ -172,6 +172,7 @@ class DataLoaderShard(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         nothing: Any = object()
         current: Any = next(batches, nothing)
         for _ in range(self.skip_batches if current is not nothing else 0):
+            report_progress()
             current = next(batches, nothing)
             if current is nothing:
                 self._end_reached()

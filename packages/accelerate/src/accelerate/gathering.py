@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.batches import ignorant_find_batch_size
-from accel_ops.collectives import gather, gather_object
+from accel_ops.collectives import gather
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import recursively_apply
+from accel_ops.objects import gather_object
 from accel_state.logging import get_logger
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress

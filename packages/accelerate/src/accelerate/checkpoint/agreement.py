@@ -127,6 +127,6 @@ def find_storage(ranks: Ranks, folder: Path) -> Storage:
 
 
 def _gather_objects(value: Any) -> list[Any]:
-    from accel_ops.collectives import gather_object
+    from accel_ops.objects import gather_object
 
     return gather_object([value])

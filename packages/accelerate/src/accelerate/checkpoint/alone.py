@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from accel_state.supervision import report_progress
 from accelerate.checkpoint.attendance import Call, attendance
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def begin_call(
     Raises:
         RuntimeError: It was called on some ranks only, and what is to be saved is sharded over all of them.
     """
+    report_progress()
     state, engine = accelerator.state, accelerator.engine
     has_no_group_left = (
         state.num_processes > 1 and getattr(state, "backend", None) is not None and not dist.is_initialized()
