@@ -164,7 +164,7 @@ def test_nvme_paths_are_written_where_they_are_used() -> None:
     ("settings", "reason"),
     [
         ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "at least 1, because offload_optimizer_device='cpu'"),
-        ({"zero_stage": 2, "offload_optimizer_device": "nvme"}, "at least 3, because offload_optimizer_device='nvme'"),
+        ({"zero_stage": 1, "offload_optimizer_device": "nvme"}, "at least 2, because offload_optimizer_device='nvme'"),
         ({"zero_stage": 1, "offload_param_device": "nvme"}, "at least 3, because offload_param_device='nvme'"),
     ],
 )
@@ -177,6 +177,14 @@ def test_what_no_stage_offloads_is_refused(settings: dict[str, Any], reason: str
     }
     with pytest.raises(ValueError, match=reason):
         DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": settings["zero_stage"], **sections}})
+
+
+def test_stage_two_keeps_in_memory_what_was_to_go_to_nvme() -> None:
+    pytest.importorskip("deepspeed")
+    plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/fast")
+    with pytest.warns(UserWarning, match="CPU memory with zero_stage=2, although offload_optimizer_device='nvme'"):
+        plugin.check()
+    assert plugin.get_value("zero_optimization.offload_optimizer.nvme_path") == "/fast"
 
 
 def test_sharded_building_belongs_to_stage_three() -> None:

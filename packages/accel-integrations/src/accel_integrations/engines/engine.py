@@ -247,6 +247,14 @@ class Engine(ABC):
         """Restore what `full_optimizer_state` returned, here or in a run of another size."""
         optimizer.load_state_dict(state)
 
+    def own_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a state from `full_optimizer_state` is for the parameters that this rank has.
+
+        Raises:
+            ValueError: The state is that of an optimizer with other groups.
+        """
+        return state
+
     def write_states(self, folder: Path, **options: Any) -> list[str]:
         """Write the states of all prepared models and optimizers into a checkpoint, on all processes.
 

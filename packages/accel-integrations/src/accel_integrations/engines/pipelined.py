@@ -279,11 +279,13 @@ class PipelinedEngine(Engine):
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Restore what `full_optimizer_state` returned, here or in a run of another size."""
+        load_whole_optimizer_state(optimizer, self.own_optimizer_state(optimizer, state))
+
+    def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """The state of the parameters in this rank's stages."""
         plain = _plain(optimizer)
         layout = self._optimizers.get(plain)
-        if layout is not None:
-            state = layout.own_part(state, plain, self._layouts)
-        load_whole_optimizer_state(optimizer, state)
+        return state if layout is None else layout.own_part(state, plain, self._layouts)
 
 
 def _plain(optimizer: Any) -> Any:

@@ -236,6 +236,12 @@ class DeepSpeedPlugin(Plugin):
 
         if not is_deepspeed_available():
             raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin")
+        if self.get_value("zero_optimization.offload_optimizer.device") == "nvme" and self.zero_stage < 3:
+            warnings.warn(
+                f"DeepSpeed keeps the optimizer's state in CPU memory with zero_stage={self.zero_stage}, although "
+                "offload_optimizer_device='nvme': choose stage 3 for NVMe, or 'cpu'.",
+                stacklevel=5,
+            )
         if self.get_value("zero_optimization.offload_param.device") == "cpu" and self.zero_stage < 3:
             warnings.warn(
                 f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}: choose stage "
@@ -296,7 +302,7 @@ class DeepSpeedPlugin(Plugin):
     def _check_offload(self) -> None:
         """Refuse to keep on NVMe, or off the device at all, what the stage does not divide."""
         devices = {part: self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
-        lowest = {("optimizer", "cpu"): 1, ("optimizer", "nvme"): 3, ("param", "nvme"): 3}
+        lowest = {("optimizer", "cpu"): 1, ("optimizer", "nvme"): 2, ("param", "nvme"): 3}
         for (part, device), stage in lowest.items():
             if devices[part] == device and self.zero_stage < stage:
                 raise wrong_value(

@@ -19,7 +19,7 @@ from accelerate.checkpoint.naming import numbered
 from accelerate.checkpoint.optimizer_fit import check_optimizer
 from accelerate.checkpoint.save import custom_object_file
 from accelerate.checkpoint.undo import Undo
-from accelerate.checkpoint.whole_optimizer import plain_optimizer
+from accelerate.checkpoint.whole_optimizer import WholeOptimizer, plain_optimizer
 
 KEYS_OF_ALL_SCHEDULERS = frozenset({"base_lrs", "last_epoch", "verbose"})
 NUMBERS_OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -35,7 +35,8 @@ def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingS
     """
     for index, (optimizer, found) in enumerate(zip(receivers.optimizers, state.optimizers, strict=True)):
         name = numbered(f"{OPTIMIZER_NAME}.bin", index)
-        check_optimizer(plain_optimizer(optimizer), found, str(checkpoint.path(name)))
+        own_state = optimizer.own_state if isinstance(optimizer, WholeOptimizer) else None
+        check_optimizer(plain_optimizer(optimizer), found, str(checkpoint.path(name)), own_state)
     for scheduler, found in zip(receivers.schedulers, state.schedulers, strict=True):
         _warn_of_another_scheduler(scheduler, found)
     for index, order in state.samplers.items():

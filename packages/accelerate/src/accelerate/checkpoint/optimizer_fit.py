@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -36,7 +36,12 @@ STATE_OF_A_PARAMETER = {
 """The tensors, each of the parameter's shape, without which these cannot step once they have begun."""
 
 
-def check_optimizer(optimizer: Any, state: Mapping[str, Any], where: str) -> None:
+def check_optimizer(
+    optimizer: Any,
+    state: dict[str, Any],
+    where: str,
+    own_state: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> None:
     """See that a state fits an optimizer.
 
     Optimizers that load in a way of their own are only asked for the two parts that every state has; what they take
@@ -46,6 +51,7 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], where: str) -> Non
         optimizer: A torch optimizer without wrappers.
         state: As of its `state_dict()`.
         where: The file it is from.
+        own_state: Gives what of the state is for the parameters of this rank; all of it when None.
 
     Raises:
         ValueError: It does not.
@@ -62,6 +68,9 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], where: str) -> Non
             f"{where} holds the state of {_name_of(groups[0])}, but the optimizer of this run is {kind}, which needs "
             f"{', '.join(map(repr, missing))}: build the optimizer that was saved, or load a checkpoint of {kind}"
         )
+    if own_state is not None:
+        state = own_state(state)
+        groups = state["param_groups"]
     sizes, own_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in own_groups]
     if sizes != own_sizes:
         raise ValueError(

@@ -28,6 +28,10 @@ class WholeOptimizer:
         """The state that was collected."""
         return self.state
 
+    def own_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What of the state of the whole model's optimizer is for the parameters of this rank."""
+        return self.engine.own_optimizer_state(self.optimizer, state)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Give every process its part."""
         self.engine.load_optimizer_state(self.optimizer, state)
