@@ -126,7 +126,10 @@ def test_unknown_keys_of_a_section_are_mentioned(write: Any) -> None:
         ({"num_machines": True}, "num_machines: True is not a number"),
         ({"same_network": "perhaps"}, "same_network: 'perhaps' is not a truth value"),
         ({"fsdp_config": {"fsdp_version": 3}}, "fsdp_config.fsdp_version: 3 is not one of 1, 2"),
-        ({"fp8_config": {"override_linear_precision": [True, False]}}, "fp8_config.override_linear_precision: 'True,False' is not"),
+        (
+            {"fp8_config": {"override_linear_precision": [True, False]}},
+            "fp8_config.override_linear_precision: 'True,False' is not",
+        ),
     ],
 )
 def test_wrong_values_name_the_key(write: Any, values: dict[str, Any], message: str) -> None:
