@@ -82,7 +82,7 @@ def _snapshot(value: Any) -> Any:
     Entries of a defaultdict that say nothing are left out, because reading makes them.
     """
     if isinstance(value, collections.defaultdict):
-        value = {key: item for key, item in value.items() if item}
+        value = {key: item for key, item in value.items() if not isinstance(item, int | float | list) or item}
     if isinstance(value, Mapping):
         return {type(value).__name__: sorted(([plain(key), _snapshot(item)] for key, item in value.items()), key=str)}
     if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
