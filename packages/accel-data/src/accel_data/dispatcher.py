@@ -134,7 +134,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
     def _read_ahead(self, settle: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
         """The batches of one round after the other, and whether they are the last: the next ones are read before.
 
-        A stateful loader shows the position of the round that is handed out meanwhile, or its end after the last one.
+        A stateful loader shows the position of the round that is yielded meanwhile, or its end after the last one.
         """
         reader = self._read_rounds()
         current = next(reader, None)

@@ -48,7 +48,7 @@ class EpochOrder:
         start: The states when the epoch under way began; None between epochs.
         epoch: The number of that epoch.
         is_restored: True from loading a checkpoint made mid-epoch until an epoch begins.
-        at_end: True while the last batch of the epoch is handed out.
+        at_end: True after the last batch of the epoch was yielded.
     """
 
     def __init__(self) -> None:

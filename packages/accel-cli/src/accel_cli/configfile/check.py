@@ -1,4 +1,4 @@
-"""Looking through what a settings file says: all mistakes are named at once, each with its line."""
+"""Looking through what a config file says: all mistakes are named at once, each with its line."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def write_own_state(
         dataloaders: Prepared loaders.
         process_index: Rank of this process.
         step: The step counter to keep.
-        token: That of the checkpoint, when its manifest exists already. The file with it is written last.
+        token: That of the checkpoint, when its manifest already exists. The file with it is written last.
     """
     for index, loader in enumerate(dataloaders):
         if (position := loader_position(loader)) is not None:
