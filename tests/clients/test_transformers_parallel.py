@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.parallelism import TorchTensorParallelConfig
 from accelerate import Accelerator
@@ -90,7 +90,7 @@ def tensor_parallel(experts: bool = False) -> Accelerator:
 def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: bool) -> None:
     model = llama(tie_word_embeddings=tied)
     assert same(curve(tensor_parallel(), model), plain_curve(llama(tie_word_embeddings=tied)))
-    assert local_part(model.model.layers[0].self_attn.q_proj.weight).shape == (16, 32)
+    assert to_local(model.model.layers[0].self_attn.q_proj.weight).shape == (16, 32)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
@@ -99,7 +99,7 @@ def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: b
 def test_mixtures_of_experts(rank: int, world: int, experts: bool) -> None:
     model = mixtral()
     assert same(curve(tensor_parallel(experts), model), plain_curve(mixtral()))
-    held = local_part(model.model.layers[0].mlp.experts.gate_up_proj).shape
+    held = to_local(model.model.layers[0].mlp.experts.gate_up_proj).shape
     assert held == ((2, 128, 32) if experts else (4, 64, 32))
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_integrations.engines.deepspeed.config import settle
-from accel_integrations.engines.deepspeed.roles import check_fit
+from accel_integrations.engines.deepspeed.prepare_arguments import check_fit
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.gradient_state import GradientState

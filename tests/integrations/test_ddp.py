@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_integrations.engines.ddp import DDPEngine, sync_in_backward
+from accel_integrations.engines.ddp import DDPEngine, sync_next_backward
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
@@ -115,7 +115,7 @@ def test_models_without_anything_to_learn_are_not_replicated(rank: int) -> None:
     assert engine.prepare_model(teacher, evaluation=True) is teacher
     with engine.no_sync(frozen):
         pass
-    with sync_in_backward(frozen):
+    with sync_next_backward(frozen):
         pass
 
 
@@ -159,7 +159,7 @@ def test_backward_can_exchange_although_forward_was_told_not_to(rank: int, world
     batch = new_batch(8)[rank::world]
     with engine.no_sync(model):
         loss = loss_of(model, batch)
-    with sync_in_backward(model):
+    with sync_next_backward(model):
         engine.backward(loss)
     alone = new_model()
     loss_of(alone, new_batch(8)).backward()
@@ -176,7 +176,7 @@ def test_the_same_holds_for_compiled_replicas(rank: int, world: int) -> None:
         assert not replica.require_backward_grad_sync
     assert replica.require_backward_grad_sync
     replica.require_backward_grad_sync = False
-    with sync_in_backward(model):
+    with sync_next_backward(model):
         assert replica.require_backward_grad_sync
     assert not replica.require_backward_grad_sync
 

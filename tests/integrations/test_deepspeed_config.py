@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_integrations.engines.deepspeed.config import find_hidden_size, settle
-from accel_integrations.engines.deepspeed.roles import Roles, check_fit, check_parts
+from accel_integrations.engines.deepspeed.prepare_arguments import PrepareArguments, check_fit, check_parts
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.gradient_state import GradientState
@@ -159,13 +159,13 @@ def test_roles_of_what_is_prepared_together() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert Roles.find([loader(1), scheduler, "other", model, optimizer]) == Roles(3, 4, 1)
-    assert Roles.find([DummyScheduler(None), DummyOptim([]), model]) == Roles(2, 1, 0)
-    assert Roles.find([loader(1), scheduler]).model is None
+    assert PrepareArguments.find([loader(1), scheduler, "other", model, optimizer]) == PrepareArguments(3, 4, 1)
+    assert PrepareArguments.find([DummyScheduler(None), DummyOptim([]), model]) == PrepareArguments(2, 1, 0)
+    assert PrepareArguments.find([loader(1), scheduler]).model is None
     with pytest.raises(ValueError, match=r"2 models \(Linear, Linear\).*one Accelerator for each"):
-        Roles.find([model, nn.Linear(1, 1)])
+        PrepareArguments.find([model, nn.Linear(1, 1)])
     with pytest.raises(ValueError, match="optimizer SGD without its model"):
-        Roles.find([optimizer, loader(1)])
+        PrepareArguments.find([optimizer, loader(1)])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.pipelined import PipelinedEngine
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
@@ -328,7 +328,7 @@ def test_parameters_of_a_stage_can_be_sharded(rank: int, world: int) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     own = {id(parameter) for parameter in model.parameters()}
     assert {id(one) for group in optimizer.param_groups for one in group["params"]} == own
-    local = sum(local_part(parameter).numel() for parameter in model.parameters())
+    local = sum(to_local(parameter).numel() for parameter in model.parameters())
     assert local * 2 == sum(parameter.numel() for parameter in model.parameters())
 
 

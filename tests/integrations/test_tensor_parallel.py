@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_integrations.parallel.styles import STYLES, check_plan, expand_plan
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 from accel_ops.random import set_seed
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.data import DataLoaderConfiguration
@@ -57,7 +57,7 @@ def test_a_model_without_a_plan_is_refused() -> None:
     model = make_model()
     with pytest.raises(ValueError, match=r"tp_size=2 needs a plan for TinyTransformer, .*tp_handler"):
         accelerator.prepare(model)
-    assert all(local_part(parameter) is parameter for parameter in model.parameters())
+    assert all(to_local(parameter) is parameter for parameter in model.parameters())
 
 
 @ranks(2)
@@ -88,7 +88,7 @@ def test_every_process_holds_its_part(rank: int) -> None:
     model = make_model()
     expected = model.blocks[0].mlp.up.weight.detach().chunk(2)[rank].clone()
     prepared = accelerator_with().prepare(model)
-    assert torch.equal(local_part(prepared.blocks[0].mlp.up.weight), expected)
+    assert torch.equal(to_local(prepared.blocks[0].mlp.up.weight), expected)
 
 
 @ranks(2)
@@ -125,7 +125,7 @@ def test_a_plan_may_be_an_attribute_of_the_model_or_hold_objects_of_torch() -> N
     prepared = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2)).prepare(model)
     tokens = torch.arange(8).view(1, 8)
     assert torch.allclose(prepared(tokens), make_model()(tokens), atol=1e-6)
-    assert local_part(prepared.blocks[0].mlp.up.weight).shape == (32, 16)
+    assert to_local(prepared.blocks[0].mlp.up.weight).shape == (32, 16)
 
 
 @ranks(2)

@@ -20,7 +20,7 @@ from accel_ops.collectives import (
     pad_across_processes,
     reduce,
 )
-from accel_ops.messages import SLOT_BYTES
+from accel_ops.gather_payload import SLOT_BYTES
 from accel_ops.objects import broadcast_object_list, gather_object
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accel_ops.collectives import broadcast, gather, pad_across_processes, reduce
-from accel_ops.messages import SLOT_BYTES
+from accel_ops.gather_payload import SLOT_BYTES
 from accel_state.errors import DistributedOperationException
 from tests.support.ranks import ranks
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.epoch_order import EpochOrder
 from accel_data.loader_shard import EpochMixin
-from accel_data.rounds import Rounds, Share
 from accel_data.samplers import batch_sampler_of
 from accel_data.whole_batches import deal_out, rows_differ
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
@@ -80,13 +80,13 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
         state = self.state
-        shares: Iterator[Share]
+        shares: Iterator[ScatteredBatch]
         if state.num_processes == 1:
             shares = self._read_alone(settle)
         elif state.process_index == 0:
-            shares = self._read_and_send(Rounds(state), settle)
+            shares = self._read_and_send(BatchScatter(state), settle)
         else:
-            shares = iter(Rounds(state).receive, None)
+            shares = iter(BatchScatter(state).receive, None)
             if settle is not None:
                 settle()
         for index, share in enumerate(shares):
@@ -100,13 +100,13 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
             if share.is_last:
                 return
 
-    def _read_alone(self, settle: Callable[[], None] | None) -> Iterator[Share]:
+    def _read_alone(self, settle: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
         for current, is_last in self._read_ahead(settle):
-            yield Share(current[0], is_last, ignorant_find_batch_size(current[0]) or 0)
+            yield ScatteredBatch(current[0], is_last, ignorant_find_batch_size(current[0]) or 0)
 
     # ---- the first process --------------------------------------------------------------------------------------
 
-    def _read_and_send(self, rounds: Rounds, settle: Callable[[], None] | None) -> Iterator[Share]:
+    def _read_and_send(self, rounds: BatchScatter, settle: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
         places = self._places()
         num_shares = len(set(places))
         first: Any = None

@@ -1,4 +1,4 @@
-"""Rounds of batches that cannot be joined and cut, because their rows differ in length: each process gets one whole."""
+"""BatchScatter of batches that cannot be joined and cut, because their rows differ in length: each process gets one whole."""
 
 from __future__ import annotations
 

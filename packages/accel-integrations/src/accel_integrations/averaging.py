@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -154,6 +154,6 @@ class WindowAverage:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        found.setdefault(parameter.grad.device, {})[id(parameter)] = local_part(parameter.grad)
+                        found.setdefault(parameter.grad.device, {})[id(parameter)] = to_local(parameter.grad)
         for device, gradients in found.items():
             yield list(gradients.values()), factor.to(device) if isinstance(factor, torch.Tensor) else factor

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_integrations.parallel.alike import group_device
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
+from accel_ops.transport import collective_device
 
 
 @dataclass
@@ -54,7 +54,7 @@ def clip_grad_norm_(
 def clip_grad_value_(parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
     """Clamp every element of the gradients, distributed or not, to `[-clip_value, clip_value]`."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    for parts in _by_device([local_part(gradient) for gradient in gradients_of(chosen)]):
+    for parts in _by_device([to_local(gradient) for gradient in gradients_of(chosen)]):
         torch._foreach_clamp_min_(parts, -clip_value)
         torch._foreach_clamp_max_(parts, clip_value)
 
@@ -67,7 +67,7 @@ def group_gradients(gradients: Iterable[torch.Tensor]) -> list[GradientGroup]:
     """
     groups: dict[Any, GradientGroup] = {}
     for gradient in gradients:
-        part = local_part(gradient)
+        part = to_local(gradient)
         key: Any = ()
         if part is not gradient:
             mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
@@ -107,7 +107,7 @@ def _sum_of_powers(group: GradientGroup, norm_type: float) -> torch.Tensor:
         of_device = norms.max() if largest else (norms**norm_type).sum()
         total = torch.maximum(total, of_device.to(device)) if largest else total + of_device.to(device)
     for process_group in group.process_groups:
-        on_wire = total.to(group_device(process_group))
+        on_wire = total.to(collective_device(process_group))
         dist.all_reduce(on_wire, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=process_group)
         total = on_wire.to(device)
     return total

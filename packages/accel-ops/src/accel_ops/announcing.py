@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from accel_ops.messages import HEADER_WORDS, WORD_BYTES, Message, Sizes, aligned
+from accel_ops.gather_payload import HEADER_WORDS, WORD_BYTES, GatherPayload, Sizes, aligned
 from accel_ops.transport import Transport
 from accel_state.errors import DistributedOperationException
 
@@ -61,21 +61,21 @@ class Announced:
     Args:
         slots: uint8 of shape (world, SLOT_BYTES): the header, and the data of ranks whose data fit.
         sizes: The first size of each leaf, per rank; None when there are too many leaves to list them in a slot.
-        longest: The longest message in bytes, header included, when sizes are not listed.
+        longest: The longest payload in bytes, header included, when sizes are not listed.
     """
 
     slots: torch.Tensor
     sizes: Sizes | None
     longest: int = 0
 
-    def data(self, message: Message) -> torch.Tensor:
+    def data(self, payload: GatherPayload) -> torch.Tensor:
         """The slots without their headers."""
-        return self.slots[:, message.data_start :]
+        return self.slots[:, payload.data_start :]
 
 
 def announce(
     leaves: list[torch.Tensor],
-    message: Message,
+    payload: GatherPayload,
     operation: Operation,
     transport: Transport,
     world: int,
@@ -85,7 +85,7 @@ def announce(
 
     Args:
         leaves: What this rank brings, on `device`.
-        message: Made of them and of the operation.
+        payload: Made of them and of the operation.
         operation: For the error.
         transport: Moves the slots.
         world: How many ranks take part.
@@ -94,11 +94,11 @@ def announce(
     Raises:
         DistributedOperationException: On all ranks, when they do not announce the same.
     """
-    slots = transport.all_gather(message.slot(leaves, device), world)
-    words = words_of(slots, HEADER_WORDS + (message.num_leaves if message.lists_sizes else 1))
+    slots = transport.all_gather(payload.slot(leaves, device), world)
+    words = words_of(slots, HEADER_WORDS + (payload.num_leaves if payload.lists_sizes else 1))
     if any(row[:HEADER_WORDS] != words[0][:HEADER_WORDS] for row in words):
         operation.raise_mismatch(world)
-    if not message.lists_sizes:
+    if not payload.lists_sizes:
         return Announced(slots, None, aligned(max(row[HEADER_WORDS] for row in words)))
     return Announced(slots, tuple([tuple(row[HEADER_WORDS:]) for row in words]))
 

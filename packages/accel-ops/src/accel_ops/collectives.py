@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ from accel_state.enums import DistributedType
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
+from accel_state.warning import warn_user
 
 HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "max": "max", "min": "min"}
 
@@ -81,7 +81,7 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
     if state.num_processes == 1:
         return rebuild(tensor, [leaf.clone() for leaf in leaves])
     transport = transport_of(state)
-    wire = transport.wire_device(state)
+    wire = transport.collective_device(state)
     factor = scale if state.distributed_type == DistributedType.XLA else 1.0
     if reduction == "mean":
         factor /= state.num_processes
@@ -118,7 +118,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     leaves, structure = flatten(tensor, "broadcast")
     transport = transport_of(state)
-    wire = transport.wire_device(state)
+    wire = transport.collective_device(state)
     signature = signature_of(leaves)
     layout = layout_of(signature)
     is_source = state.process_index == from_process
@@ -208,11 +208,10 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     state = PartialState()
     leaves, _ = flatten(tensor, "pad_across_processes")
     if any(leaf.is_nested for leaf in leaves):
-        warnings.warn(
+        warn_user(
             "A nested tensor cannot be padded and is kept as it is: turn it into a padded one first "
             "(torch.nested.to_padded_tensor).",
             CannotPadNestedTensorWarning,
-            stacklevel=2,
         )
     if state.num_processes == 1:
         return tensor

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.announcing import SAME_BUT_FIRST, Announced, Operation, announce, words_of
-from accel_ops.messages import HEADER_WORDS, Message, Sizes, aligned, join_small, message_of
+from accel_ops.gather_payload import HEADER_WORDS, GatherPayload, Sizes, aligned, join_small, payload_of
 from accel_ops.nested import flatten, rebuild
 from accel_ops.packing import SMALL_BYTES, as_bytes, pack_into, signature_of, unpack
 from accel_ops.transport import TorchTransport, Transport, transport_of
@@ -39,12 +39,12 @@ def gather_leaves(data: Any, operation: str, state: PartialState, group: Any = N
     leaves, structure = flatten(data, operation)  # without leaves too: others may have some, and would wait
     transport = transport_of(state) if group is None else TorchTransport(group)
     world = state.num_processes if group is None else dist.get_world_size(group)
-    wire = transport.wire_device(state)
+    wire = transport.collective_device(state)
     moved = [leaf if leaf.device == wire else leaf.to(wire) for leaf in leaves]
-    message = message_of((operation, structure), signature_of(moved))
+    payload = payload_of((operation, structure), signature_of(moved))
     with torch.no_grad():
-        announced = announce(moved, message, Operation(operation, data, SAME_BUT_FIRST, group), transport, world, wire)
-        joined = _joined(moved, message, announced, transport, world)
+        announced = announce(moved, payload, Operation(operation, data, SAME_BUT_FIRST, group), transport, world, wire)
+        joined = _joined(moved, payload, announced, transport, world)
     if moved is not leaves:
         joined = [
             part if part.device == leaf.device else part.to(leaf.device)
@@ -54,22 +54,22 @@ def gather_leaves(data: Any, operation: str, state: PartialState, group: Any = N
 
 
 def _joined(
-    leaves: list[torch.Tensor], message: Message, announced: Announced, transport: Transport, world: int
+    leaves: list[torch.Tensor], payload: GatherPayload, announced: Announced, transport: Transport, world: int
 ) -> list[torch.Tensor]:
     sizes = announced.sizes
     if sizes is None:  # too many leaves for a slot: their sizes are part of the data
-        buffers = transport.all_gather(message.everything(leaves, announced.longest), world)
-        sizes = tuple([tuple(row[HEADER_WORDS:]) for row in words_of(buffers, HEADER_WORDS + message.num_leaves)])
-        return _join(buffers[:, message.data_start :], message, sizes)
-    if not message.all_fit(sizes):
-        return _second_round(leaves, message, transport, sizes)
+        buffers = transport.all_gather(payload.everything(leaves, announced.longest), world)
+        sizes = tuple([tuple(row[HEADER_WORDS:]) for row in words_of(buffers, HEADER_WORDS + payload.num_leaves)])
+        return _join(buffers[:, payload.data_start :], payload, sizes)
+    if not payload.all_fit(sizes):
+        return _second_round(leaves, payload, transport, sizes)
     if announced.slots.numel() <= SMALL_BYTES:
-        return join_small(announced.slots, message, sizes)
-    return _join(announced.data(message), message, sizes)
+        return join_small(announced.slots, payload, sizes)
+    return _join(announced.data(payload), payload, sizes)
 
 
 def _second_round(
-    leaves: list[torch.Tensor], message: Message, transport: Transport, sizes: Sizes
+    leaves: list[torch.Tensor], payload: GatherPayload, transport: Transport, sizes: Sizes
 ) -> list[torch.Tensor]:
     """Send the data themselves."""
     if len(leaves) == 1 and all(row == sizes[0] for row in sizes):  # straight into the result, nothing is copied
@@ -77,19 +77,19 @@ def _second_round(
         joined = leaf.new_empty(len(sizes) * leaf.shape[0], *leaf.shape[1:])
         transport.all_gather(as_bytes(leaf), len(sizes), out=as_bytes(joined))
         return [joined]
-    length = aligned(max(message.layout_for(row).num_bytes for row in sizes))
+    length = aligned(max(payload.layout_for(row).num_bytes for row in sizes))
     buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
-    pack_into(buffer[: message.layout.num_bytes], leaves, message.layout)
-    return _join(transport.all_gather(buffer, len(sizes)), message, sizes)
+    pack_into(buffer[: payload.layout.num_bytes], leaves, payload.layout)
+    return _join(transport.all_gather(buffer, len(sizes)), payload, sizes)
 
 
-def _join(rows: torch.Tensor, message: Message, sizes: Sizes) -> list[torch.Tensor]:
+def _join(rows: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> list[torch.Tensor]:
     """The leaves from one row of packed data per process."""
     if all(row == sizes[0] for row in sizes):
-        layout = message.layout_for(sizes[0])
+        layout = payload.layout_for(sizes[0])
         return unpack(rows[:, : layout.num_bytes], layout)
     per_process = []
-    for row, first_sizes in zip(rows, sizes, strict=True):
-        layout = message.layout_for(first_sizes)
+    for row, dim0_sizes in zip(rows, sizes, strict=True):
+        layout = payload.layout_for(dim0_sizes)
         per_process.append(unpack(row[: layout.num_bytes], layout))
     return [torch.cat(parts) for parts in zip(*per_process, strict=True)]

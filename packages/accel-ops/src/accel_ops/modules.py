@@ -43,8 +43,8 @@ def model_has_dtensor(model: nn.Module) -> bool:
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())
 
 
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: its part of a distributed one, sharing its memory; the tensor itself else."""
+def to_local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, sharing its memory; any other tensor itself."""
     kind = sys.modules.get("torch.distributed.tensor")
     if kind is None or not isinstance(tensor, kind.DTensor):
         return tensor
@@ -52,9 +52,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
-def whole(tensor: Any) -> Any:
-    """A distributed tensor put together on all of its processes, which must all call this; others as they are."""
-    return tensor if not isinstance(tensor, torch.Tensor) or local_part(tensor) is tensor else tensor.full_tensor()  # type: ignore[attr-defined]
+def full_tensor(tensor: Any) -> Any:
+    """The full tensor of a DTensor, gathered on all ranks of its mesh, which must all call this; others as they are."""
+    return tensor if not isinstance(tensor, torch.Tensor) or to_local(tensor) is tensor else tensor.full_tensor()  # type: ignore[attr-defined]
 
 
 def is_on(model: nn.Module, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accel_ops.announcing import Operation, announce
-from accel_ops.messages import Message, message_of
+from accel_ops.gather_payload import GatherPayload, payload_of
 from accel_ops.packing import signature_of
 from accel_ops.transport import Transport, transport_of
 from accel_state.enums import DistributedType
@@ -79,9 +79,9 @@ def check_source(from_process: int, state: PartialState) -> None:
 def _gather_payloads(payload: torch.Tensor, operation: Operation, state: PartialState) -> list[torch.Tensor]:
     """The bytes of every rank; uint8 of shape (bytes of that rank,) each."""
     transport, world = transport_of(state), state.num_processes
-    wire = transport.wire_device(state)
+    wire = transport.collective_device(state)
     payload = payload.to(wire)
-    message = message_of((operation.name,), signature_of([payload]))
+    message = payload_of((operation.name,), signature_of([payload]))
     announced = announce([payload], message, operation, transport, world, wire)
     counts = _counts(announced.sizes)
     if message.all_fit(announced.sizes or ()):
@@ -109,9 +109,9 @@ def broadcast_payload(
         uint8 of shape (bytes of the source,).
     """
     transport = transport_of(state)
-    wire = transport.wire_device(state)
+    wire = transport.collective_device(state)
     payload = payload.to(wire)
-    message: Message = message_of((operation.name, agreed), signature_of([payload]))
+    message: GatherPayload = payload_of((operation.name, agreed), signature_of([payload]))
     announced = announce([payload], message, operation, transport, state.num_processes, wire)
     count = _counts(announced.sizes)[source]
     if message.all_fit(announced.sizes or ()):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from accel_ops.announcing import Operation, announce
-from accel_ops.messages import message_of
+from accel_ops.gather_payload import payload_of
 from accel_ops.packing import Layout, flatten_together, layout_of, pack, signature_of, split_into, unpack
 from accel_ops.transport import Reduction, Transport
 
@@ -51,7 +51,7 @@ def reduce_leaves(
     flats = [_flat([leaves[index] for index in group.leaves]) for group in layout.groups]
     reduced = None
     if not flats or flats[0].device.type == "cpu":
-        message = message_of((operation.name, agreed, signature), signature_of(flats))
+        message = payload_of((operation.name, agreed, signature), signature_of(flats))
         device = flats[0].device if flats else torch.device("cpu")
         announced = announce(flats, message, operation, transport, world, device)
         if announced.sizes is not None and message.all_fit(announced.sizes):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -42,7 +42,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 
     Of a distributed tensor, the memory of this process's part counts.
     """
-    tensor = local_part(tensor)
+    tensor = to_local(tensor)
     if tensor.device.type == "meta":
         return tensor.device, id(tensor), 0  # without memory nothing can be shared
     storage = tensor.untyped_storage()

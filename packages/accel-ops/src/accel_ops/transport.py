@@ -13,13 +13,16 @@ from accel_state.supervision import report_progress
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
 
+CPU_BACKENDS = frozenset({"gloo", "mpi", "ccl"})
+"""Backends whose collectives take tensors in CPU memory."""
+
 Reduction = Literal["sum", "max", "min"]
 
 
 class Transport(Protocol):
     """Moves flat buffers between all processes."""
 
-    def wire_device(self, state: PartialState) -> torch.device:
+    def collective_device(self, state: PartialState) -> torch.device:
         """The device on which buffers must lie."""
         ...
 
@@ -53,10 +56,9 @@ class TorchTransport:
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
-    def wire_device(self, state: PartialState) -> torch.device:
+    def collective_device(self, state: PartialState) -> torch.device:
         """The CPU where the backend can reach it, as gloo and MPI can; the process's device otherwise."""
-        backend = str(state.backend or "")
-        return torch.device("cpu") if backend in ("gloo", "mpi", "ccl") else state.device
+        return torch.device("cpu") if str(state.backend or "") in CPU_BACKENDS else state.device
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """Collect a buffer of shape (n,) as (world, n)."""
@@ -82,7 +84,7 @@ class TorchTransport:
 class XlaTransport:
     """torch_xla: collectives become part of the compiled program."""
 
-    def wire_device(self, state: PartialState) -> torch.device:
+    def collective_device(self, state: PartialState) -> torch.device:
         """The XLA device."""
         return state.device
 
@@ -114,3 +116,10 @@ TRANSPORTS: dict[DistributedType, Transport] = {DistributedType.XLA: XLA}  # all
 def transport_of(state: PartialState) -> Transport:
     """The transport of the running group."""
     return TRANSPORTS.get(state.distributed_type, TORCH)
+
+
+def collective_device(group: Any) -> torch.device:
+    """The device on which collectives of one process group of `torch.distributed` take their tensors."""
+    if dist.get_backend(group) in CPU_BACKENDS:
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +15,7 @@ from accel_state.libraries import is_fp8_available
 from accel_state.processes import PartialState, ProcessPlace, kind_of
 from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -164,10 +164,9 @@ class AcceleratorState(ProcessPlace):
                     )
         for argument, plugin in ways.items():
             if self.backend is None and plugin.distributed_type not in STARTS_ITS_OWN_GROUP:
-                warnings.warn(
+                warn_user(
                     f"{argument} has no effect: it divides work between processes, and this process stands alone. "
-                    "Start the script with `accelerate launch` or torchrun.",
-                    stacklevel=5,
+                    "Start the script with `accelerate launch` or torchrun."
                 )
                 continue
             assert plugin.distributed_type is not None

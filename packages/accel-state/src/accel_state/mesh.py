@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -16,6 +15,7 @@ from accel_state.settings.parallelism import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -160,10 +160,9 @@ class ParallelismConfig:
         elif not isinstance(handler, handler_class):
             raise wrong_value(f"ParallelismConfig.{name}", handler, f"a {handler_class.__name__}")
         elif self._size_of(axis) == 1:
-            warnings.warn(
+            warn_user(
                 f"ParallelismConfig.{name}={handler!r} has no effect with {axis}_size=1: raise {axis}_size, or leave "
-                "it out.",
-                stacklevel=4,
+                "it out."
             )
 
     def __getstate__(self) -> dict[str, Any]:

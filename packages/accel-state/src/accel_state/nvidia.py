@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import warnings
+
+from accel_state.warning import warn_user
 
 # Consumer cards of this series cannot exchange data directly; from this driver on NCCL finds that out by itself.
 SERIES_WITHOUT_P2P = "RTX 40"
@@ -97,10 +98,9 @@ def avoid_unsupported_transfers() -> None:
         return
     for name in switches:
         os.environ.setdefault(name, "1")
-    warnings.warn(
+    warn_user(
         f"Set {' and '.join(switches)} to 1: GPUs of the {SERIES_WITHOUT_P2P} series cannot exchange data directly under "
-        f"this driver. Update it to {DRIVER_THAT_KNOWS} or later, or set both variables yourself.",
-        stacklevel=2,
+        f"this driver. Update it to {DRIVER_THAT_KNOWS} or later, or set both variables yourself."
     )
 
 

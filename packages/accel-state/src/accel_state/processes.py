@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from accel_state.numa import set_numa_affinity
 from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
+from accel_state.warning import warn_user
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -91,10 +91,9 @@ class ProcessPlace:
             return
         supervision.report_progress()
         if self.backend is not None and not dist.is_initialized():
-            warnings.warn(
+            warn_user(
                 f"wait_for_everyone() on process {self.process_index} waits for nobody, because the process group has "
-                "ended. Call it before end_training() or destroy_process_group(), which belong at the very end.",
-                stacklevel=2,
+                "ended. Call it before end_training() or destroy_process_group(), which belong at the very end."
             )
             return
         kind_of(self.device).barrier(self.device.index)
@@ -315,10 +314,9 @@ class PartialState(ProcessPlace):
     def _start_group(self, kind: DeviceKind, place: ClusterPlace, options: dict[str, Any]) -> None:
         """Start the process group; whatever can be wrong is found before anything starts."""
         if kind.collective_backend is None:
-            warnings.warn(
+            warn_user(
                 f"{kind.name!r} devices cannot exchange data between processes, so the {place.world_size} processes "
-                "compute on the CPU. Start one process to use the device, or pass cpu=True.",
-                stacklevel=5,
+                "compute on the CPU. Start one process to use the device, or pass cpu=True."
             )
             kind = device_kind("cpu")
         self.backend = process_group.choose_backend(kind, place, options.get("backend"))

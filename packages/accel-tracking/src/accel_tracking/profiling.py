@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from accel_ops.filenames import PROFILE_PATTERN_NAME
 from accel_state.processes import PartialState
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +40,9 @@ def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[t
     state = PartialState()
     if profiler.profiler is None:  # torch's own check is an assertion
         if settings.output_trace_dir is not None:
-            warnings.warn(
+            warn_user(
                 f"Nothing was recorded for {settings.output_trace_dir}: schedule_option={settings.schedule_option!r} "
-                "had not reached its first active step. Call profiler.step() more often, or shorten wait and warmup.",
-                stacklevel=4,
+                "had not reached its first active step. Call profiler.step() more often, or shorten wait and warmup."
             )
     elif settings.output_trace_dir is not None:
         folder = Path(settings.output_trace_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -12,6 +11,7 @@ from typing import Any
 from accel_state import libraries
 from accel_state.enums import LoggerType
 from accel_state.errors import missing_library
+from accel_state.warning import warn_user
 from accel_tracking.tracker import GeneralTracker
 
 ENTRY_POINTS = "accelerate.trackers"
@@ -77,7 +77,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"{tracker_class!r} does not say whether it needs a folder: give the class `requires_logging_directory`."
         )
     if LOGGER_TYPE_TO_CLASS.get(name, tracker_class) is not tracker_class or name in SERVICES:
-        warnings.warn(f"{tracker_class!r} takes the place of the tracker {name!r}.", UserWarning, stacklevel=2)
+        warn_user(f"{tracker_class!r} takes the place of the tracker {name!r}.", UserWarning)
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 

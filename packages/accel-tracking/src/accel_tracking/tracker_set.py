@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from reprlib import repr as shorten
 from typing import Any
 
 from accel_state.processes import PartialState
+from accel_state.warning import warn_user
 from accel_tracking import termination
 from accel_tracking.network import is_network_failure
 from accel_tracking.registry import is_service, tracker_class
@@ -75,7 +75,7 @@ class TrackerSet:
                 if not is_network_failure(error):
                     raise
                 self.unreachable.add(name)
-                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error, 4)
+                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error)
                 continue
             if tracker not in self.active:
                 self.active.append(tracker)
@@ -196,6 +196,6 @@ def _no_name(project_name: Any) -> TypeError:
     return TypeError(f"project_name={project_name!r} is not the name of a run: pass a text.")
 
 
-def _warn(what: str, error: Exception | None = None, stacklevel: int = 5) -> None:
+def _warn(what: str, error: Exception | None = None) -> None:
     why = f": {type(error).__name__}: {error}" if error is not None else "."
-    warnings.warn(what + why, RuntimeWarning, stacklevel=stacklevel)  # the line of the program
+    warn_user(what + why, RuntimeWarning)

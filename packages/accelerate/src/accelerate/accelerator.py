@@ -13,7 +13,7 @@ import torch
 
 from accel_data.skipping import skip_first_batches
 from accel_integrations.engines.engine import EngineContext
-from accel_integrations.engines.late_sync import sync_in_backward
+from accel_integrations.engines.late_sync import sync_next_backward
 from accel_integrations.engines.registry import make_engine
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
@@ -734,7 +734,7 @@ class Accelerator:
                 accelerator.backward(losses[-1])
             ```
         """
-        return sync_in_backward(model)
+        return sync_next_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None

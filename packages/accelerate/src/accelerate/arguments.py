@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -17,6 +16,7 @@ from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.handlers import Handlers, KwargsHandler
 from accel_state.settings.option import at_least
 from accel_state.settings.project import ProjectConfiguration
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     pass
@@ -138,11 +138,10 @@ def resolve_loader_settings(
             f"split_batches={split_batches!r} and dataloader_config={config!r} are both given: put split_batches into "
             "the DataLoaderConfiguration."
         )
-    warnings.warn(
+    warn_user(
         f"Accelerator(split_batches={split_batches!r}) is deprecated: pass "
         f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches!r}).",
         FutureWarning,
-        stacklevel=3,
     )
     return DataLoaderConfiguration(split_batches=split_batches)
 
@@ -173,10 +172,9 @@ def resolve_project(
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)
     elif project_dir is not None and os.fspath(project_dir) != os.fspath(config.project_dir or ""):
-        warnings.warn(
+        warn_user(
             f"project_dir={project_dir!r} has no effect, because project_config says {config.project_dir!r}: give the "
-            "folder once.",
-            stacklevel=3,
+            "folder once."
         )
     return config
 

@@ -20,7 +20,7 @@ __getattr__ = found_among_neighbours(__name__)  # what others import from here
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_integrations.parallel.pipeline_run import Line
+    from accel_integrations.parallel.pipeline_run import PipelineGroup
 
 
 def prepare_pippy(
@@ -84,21 +84,21 @@ def prepare_pippy(
     return model
 
 
-def _line_of_run(state: PartialState) -> Line:
+def _line_of_run(state: PartialState) -> PipelineGroup:
     import torch.distributed as dist
 
-    from accel_integrations.parallel.pipeline_run import Line
+    from accel_integrations.parallel.pipeline_run import PipelineGroup
 
     group = dist.group.WORLD
     assert group is not None
-    return Line(group, state.num_processes, state.device)
+    return PipelineGroup(group, state.num_processes, state.device)
 
 
 def _cut_or_trace(
     model: nn.Module,
     split_points: Any,
     no_split_module_classes: Any,
-    line: Line,
+    line: PipelineGroup,
     chunks: int,
     gather_output: bool,
     example: Any,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from accel_state.settings.data import DataLoaderConfiguration
+from accel_state.warning import warn_user
 
 A = TypeVar("A")
 Keywords = dict[str, Any]
@@ -44,7 +44,7 @@ RENAMED_METHODS = {
 
 def _renamed(old: str, new: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn(f"{old}() is deprecated: call {new}().", FutureWarning, stacklevel=2)
+        warn_user(f"{old}() is deprecated: call {new}().", FutureWarning)
         return getattr(self, new)(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = old
@@ -59,7 +59,7 @@ def _translating(function: Callable[..., Any], old: dict[str, Callable[[str, Any
     def translated(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs.keys() & old.keys():
             advice = old[name](name, kwargs.pop(name), kwargs)
-            warnings.warn(f"{name}= is deprecated: {advice}.", FutureWarning, stacklevel=2)
+            warn_user(f"{name}= is deprecated: {advice}.", FutureWarning)
         return function(*args, **kwargs)
 
     return translated

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from accel_state.warning import warn_user
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bool = False) -> None:
@@ -35,7 +36,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
         )
         if strict:
             raise ValueError(message)
-        warnings.warn(message, stacklevel=2)
+        warn_user(message)
     if "" in device_map:
         return
     missing = [name for name in tensors if not _is_covered(name, device_map)]

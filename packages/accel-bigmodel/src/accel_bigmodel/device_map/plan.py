@@ -21,6 +21,7 @@ from accel_bigmodel.tied import (
     check_tied_parameters_on_same_device,
     find_tied_parameters,
 )
+from accel_state.warning import warn_user
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -246,10 +247,7 @@ def _check_room_for_buffers(
     brought = max(sizes.get(name, 0) for name in offloaded)  # for which there is room on the first one
     free = max(limits[device] - used.get(device, 0) - brought * (device == accelerators[0]) for device in accelerators)
     if needed > max(free, 0):
-        import warnings
-
-        warnings.warn(
+        warn_user(
             f"The buffers of offloaded parts take {needed} bytes and stay on an accelerator, where only {max(free, 0)} "
-            "bytes are left: pass offload_buffers=True to offload them too, or allow less memory for weights.",
-            stacklevel=3,
+            "bytes are left: pass offload_buffers=True to offload them too, or allow less memory for weights."
         )

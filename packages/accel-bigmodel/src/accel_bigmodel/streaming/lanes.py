@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accel_bigmodel.streaming.arena import Region
-from accel_bigmodel.streaming.page_locked import page_locked
+from accel_bigmodel.streaming.pinned import pinned
 from accel_bigmodel.streaming.units import Block, Piece
 
 NUM_STAGES = 3  # buffers in which weights from files are put together for one copy
@@ -196,7 +196,7 @@ class StreamLane(Lane):
         guests = [piece for piece in block.pieces if piece.source.data_ptr() in self._addresses]  # tied to packed ones
         own = [piece for piece in block.pieces if piece not in guests]
         block.lay_out([*own, *guests])
-        block.packed = page_locked(sum(piece.room for piece in own), self.device)
+        block.packed = pinned(sum(piece.room for piece in own), self.device)
         fill(own, block.packed)
         for piece in own:
             if piece.num_bytes:
@@ -217,9 +217,9 @@ class StreamLane(Lane):
             stage = self._stages.pop(0)  # the one that was used longest ago
             if stage.memory.numel() < num_bytes:
                 stage.sent.synchronize()
-                stage.memory = page_locked(num_bytes, self.device)
+                stage.memory = pinned(num_bytes, self.device)
         else:
-            stage = _Stage(page_locked(num_bytes, self.device), self._event())
+            stage = _Stage(pinned(num_bytes, self.device), self._event())
         self._stages.append(stage)
         return stage
 

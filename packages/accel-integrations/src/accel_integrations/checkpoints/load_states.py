@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from accel_integrations.checkpoints.state_forms import (
-    learning_names,
     model_of,
     model_state,
+    trainable_names,
     without_compilation,
 )
 from accel_integrations.checkpoints.stored_states import (
@@ -97,7 +97,7 @@ def read_model_state(
     """
     own = model_state(model)
     if adapter_only:
-        own = {name: own[name] for name in learning_names(model) if name in own}
+        own = {name: own[name] for name in trainable_names(model) if name in own}
     sources = _sources(stored, own, model)
     _check_model(stored, own, sources, model, strict and not adapter_only)
     return {

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from accel_integrations.checkpoints.load_states import LoadedStates, read_model_
 from accel_integrations.checkpoints.state_forms import write_model, write_optimizer
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_ops.durable import make_folder
+from accel_state.warning import warn_user
 
 
 def save_fsdp_model(
@@ -140,7 +140,6 @@ def _make_folder(accelerator: Any, path: str | os.PathLike[str]) -> Path:
 
 def _say_unused(use_dcp: bool) -> None:
     if not use_dcp:
-        warnings.warn(
-            "use_dcp=False has no effect: sharded states are always written by torch.distributed.checkpoint. Leave it out.",
-            stacklevel=3,
+        warn_user(
+            "use_dcp=False has no effect: sharded states are always written by torch.distributed.checkpoint. Leave it out."
         )

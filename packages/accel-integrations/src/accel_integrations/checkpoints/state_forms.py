@@ -16,7 +16,7 @@ from accel_integrations.prepared.names import plain_name
 from accel_ops.durable import make_folder, write_atomically
 from accel_ops.filenames import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_ops.files import check_loadable, serialize
-from accel_ops.modules import is_compiled_module, local_part, whole
+from accel_ops.modules import full_tensor, is_compiled_module, to_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def gather_on_first(value: Any) -> Any:
         return type(value)(gather_on_first(inner) for inner in value)
     if not isinstance(value, torch.Tensor):
         return value
-    full = whole(value)
+    full = full_tensor(value)
     return full.detach().cpu() if is_first else None
 
 
@@ -165,7 +165,7 @@ def _own_parts(value: Any, keys: tuple[str, ...], shapes: list[tuple[tuple[str, 
         return {key: _own_parts(inner, (*keys, str(key)), shapes) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
         shapes.append((keys, tuple(value.shape)))
-        return local_part(value).detach().cpu()
+        return to_local(value).detach().cpu()
     return value
 
 
@@ -202,7 +202,7 @@ def write_model(model: nn.Module, folder: Path, form: str, index: int = 0, *, ad
 
     def collect() -> dict[str, Any]:
         state = model_state(model)
-        return {name: state[name] for name in learning_names(model) if name in state} if adapter_only else state
+        return {name: state[name] for name in trainable_names(model) if name in state} if adapter_only else state
 
     return FORMS[form](MODEL, index, folder, collect)
 
@@ -231,6 +231,6 @@ def write_states(models: Sequence[nn.Module], optimizers: Sequence[Any], folder:
     return names
 
 
-def learning_names(model: nn.Module) -> list[str]:
+def trainable_names(model: nn.Module) -> list[str]:
     """Names of the parameters that are trained, as the user's model gives them."""
     return [plain_name(name) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]

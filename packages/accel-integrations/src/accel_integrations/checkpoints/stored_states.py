@@ -15,7 +15,7 @@ from accel_integrations.checkpoints.sharded import read_part
 from accel_integrations.checkpoints.sharded_metadata import METADATA_NAME, StoredObject, StoredTensor, read_contents
 from accel_integrations.checkpoints.state_forms import MODEL, OPTIMIZER, StateKind
 from accel_ops.files import load
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 from accel_ops.tensor_files import read_tensors
 
 Keys = tuple[str, ...]
@@ -55,7 +55,7 @@ class StoredState(ABC):
             like: Of the same shape.
         """
         filled = torch.empty_like(like, dtype=self.dtype(keys))
-        part = local_part(filled)
+        part = to_local(filled)
         if part is filled:
             self.read(keys, (0,) * filled.dim(), tuple(filled.shape), filled)
             return filled
@@ -197,7 +197,7 @@ class OwnState(StoredState):
     def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
         """The part of this process, which must be as large as when it was saved."""
         filled = torch.empty_like(like, dtype=self.dtype(keys))
-        self.read(keys, (), local_part(filled).shape, local_part(filled))
+        self.read(keys, (), to_local(filled).shape, to_local(filled))
         return filled
 
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
@@ -13,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.ddp_hooks import register_hook
 from accel_integrations.engines.engine import Engine, EngineContext
-from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.ties import Ties
 from accel_ops.collectives import reduce
 from accel_ops.modules import is_on, model_has_dtensor
+from accel_state.warning import warn_user
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
 AXES = ("dp_replicate", "cp", "sp", "tp")
@@ -59,7 +59,7 @@ class DDPEngine(Engine):
             )
 
     @property
-    def divides_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Where processes share layers."""
         config = self.context.state.parallelism_config
         return config is not None and config.tp_enabled
@@ -139,17 +139,16 @@ class DDPEngine(Engine):
         samplers = [getattr(loader, "batch_sampler", None) for loader in self.context.prepared.dataloaders]
         shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
         if len(shards) < len(samplers):
-            warnings.warn(
+            warn_user(
                 f"even_batches has no effect on {len(samplers) - len(shards)} prepared data loaders: it is only supported for "
-                "map-style datasets, and these loaders read iterable ones or are fed by the main process.",
-                stacklevel=7,
+                "map-style datasets, and these loaders read iterable ones or are fed by the main process."
             )
         return shards
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over the replicas."""
         if self.averaging_group is not None:
-            return sum_over_group(weight, self.averaging_group)
+            return all_reduce_over_group(weight, self.averaging_group)
         total: torch.Tensor = reduce(weight.to(self.context.state.device), reduction="sum")
         return total
 
@@ -166,7 +165,7 @@ class DDPEngine(Engine):
     @property
     def is_replicated(self) -> bool:
         """Unless tensor parallelism shards layers, or a model came with DTensors."""
-        return not self.divides_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
+        return not self.shards_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The whole model's tensors on every process; distributed ones are gathered."""
@@ -188,7 +187,7 @@ def _replica_in(model: Any) -> Any:
 
 
 @contextmanager
-def sync_in_backward(model: nn.Module) -> Iterator[None]:
+def sync_next_backward(model: nn.Module) -> Iterator[None]:
     """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
 
     Models that are no replicas have nothing to exchange. Not a method of the engine, because

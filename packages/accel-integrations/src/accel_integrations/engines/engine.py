@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,6 +21,7 @@ from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.mesh import DataPlace
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,11 +99,11 @@ class Engine(ABC):
             NotImplementedError: When there is none.
         """
         return make_precision(
-            wanted, self.context.state.device.type, self.context.handlers, divided=self.divides_gradients
+            wanted, self.context.state.device.type, self.context.handlers, divided=self.shards_gradients
         )
 
     @property
-    def divides_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Whether every process holds other parts of the gradients."""
         return False
 
@@ -180,10 +180,9 @@ class Engine(ABC):
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different steps."""
-        warnings.warn(
+        warn_user(
             f"Joining uneven inputs has no effect with the {self.name!r} engine: remove join_uneven_inputs, or launch "
-            "more than one process.",
-            stacklevel=3,
+            "more than one process."
         )
         return nullcontext()
 

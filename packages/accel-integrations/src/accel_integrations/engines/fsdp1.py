@@ -17,10 +17,9 @@ from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.flat_parameters import FlatParameters
 from accel_integrations.engines.fsdp2 import check_mesh, num_averaged, refuse_join
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
-from accel_integrations.engines.start_values import check_start_values, share_start_values
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
-from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.module_states import all_reduce_over_group, check_module_states, sync_module_states
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +58,7 @@ class FSDP1Engine(Engine):
             )
 
     @property
-    def divides_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Always."""
         return True
 
@@ -82,7 +81,7 @@ class FSDP1Engine(Engine):
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)
         policy = resolve_policy(self.plugin, model)
-        self._send_start_values(model)
+        self._sync_module_states(model)
         blocks = find_blocks(model, policy) if self.plugin.activation_checkpointing else []
         before = FlatParameters.remember(model)
         try:
@@ -108,11 +107,11 @@ class FSDP1Engine(Engine):
             self._flat.rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
-    def _send_start_values(self, model: nn.Module) -> None:
+    def _sync_module_states(self, model: nn.Module) -> None:
         """Give all processes the first one's values where torch does not: on the CPU, and where nobody asked it to."""
         if self.context.state.device.type == "cpu" or not self.plugin.sync_module_states:
-            check_start_values(model, [None])
-            share_start_values(model, [None], self.context.state.device)
+            check_module_states(model, [None])
+            sync_module_states(model, [None], self.context.state.device)
 
     def _options(self) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
@@ -163,7 +162,7 @@ class FSDP1Engine(Engine):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over the processes whose gradients are averaged."""
-        return sum_over_group(weight, self.averaging_group)
+        return all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
@@ -15,7 +14,8 @@ from torch import nn
 from accel_integrations.checkpoints.state_forms import full_model_state, write_states
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
-from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.module_states import all_reduce_over_group
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
@@ -38,7 +38,7 @@ class FSDP2Engine(Engine):
         check_mesh(self)
 
     @property
-    def divides_gradients(self) -> bool:
+    def shards_gradients(self) -> bool:
         """Always."""
         return True
 
@@ -77,7 +77,7 @@ class FSDP2Engine(Engine):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over the processes whose gradients are averaged."""
-        return sum_over_group(weight, self.averaging_group)
+        return all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:
@@ -135,10 +135,9 @@ def num_averaged(engine: Engine) -> int:
 
 def refuse_join(name: str) -> AbstractContextManager[None]:
     """Warn that processes with sharded parameters cannot go on without one another."""
-    warnings.warn(
+    warn_user(
         f"join_uneven_inputs() has no effect with the {name!r} engine: processes that hold parts of the model need each "
-        "other in every forward. Give all of them equally many batches (even_batches=True).",
-        stacklevel=4,
+        "other in every forward. Give all of them equally many batches (even_batches=True)."
     )
     return nullcontext()
 

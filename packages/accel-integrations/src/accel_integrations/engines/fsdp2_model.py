@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
-from accel_integrations.engines.start_values import check_start_values, share_start_values
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
+from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_ops.modules import get_parameters_from_modules
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -48,7 +48,7 @@ class Sharding:
         from torch.distributed.fsdp import fully_shard
 
         policy = resolve_policy(self.plugin, model)
-        check_start_values(model, self._groups)
+        check_module_states(model, self._groups)
         blocks: Sequence[nn.Module] = find_blocks(model, policy)
         if self.plugin.activation_checkpointing:
             blocks = self._checkpoint(model, blocks)
@@ -57,7 +57,7 @@ class Sharding:
         for module in [*blocks, model]:
             is_root = module is model
             left_out = ignored if is_root else ignored | across
-            share_start_values(module, self._groups, self.device, () if is_root else left_out)
+            sync_module_states(module, self._groups, self.device, () if is_root else left_out)
             fully_shard(
                 module,
                 mesh=self.mesh,
@@ -91,10 +91,9 @@ class Sharding:
 
     def _checkpoint(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         if not blocks:
-            warnings.warn(
+            warn_user(
                 f"activation_checkpointing=True has no effect on {type(model).__name__}, in which no blocks are "
-                "wrapped: choose an auto_wrap_policy.",
-                stacklevel=8,
+                "wrapped: choose an auto_wrap_policy."
             )
             return blocks
         return checkpoint_blocks(model, blocks, offload=self.plugin.activation_checkpointing_offload)
@@ -161,10 +160,9 @@ def upcast_trainable(model: nn.Module) -> None:
         return
     for _, parameter in low:
         parameter.data = parameter.data.float()
-    warnings.warn(
+    warn_user(
         f"{len(low)} parameters of {type(model).__name__} that learn ({low[0][0]}, ...) were in 16-bit formats and are "
-        "kept in float32 now, because mixed_precision computes in 16 bits itself. Load the model in float32 to say so.",
-        stacklevel=6,
+        "kept in float32 now, because mixed_precision computes in 16 bits itself. Load the model in float32 to say so."
     )
 
 

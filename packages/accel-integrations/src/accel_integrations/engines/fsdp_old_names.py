@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
-from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
+from accel_integrations.precision.sharded_scaler import ShardedGradScaler
 from accel_integrations.prepared.names import plain_name
 from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
 
@@ -138,6 +138,6 @@ def _successor(old: torch.Tensor, mapping: Mapping[Any, torch.Tensor]) -> torch.
     raise KeyError(f"There is no new parameter for one of shape {tuple(old.shape)}: prepare its model before")
 
 
-def get_fsdp2_grad_scaler(**kwargs: Any) -> AgreeingGradScaler:
+def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedGradScaler:
     """A loss scaler for sharded gradients; takes what `torch.amp.GradScaler` takes."""
-    return AgreeingGradScaler(**kwargs)
+    return ShardedGradScaler(**kwargs)

@@ -15,7 +15,7 @@ from torch import nn
 from accel_integrations.engines import ddp
 
 
-def sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+def sync_next_backward(model: nn.Module) -> AbstractContextManager[None]:
     """A block in which backward exchanges the gradients of `model`, whatever its forward was told.
 
     Models whose gradients nobody shares have nothing to exchange.
@@ -29,7 +29,7 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has wrapped a model in it has imported it
     if fsdp is not None and isinstance(inner, fsdp.FullyShardedDataParallel):
         return _of_flat_parameters(fsdp.FullyShardedDataParallel.fsdp_modules(inner))
-    return ddp.sync_in_backward(model)
+    return ddp.sync_next_backward(model)
 
 
 @contextmanager

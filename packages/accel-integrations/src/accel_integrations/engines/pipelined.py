@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.alike import send_to_group, sum_over_group
+from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
 from accel_integrations.parallel.pipeline import Pipeline, PipelinedModel
 from accel_integrations.parallel.pipeline_gradients import GradientExchange, clip_over_stages, make_equal
 from accel_integrations.parallel.pipeline_layout import Layout, OptimizerLayout
-from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_run import PipelineGroup
 from accel_integrations.parallel.pipeline_split import cut_model
 from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_state_dict
@@ -37,7 +37,7 @@ class _Part:
     model: nn.Module
     layout: Layout
     exchange: GradientExchange
-    line: Line
+    line: PipelineGroup
 
     @property
     def counted_elsewhere(self) -> set[int]:
@@ -163,7 +163,7 @@ class PipelinedEngine(Engine):
         state = self.context.state
         mesh = self._config.axis_mesh("pp")
         assert mesh is not None
-        line = Line(mesh.get_group(), mesh.size() * (self._settings.stages_per_rank or 1), state.device)
+        line = PipelineGroup(mesh.get_group(), mesh.size() * (self._settings.stages_per_rank or 1), state.device)
         cut = cut_model(model, line.num_stages, self._settings.split_points)
         layout = Layout.of(model, cut)
         config = getattr(model, "config", None)
@@ -177,7 +177,7 @@ class PipelinedEngine(Engine):
         make_equal(line, shared, layout.own_parameters(model))
         if copies is not None:
             for tensor in (*model.parameters(), *model.buffers()):
-                send_to_group(tensor, copies)
+                broadcast_to_group(tensor, copies)
         if self._sharding is not None:
             self._sharding.shard_each(staged.held_modules())
             layout.note_names(model)
@@ -209,7 +209,7 @@ class PipelinedEngine(Engine):
         return [self._parts[model].layout for model in models if model in self._parts]
 
     @property
-    def _line(self) -> Line:
+    def _line(self) -> PipelineGroup:
         return next(iter(self._parts.values())).line
 
     def _take_apart(self, optimizer: torch.optim.Optimizer) -> None:
@@ -254,7 +254,7 @@ class PipelinedEngine(Engine):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over the copies of the pipeline."""
-        return weight if self.averaging_group is None else sum_over_group(weight, self.averaging_group)
+        return weight if self.averaging_group is None else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:
@@ -269,7 +269,7 @@ class PipelinedEngine(Engine):
         part = self._parts.get(inner)
         if part is None:
             return self.inner.full_state_dict(model)
-        return part.layout.whole(whole_state_dict(inner.state_dict()), self._line)
+        return part.layout.full_state_dict(whole_state_dict(inner.state_dict()), self._line)
 
     def full_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state dict that the optimizer of the whole model would have, on every process; all must call this."""

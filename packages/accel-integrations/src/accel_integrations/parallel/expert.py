@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from accel_integrations.parallel.alike import make_alike
+from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, expert_plan, give_away_experts
 from accel_ops.modules import model_has_dtensor
@@ -57,7 +57,8 @@ class ExpertParallel(Transform):
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Give the experts away in place."""
         if not model_has_dtensor(model):
-            make_alike(model, mesh[self.axis])
+            sync_module_states(model, [mesh[self.axis].get_group()])
+            sync_random_state(mesh[self.axis])
             give_away_experts(model, mesh[self.axis])
         return model
 

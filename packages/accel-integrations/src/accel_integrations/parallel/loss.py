@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel_integrations.parallel.alike import sum_over_group
+from accel_integrations.parallel.module_states import all_reduce_over_group
 
 
 def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: Any, size: int) -> torch.Tensor:
@@ -27,6 +27,6 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
     own = torch.as_tensor(num_tokens, dtype=loss.dtype, device=loss.device).detach()
     loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
     counted = torch.stack([own, loss.detach() * own])
-    total, summed = sum_over_group(counted, group).unbind()
+    total, summed = all_reduce_over_group(counted, group).unbind()
     share = loss * (own * size / total.clamp(min=1))
     return share + (summed / total.clamp(min=1) - share).detach()

@@ -10,7 +10,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
 from accel_state.mesh import SAME_BATCH_AXES
 
 MEANINGS = {
@@ -47,8 +47,8 @@ def holding_of(models: Sequence[nn.Module], optimizers: Sequence[object]) -> Hol
     states = [state for optimizer in optimizers for state in optimizer.state.values()]  # type: ignore[attr-defined]
     tensors = [value for state in states for value in state.values() if hasattr(value, "element_size")]
     return Holding(
-        parameter_bytes=sum(local_part(one).nbytes for one in parameters),
-        optimizer_bytes=sum(local_part(one).nbytes for one in tensors),
+        parameter_bytes=sum(to_local(one).nbytes for one in parameters),
+        optimizer_bytes=sum(to_local(one).nbytes for one in tensors),
         model_bytes=sum(_whole_shape(one).numel() * one.element_size() for one in parameters),
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_integrations.parallel.pipeline_batch import Microbatches, cut_batch, find_size, join_outputs
-from accel_integrations.parallel.pipeline_run import Line, Run
+from accel_integrations.parallel.pipeline_run import PipelineGroup, Run
 from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape
 from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
 
@@ -33,7 +33,7 @@ class Pipeline:
     def __init__(
         self,
         staged: StagedModel,
-        line: Line,
+        line: PipelineGroup,
         settings: PipelineParallelConfig,
         is_last_batch: Callable[[], bool] = lambda: False,
     ) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_integrations.parallel.pipeline_run import Line
-from accel_ops.modules import local_part, whole
+from accel_integrations.parallel.pipeline_run import PipelineGroup
+from accel_ops.modules import full_tensor, to_local
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -26,7 +26,11 @@ class GradientExchange:
     """
 
     def __init__(
-        self, line: Line, shared: Mapping[str, tuple[int, ...]], own: Mapping[str, torch.Tensor], copies: Any = None
+        self,
+        line: PipelineGroup,
+        shared: Mapping[str, tuple[int, ...]],
+        own: Mapping[str, torch.Tensor],
+        copies: Any = None,
     ) -> None:
         self._line = line
         self._shared = [(own[name], ranks) for name, ranks in shared.items() if line.rank in ranks]
@@ -53,7 +57,7 @@ class GradientExchange:
     def _add_up(self, parameter: torch.Tensor, ranks: Sequence[int]) -> None:
         """Sum a gradient over the processes that hold the parameter, in the same order on all of them."""
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        mine = local_part(own).contiguous()
+        mine = to_local(own).contiguous()
         others = {rank: torch.empty_like(mine) for rank in ranks if rank != self._line.rank}
         operations = [
             dist.P2POp(operation, tensor, group=self._line.group, group_peer=rank)
@@ -67,14 +71,14 @@ class GradientExchange:
             total += mine if rank == self._line.rank else others[rank]
         if parameter.grad is None:
             parameter.grad = own
-        local_part(parameter.grad).copy_(total)
+        to_local(parameter.grad).copy_(total)
 
     def _average(self) -> None:
         """Average over the copies, in buckets; a gradient that no copy has stays None.
 
         Those of distributed parameters are averaged already.
         """
-        parameters = [one for one in self._own.values() if one.requires_grad and local_part(one) is one]
+        parameters = [one for one in self._own.values() if one.requires_grad and to_local(one) is one]
         if not parameters:
             return
         present = torch.tensor(
@@ -86,7 +90,7 @@ class GradientExchange:
             if is_there:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                gradients.append(local_part(parameter.grad))
+                gradients.append(to_local(parameter.grad))
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self._copies)
@@ -95,7 +99,7 @@ class GradientExchange:
                 gradient.copy_(average.view_as(gradient))
 
 
-def make_equal(line: Line, shared: Mapping[str, tuple[int, ...]], own: Mapping[str, torch.Tensor]) -> None:
+def make_equal(line: PipelineGroup, shared: Mapping[str, tuple[int, ...]], own: Mapping[str, torch.Tensor]) -> None:
     """Give parameters that several stages hold the values of the first of them.
 
     Args:
@@ -130,7 +134,11 @@ def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def clip_over_stages(
-    parameters: Sequence[torch.Tensor], counted_elsewhere: set[int], max_norm: float, norm_type: float, line: Line
+    parameters: Sequence[torch.Tensor],
+    counted_elsewhere: set[int],
+    max_norm: float,
+    norm_type: float,
+    line: PipelineGroup,
 ) -> torch.Tensor:
     """Scale gradients of all stages so that their joint norm is at most `max_norm`.
 
@@ -147,7 +155,8 @@ def clip_over_stages(
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     counted = [one.grad for one in parameters if one.grad is not None and id(one) not in counted_elsewhere]
     norms = [
-        whole(torch.linalg.vector_norm(gradient.detach().float(), norm_type)).to(line.device) for gradient in counted
+        full_tensor(torch.linalg.vector_norm(gradient.detach().float(), norm_type)).to(line.device)
+        for gradient in counted
     ]
     stacked = torch.stack(norms) if norms else torch.zeros(1, device=line.device)
     if math.isinf(norm_type):
@@ -159,6 +168,6 @@ def clip_over_stages(
         total = total ** (1.0 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        part = local_part(gradient)
+        part = to_local(gradient)
         part.mul_(factor.to(part.device, part.dtype))
     return total

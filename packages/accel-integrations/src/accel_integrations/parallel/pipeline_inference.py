@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from accel_integrations.parallel.pipeline import Pipeline
 from accel_integrations.parallel.pipeline_batch import cut_batch, find_size
-from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_run import PipelineGroup
 from accel_integrations.parallel.pipeline_shapes import Structure, tensors_in
 from accel_integrations.parallel.pipeline_split import Cut
 from accel_integrations.parallel.pipeline_stage import StagedModel
@@ -41,7 +41,13 @@ class StagedInference:
     """
 
     def __init__(
-        self, model: nn.Module, cut: Cut, line: Line, num_chunks: int, gather_output: bool, example: Example | None
+        self,
+        model: nn.Module,
+        cut: Cut,
+        line: PipelineGroup,
+        num_chunks: int,
+        gather_output: bool,
+        example: Example | None,
     ) -> None:
         self.line = line
         self.num_chunks = num_chunks
@@ -109,7 +115,7 @@ class TracedInference:
         self,
         model: nn.Module,
         split_points: Sequence[str],
-        line: Line,
+        line: PipelineGroup,
         num_chunks: int,
         gather_output: bool,
         example: Example,
@@ -149,7 +155,7 @@ class TracedInference:
         return gathered(output, line) if self.gather_output else output
 
 
-def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, line: Line) -> Any:
+def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, line: PipelineGroup) -> Any:
     """This process's stage of a traced model.
 
     Args:
@@ -202,7 +208,7 @@ def make_schedule(stage: Any, num_chunks: int) -> Any:
     return ScheduleGPipe(stage, num_chunks)
 
 
-def gathered(output: Any, line: Line) -> Any:
+def gathered(output: Any, line: PipelineGroup) -> Any:
     """The output of the last process, on all."""
     structure: Structure = line.broadcast_object(
         Structure.of(output) if line.rank == line.last_rank else None, line.last_rank

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_run import PipelineGroup
 from accel_integrations.parallel.pipeline_shapes import TensorShape
 from accel_integrations.parallel.pipeline_split import Cut
 from accel_integrations.parallel.whole_state import cut_like
-from accel_ops.modules import whole
+from accel_ops.modules import full_tensor
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Layout:
         for name, parameter in model.named_parameters():
             self.names[parameter] = self.first_names[name]
 
-    def shared_parameters(self, line: Line) -> dict[str, tuple[int, ...]]:
+    def shared_parameters(self, line: PipelineGroup) -> dict[str, tuple[int, ...]]:
         """Parameters held by several processes, by their first name, with these processes in order of stages."""
         found = {}
         for name in self.order:
@@ -87,7 +87,7 @@ class Layout:
                 value = present[first]
                 state_dict[prefix + name] = cut_like(value, own[name]) if name in own else value
 
-    def whole(self, own: dict[str, torch.Tensor], line: Line) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, own: dict[str, torch.Tensor], line: PipelineGroup) -> dict[str, torch.Tensor]:
         """The whole model's tensors on every process of the pipeline.
 
         Args:
@@ -119,7 +119,7 @@ def _stages_of(name: str, placed: dict[str, int], num_stages: int) -> Sequence[i
     return range(num_stages)  # outside of all stages: everybody keeps it
 
 
-def from_process(own: torch.Tensor | None, shape: TensorShape, line: Line, source: int) -> torch.Tensor:
+def from_process(own: torch.Tensor | None, shape: TensorShape, line: PipelineGroup, source: int) -> torch.Tensor:
     """A tensor that one process of the pipeline holds, on all of them."""
     if line.rank == source:
         assert own is not None
@@ -142,7 +142,7 @@ class OptimizerLayout:
         line: The processes, all of which must make this.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], line: Line) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], line: PipelineGroup) -> None:
         self.line = line
         own = [[_name_in(layouts, parameter) for parameter in group["params"]] for group in optimizer.param_groups]
         everybody: list[Any] = [None] * line.size
@@ -224,7 +224,7 @@ class OptimizerLayout:
         for indices, group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
             for index, parameter in zip(indices, group["params"], strict=True):
                 if parameter in optimizer.state:
-                    yield index, {key: whole(value) for key, value in optimizer.state[parameter].items()}
+                    yield index, {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
 
     def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         groups, start = [], 0

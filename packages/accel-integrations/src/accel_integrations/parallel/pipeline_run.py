@@ -16,7 +16,7 @@ from accel_state.supervision import report_progress
 
 
 @dataclass(frozen=True)
-class Line:
+class PipelineGroup:
     """The processes of one pipeline, and where the stages are among them.
 
     Attributes:
@@ -90,7 +90,7 @@ class Run:
     """
 
     def __init__(
-        self, line: Line, staged: StagedModel, structures: dict[str, list[Structure]], batch: Microbatches
+        self, line: PipelineGroup, staged: StagedModel, structures: dict[str, list[Structure]], batch: Microbatches
     ) -> None:
         self.line = line
         self.staged = staged

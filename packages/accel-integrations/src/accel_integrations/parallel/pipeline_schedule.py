@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_integrations.parallel.pipeline_batch import Microbatches
-from accel_integrations.parallel.pipeline_run import Line
+from accel_integrations.parallel.pipeline_run import PipelineGroup
 from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape
 from accel_integrations.parallel.pipeline_stage import StagedModel
 
@@ -29,7 +29,7 @@ class Scheduled:
         name: The schedule.
     """
 
-    def __init__(self, line: Line, staged: StagedModel, name: str) -> None:
+    def __init__(self, line: PipelineGroup, staged: StagedModel, name: str) -> None:
         self._line = line
         self._staged = staged
         self._name = name

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_integrations.parallel.alike import group_device, send_to_group
-from accel_ops.modules import local_part
+from accel_integrations.parallel.module_states import broadcast_to_group
+from accel_ops.modules import to_local
+from accel_ops.transport import collective_device
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -35,7 +36,7 @@ class GradientAverager:
         self.num_processes = dist.get_world_size(group)
         self.enabled = True
         for tensor in chain(model.parameters(), model.buffers()):
-            send_to_group(local_part(tensor), group)
+            broadcast_to_group(to_local(tensor), group)
         learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buckets = list(_into_buckets(learning[::-1], bucket_bytes))  # backward begins with the last
         self._bucket_of: dict[torch.Tensor, int] = {
@@ -78,9 +79,9 @@ class GradientAverager:
 
     def _send(self, bucket: list[nn.Parameter]) -> None:
         gradients = [_own_gradient(parameter) for parameter in bucket]
-        device, dtype = group_device(self.group), local_part(bucket[0]).dtype
+        device, dtype = collective_device(self.group), to_local(bucket[0]).dtype
         parts = [
-            (torch.zeros_like(local_part(one)) if gradient is None else gradient).detach().to(device, dtype).flatten()
+            (torch.zeros_like(to_local(one)) if gradient is None else gradient).detach().to(device, dtype).flatten()
             for one, gradient in zip(bucket, gradients, strict=True)
         ]
         present = torch.tensor([gradient is not None for gradient in gradients], dtype=dtype, device=device)
@@ -95,7 +96,7 @@ class GradientAverager:
         sent, self._sent = self._sent, []
         for bucket, (message, work) in zip(self._buckets, sent, strict=True):
             work.wait()
-            sizes = [local_part(parameter).numel() for parameter in bucket]
+            sizes = [to_local(parameter).numel() for parameter in bucket]
             *averages, present = message.split([*sizes, len(bucket)])
             for parameter, average, count in zip(bucket, averages, present.tolist(), strict=True):
                 if count > 0:
@@ -109,7 +110,7 @@ def add_up_gradients(model: nn.Module) -> None:
         model: Its parameters must not be moved afterwards: they would lose what is registered here.
     """
     for parameter in model.parameters():
-        if parameter.requires_grad and local_part(parameter) is not parameter:
+        if parameter.requires_grad and to_local(parameter) is not parameter:
             parameter.register_post_accumulate_grad_hook(_distribute_gradient)
 
 
@@ -118,8 +119,8 @@ def _into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        part = local_part(parameter)
-        if bucket and (size >= bucket_bytes or part.dtype != local_part(bucket[0]).dtype):
+        part = to_local(parameter)
+        if bucket and (size >= bucket_bytes or part.dtype != to_local(bucket[0]).dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
@@ -131,7 +132,7 @@ def _into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """The gradient of this process's part."""
     _distribute_gradient(parameter)
-    return None if parameter.grad is None else local_part(parameter.grad)
+    return None if parameter.grad is None else to_local(parameter.grad)
 
 
 def _distribute_gradient(parameter: torch.Tensor) -> None:
@@ -143,5 +144,5 @@ def _distribute_gradient(parameter: torch.Tensor) -> None:
 def _set_gradient(parameter: nn.Parameter, average: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    part = local_part(parameter.grad)
+    part = to_local(parameter.grad)
     part.copy_(average.view_as(part))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.parallel.alike import make_alike
+from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.styles import check_plan, expand_plan, make_style
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, cut_transformers_model, tensor_plan
@@ -48,7 +48,8 @@ class TensorParallel(Transform):
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         """Cut the layers in place."""
         group = mesh[self.axis]
-        make_alike(model, group)
+        sync_module_states(model, [group.get_group()])
+        sync_random_state(group)
         if not self._is_cut(model):
             if self._is_transformers(model):
                 cut_transformers_model(model, group, self._experts)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.modules import local_part, whole
+from accel_ops.modules import full_tensor, to_local
 from accel_ops.tensor_files import id_tensor_storage
 
 
@@ -19,12 +19,12 @@ def whole_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     found: dict[Any, Any] = {}
     result = {}
     for name, value in state.items():
-        if not isinstance(value, torch.Tensor) or local_part(value) is value:
+        if not isinstance(value, torch.Tensor) or to_local(value) is value:
             result[name] = value
             continue
         key = id_tensor_storage(value), value.shape
         if key not in found:
-            found[key] = whole(value)
+            found[key] = full_tensor(value)
         result[name] = found[key]
     return result
 
@@ -37,7 +37,7 @@ def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
     """
     state = optimizer.state_dict()
     values = {
-        number: {name: whole(value) for name, value in of_parameter.items()}
+        number: {name: full_tensor(value) for name, value in of_parameter.items()}
         for number, of_parameter in state["state"].items()
     }
     return {**state, "state": values}
@@ -67,9 +67,9 @@ def cut_like(value: Any, like: torch.Tensor) -> Any:
         value: Equal on all processes.
         like: The other one.
     """
-    if not isinstance(value, torch.Tensor) or local_part(like) is like or value.shape != like.shape:
+    if not isinstance(value, torch.Tensor) or to_local(like) is like or value.shape != like.shape:
         return value
-    if local_part(value) is not value:
+    if to_local(value) is not value:
         return value
     from torch.distributed.tensor import distribute_tensor
 

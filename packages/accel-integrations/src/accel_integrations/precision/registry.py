@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from accel_integrations.precision.agreeing_scaler import AgreeingGradScaler
 from accel_integrations.precision.autocast import BFloat16Precision
 from accel_integrations.precision.float8 import make_float8_precision
 from accel_integrations.precision.full import FullPrecision
 from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
+from accel_integrations.precision.sharded_scaler import ShardedGradScaler
 from accel_state.devices import device_kind
 from accel_state.settings.handlers import Handlers
 
@@ -20,7 +20,7 @@ PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
     "fp8": make_float8_precision,
 }
 FOR_DIVIDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
-    "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, AgreeingGradScaler),
+    "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, ShardedGradScaler),
 }
 """Where every process holds other parts of the gradients, all agree on the steps that float16 makes them skip."""
 

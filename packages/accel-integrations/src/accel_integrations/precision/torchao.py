@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import AbstractContextManager
 from typing import final
 
@@ -14,6 +13,7 @@ from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao, 
 from accel_integrations.precision.precision import Precision
 from accel_state.settings.fp8 import AORecipeKwargs
 from accel_state.settings.handlers import AutocastKwargs, Handlers
+from accel_state.warning import warn_user
 
 
 @final
@@ -40,11 +40,10 @@ class TorchAOPrecision(Precision):
         if not has_ao_layers(model):
             convert_model_to_fp8_ao(model, self._recipe.config, self._recipe.module_filter_func)
         if not has_ao_layers(model):
-            warnings.warn(
+            warn_user(
                 f"mixed_precision='fp8' converts no layer of {type(model).__name__}, which trains in bfloat16: it takes "
                 "linear layers, not the first and the last one, with sizes that are multiples of 16 (change that with "
-                "AORecipeKwargs(module_filter_func=...)).",
-                stacklevel=2,
+                "AORecipeKwargs(module_filter_func=...))."
             )
         return model
 

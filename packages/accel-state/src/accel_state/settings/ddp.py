@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +23,7 @@ from accel_state.settings.option import (
     resolve_options,
     wrong_value,
 )
+from accel_state.warning import warn_user
 
 HOOKS_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
 
@@ -114,10 +114,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
             self._warn_unused("comm_wrapper", "a compressing hook")
 
     def _warn_unused(self, name: str, wanted: str) -> None:
-        warnings.warn(
+        warn_user(
             f"DistributedDataParallelKwargs.{name}={getattr(self, name)!r} has no effect with "
-            f"comm_hook={self.comm_hook.value!r}: choose {wanted}, or leave it out.",
-            stacklevel=4,
+            f"comm_hook={self.comm_hook.value!r}: choose {wanted}, or leave it out."
         )
 
     def to_dict(self, ignore_keys: Iterable[str] = HOOK_FIELDS) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +30,7 @@ from accel_state.settings.option import (
     wrong_value,
 )
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch import nn
@@ -237,16 +237,14 @@ class DeepSpeedPlugin(Plugin):
         if not is_deepspeed_available():
             raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin")
         if self.get_value("zero_optimization.offload_optimizer.device") == "nvme" and self.zero_stage < 3:
-            warnings.warn(
+            warn_user(
                 f"DeepSpeed keeps the optimizer's state in CPU memory with zero_stage={self.zero_stage}, although "
-                "offload_optimizer_device='nvme': choose stage 3 for NVMe, or 'cpu'.",
-                stacklevel=5,
+                "offload_optimizer_device='nvme': choose stage 3 for NVMe, or 'cpu'."
             )
         if self.get_value("zero_optimization.offload_param.device") == "cpu" and self.zero_stage < 3:
-            warnings.warn(
+            warn_user(
                 f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}: choose stage "
-                "3, or leave it out.",
-                stacklevel=5,
+                "3, or leave it out."
             )
 
     def attach(self, state: AcceleratorState) -> None:
@@ -315,10 +313,9 @@ class DeepSpeedPlugin(Plugin):
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.zero_stage == 3
         elif self.zero3_init_flag and self.zero_stage != 3:
-            warnings.warn(
+            warn_user(
                 f"DeepSpeedPlugin.zero3_init_flag=True has no effect with zero_stage={self.zero_stage}: choose stage "
-                "3, or leave it out.",
-                stacklevel=4,
+                "3, or leave it out."
             )
             self.zero3_init_flag = False
 

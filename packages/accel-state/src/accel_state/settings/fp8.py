@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +21,7 @@ from accel_state.settings.option import (
     options_of,
     resolve_options,
 )
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -96,10 +96,7 @@ class AORecipeKwargs(KwargsHandler):
     def _warn_of_ignored(self, switches: tuple[str, ...]) -> None:
         ignored = [f"{name}={getattr(self, name)!r}" for name in switches if getattr(self, name) is not None]
         if ignored:
-            warnings.warn(
-                f"AORecipeKwargs: {' and '.join(ignored)} has no effect beside a whole config: set it there.",
-                stacklevel=4,
-            )
+            warn_user(f"AORecipeKwargs: {' and '.join(ignored)} has no effect beside a whole config: set it there.")
 
 
 @known_as("accelerate.utils.dataclasses.TERecipeKwargs")
@@ -274,7 +271,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             self.backend = "MSAMP" if is_msamp_available() else "TE"
         if not is_making_defaults():
             recipe = "TERecipeKwargs" if self.backend == "TE" else "MSAMPRecipeKwargs"
-            warnings.warn(f"FP8RecipeKwargs is deprecated: use {recipe}.", FutureWarning, stacklevel=3)
+            warn_user(f"FP8RecipeKwargs is deprecated: use {recipe}.", FutureWarning)
         super().__post_init__()
         if self.backend == "MSAMP":
             resolve_options(self, ("opt_level",))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -34,6 +33,7 @@ from accel_state.settings.option import (
     wrong_value,
 )
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
@@ -321,7 +321,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         self.reshard_after_forward = BOOLEAN.read(key or "FSDP_RESHARD_AFTER_FORWARD", wanted)
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"FullyShardedDataParallelPlugin: {text}.", stacklevel=5)
+        warn_user(f"FullyShardedDataParallelPlugin: {text}.")
 
     def _settle_wrapping(self) -> None:
         if is_policy(self.auto_wrap_policy, "SIZE_BASED_WRAP"):
@@ -379,10 +379,9 @@ class FullyShardedDataParallelPlugin(Plugin):
         """Say once that a config of torch's is not used, unless it says what happens anyway."""
         given = getattr(self, name)
         if made is None or replace(given, offload_to_cpu=made.offload_to_cpu) != made:
-            warnings.warn(
+            warn_user(
                 f"{self._key(name)}={given!r} is not used: full states are gathered into CPU memory of rank 0, sharded "
-                "ones written by all ranks. Leave it out.",
-                stacklevel=4,
+                "ones written by all ranks. Leave it out."
             )
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
@@ -407,10 +406,9 @@ class FullyShardedDataParallelPlugin(Plugin):
         if names is None:
             names = list(getattr(model, "_no_split_modules", None) or ())
         if not names:
-            warnings.warn(
+            warn_user(
                 f"TRANSFORMER_BASED_WRAP finds no block classes: {type(model).__name__} has no _no_split_modules, so it "
-                "is sharded as one piece. Name the classes in transformer_cls_names_to_wrap.",
-                stacklevel=4,
+                "is sharded as one piece. Name the classes in transformer_cls_names_to_wrap."
             )
         classes = {name: get_module_class_from_name(model, name) for name in names}
         for name, found in classes.items():

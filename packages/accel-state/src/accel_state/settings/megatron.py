@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -28,6 +27,7 @@ from accel_state.settings.option import (
     suggested,
 )
 from accel_state.settings.plugin import Plugin
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from accel_state.accelerator_state import AcceleratorState
@@ -367,10 +367,9 @@ class MegatronLMPlugin(Plugin):
 
     def _drop(self, name: str, replacement: int | None) -> None:
         if getattr(self, name) is not None:
-            warnings.warn(
+            warn_user(
                 f"MegatronLMPlugin.{name}={getattr(self, name)!r} has no effect, because the scheduler counts steps: "
-                f"set {name.replace('samples', 'iters')}, or leave it out.",
-                stacklevel=4,
+                f"set {name.replace('samples', 'iters')}, or leave it out."
             )
         setattr(self, name, replacement)
 

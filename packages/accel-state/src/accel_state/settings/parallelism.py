@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -11,6 +10,7 @@ from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, option, resolve_options, wrong_value
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -89,9 +89,7 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         resolve_options(self)
         if self.enable_async_tp:
-            warnings.warn(
-                "TorchTensorParallelConfig.enable_async_tp=True has no effect yet: leave it out.", stacklevel=3
-            )
+            warn_user("TorchTensorParallelConfig.enable_async_tp=True has no effect yet: leave it out.")
 
 
 @known_as("accelerate.utils.dataclasses.TorchContextParallelConfig")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import InitVar, dataclass
 
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
+from accel_state.warning import warn_user
 
 
 @known_as("accelerate.utils.dataclasses.ProjectConfiguration")
@@ -48,10 +48,10 @@ class ProjectConfiguration:
         if iteration_checkpoints is not None:
             self.automatic_checkpoint_naming = iteration_checkpoints
             advice = f"automatic_checkpoint_naming={iteration_checkpoints!r}"
-            warnings.warn(f"iteration_checkpoints is deprecated: use {advice}.", FutureWarning, stacklevel=3)
+            warn_user(f"iteration_checkpoints is deprecated: use {advice}.", FutureWarning)
         if save_every_n_steps is not None:
             advice = f"call save_state() in the training loop, every {save_every_n_steps!r} steps"
-            warnings.warn(f"save_every_n_steps saves nothing by itself: {advice}.", FutureWarning, stacklevel=3)
+            warn_user(f"save_every_n_steps saves nothing by itself: {advice}.", FutureWarning)
         resolve_options(self)
         self.set_directories(self.project_dir)
 

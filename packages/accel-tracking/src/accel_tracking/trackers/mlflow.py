@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import warnings
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from accel_state.environment import str_to_bool
 from accel_state.public_names import known_as
+from accel_state.warning import warn_user
 from accel_tracking.tracker import GeneralTracker, on_main_process
 from accel_tracking.values import plain_settings, sort_values
 
@@ -121,10 +121,9 @@ class MLflowTracker(GeneralTracker):
         settings = {_name(name): str(value) for name, value in plain_settings(values).items()}
         too_long = [name for name, value in settings.items() if len(value) > MAX_PARAM_VAL_LENGTH]
         if too_long:
-            warnings.warn(
+            warn_user(
                 f"MLflow does not get the settings {', '.join(map(repr, too_long))}: their values have more than "
-                f"{MAX_PARAM_VAL_LENGTH} characters.",
-                stacklevel=2,
+                f"{MAX_PARAM_VAL_LENGTH} characters."
             )
         kept = iter([Param(name, value) for name, value in settings.items() if name not in too_long])
         while batch := list(islice(kept, MAX_PARAMS_TAGS_PER_BATCH)):

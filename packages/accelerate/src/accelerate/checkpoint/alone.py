@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from accel_state.supervision import report_progress
+from accel_state.warning import warn_user
 from accelerate.checkpoint.attendance import Call, attendance
 
 if TYPE_CHECKING:
@@ -91,8 +91,7 @@ def warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
     if notes is not None:
         notes.has_warned = True
     waited = f", for which it waited {call.waited:.0f} s" if call.waited >= 1 else ""
-    warnings.warn(
+    warn_user(
         f"save_state was called on the main process without the others{waited}: {os.fspath(folder)} holds everything but their "
-        "random states, and the positions of their data loaders. Call save_state on all processes to save these, too",
-        stacklevel=4,
+        "random states, and the positions of their data loaders. Call save_state on all processes to save these, too"
     )

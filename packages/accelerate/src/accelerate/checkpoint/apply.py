@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -13,6 +12,7 @@ from accel_integrations.parallel.whole_state import cut_like
 from accel_ops.filenames import OPTIMIZER_NAME, SAMPLER_NAME, SCALER_NAME
 from accel_ops.modules import model_has_dtensor
 from accel_ops.random import capture_rng_state, restore_rng_state
+from accel_state.warning import warn_user
 from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState, check_values, has_own_way_of_loading
 from accelerate.checkpoint.loaders import restore_order
 from accelerate.checkpoint.naming import numbered
@@ -69,11 +69,10 @@ def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None
     lacking, surplus = own - saved - KEYS_OF_ALL_SCHEDULERS, saved - own - KEYS_OF_ALL_SCHEDULERS
     if lacking and surplus:
         kind = type(getattr(scheduler, "scheduler", scheduler)).__name__
-        warnings.warn(
+        warn_user(
             f"The checkpoint holds the state of another scheduler than {kind}: it has "
             f"{', '.join(map(repr, sorted(surplus)))} and lacks {', '.join(map(repr, sorted(lacking)))}. What has the same name "
-            "is taken over; leave the scheduler out of prepare if it is to start anew",
-            stacklevel=2,
+            "is taken over; leave the scheduler out of prepare if it is to start anew"
         )
 
 
@@ -146,7 +145,6 @@ def apply_random_states(states: dict[str, Any] | None) -> None:
         restore_rng_state(states)
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         restore_rng_state(before)
-        warnings.warn(
-            f"The random states do not fit this machine or are of another version ({error}): random choices start anew",
-            stacklevel=2,
+        warn_user(
+            f"The random states do not fit this machine or are of another version ({error}): random choices start anew"
         )

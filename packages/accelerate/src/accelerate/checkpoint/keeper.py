@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_state.logging import get_logger
+from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome, warn_of_saving_alone
 from accelerate.checkpoint.manifest import Manifest
@@ -143,10 +143,9 @@ class CheckpointKeeper:
         published = Path(outcome["folder"])
         manifest = Manifest.read(published)
         if manifest is None or manifest.token != outcome["token"]:
-            warnings.warn(
+            warn_user(
                 f"Process {accelerator.state.process_index} came to save_state after {published} was written, and cannot add "
-                "its random states: it does not see that checkpoint, or it has been replaced since",
-                stacklevel=4,
+                "its random states: it does not see that checkpoint, or it has been replaced since"
             )
             return folder
         write_own_state(
@@ -164,10 +163,9 @@ class CheckpointKeeper:
         if output_dir is not None and not project.automatic_checkpoint_naming:
             return Path(output_dir).expanduser(), False
         if output_dir is not None:
-            warnings.warn(
+            warn_user(
                 f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
-                "or set automatic_checkpoint_naming=False",
-                stacklevel=4,
+                "or set automatic_checkpoint_naming=False"
             )
         elif project.project_dir is None and not project.automatic_checkpoint_naming:
             raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...)")
@@ -196,10 +194,9 @@ class CheckpointKeeper:
         remove_leftovers(target.parent)
         later = [path.name for _, path in numbered_checkpoints(target.parent)][-1:]
         if later and numbered_checkpoints(target.parent)[-1][0] > self._accelerator.project_configuration.iteration:
-            warnings.warn(
+            warn_user(
                 f"{target.parent} already holds {later[0]!r} of an earlier run, which load_state() would take for newer than "
-                f"{target.name!r}: load_state() first to go on after it, or set iteration in ProjectConfiguration",
-                stacklevel=4,
+                f"{target.name!r}: load_state() first to go on after it, or set iteration in ProjectConfiguration"
             )
 
     def _collect(self, weights: list[dict[str, Any]], optimizers: list[WholeOptimizer], folder: Path) -> None:
@@ -307,7 +304,7 @@ def _known_options(given: dict[str, Any], known: frozenset[str]) -> dict[str, An
     """The arguments of `save_state` that the way of training takes; the others are only worth a warning."""
     if surplus := sorted(given.keys() - known):
         names = ", ".join(map(repr, surplus))
-        warnings.warn(f"save_state has no use for {names} with this way of training: leave it out", stacklevel=4)
+        warn_user(f"save_state has no use for {names} with this way of training: leave it out")
     return {name: value for name, value in given.items() if name in known}
 
 
@@ -316,7 +313,7 @@ def _remove_surplus(newest: Path, total_limit: int) -> None:
     try:
         removed = remove_oldest(newest, total_limit)
     except OSError as error:
-        warnings.warn(f"Old checkpoints beyond total_limit={total_limit} could not be removed: {error}", stacklevel=4)
+        warn_user(f"Old checkpoints beyond total_limit={total_limit} could not be removed: {error}")
     else:
         if removed:
             logger.info("Removed %s", ", ".join(map(str, removed)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from accel_ops.filenames import (
 from accel_ops.files import load
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
+from accel_state.warning import warn_user
 from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
 from accelerate.checkpoint.loaders import is_stateful
@@ -220,9 +220,8 @@ def _read_all(
         if SCALER_NAME in checkpoint.names:
             state.scaler = read_dict(SCALER_NAME)
         else:
-            warnings.warn(
-                f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew",
-                stacklevel=2,
+            warn_user(
+                f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew"
             )
     step_file = random_states_file(process_index)
     if (name := step_file) in own_names:
@@ -292,10 +291,9 @@ def _read_sampler(checkpoint: Checkpoint, name: str, read: Callable[[str], Any])
     except ValueError:
         if checkpoint.manifest is not None:
             raise
-        warnings.warn(
+        warn_user(
             f"{name!r} in {checkpoint.folder} holds a whole sampler object of accelerate 1.15, which cannot be loaded "
-            "without running code: the order of samples starts anew",
-            stacklevel=2,
+            "without running code: the order of samples starts anew"
         )
         return None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import nn
 from accel_integrations.checkpoints.stored_states import is_divided
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
+from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks
 from accelerate.checkpoint.apply import (
     apply_compared_modules,
@@ -140,7 +140,7 @@ class StateLoader:
             if not problems:
                 if self._passed_over:
                     reasons = " ".join(self._passed_over)
-                    warnings.warn(f"Loading {found}, because newer ones cannot be used: {reasons}", stacklevel=5)
+                    warn_user(f"Loading {found}, because newer ones cannot be used: {reasons}")
                 return loaded[0]
             self._skipped[found] = problems[0]
 

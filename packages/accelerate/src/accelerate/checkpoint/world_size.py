@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 
+from accel_state.warning import warn_user
 from accelerate.checkpoint.late import added_by
 from accelerate.checkpoint.load import Checkpoint
 
@@ -23,11 +23,10 @@ def warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None
         if num_processes > saved
         else f"the random states of {ranks} are not used"
     )
-    warnings.warn(
+    warn_user(
         f"The checkpoint {os.fspath(checkpoint.folder)} was saved with num_processes={saved} and is loaded with "
         f"num_processes={num_processes}: {effect}. Weights, optimizers and schedulers are complete; choose the batch size "
-        "per process anew if the global one is to stay",
-        stacklevel=4,
+        "per process anew if the global one is to stay"
     )
 
 
@@ -36,9 +35,8 @@ def _warn_of_absent(checkpoint: Checkpoint) -> None:
     manifest = checkpoint.manifest
     absent = [rank for rank in manifest.absent if not added_by(checkpoint.folder, manifest, rank)] if manifest else []
     if absent:
-        warnings.warn(
+        warn_user(
             f"The checkpoint {os.fspath(checkpoint.folder)} was saved by the main process alone: random choices start anew on "
             f"processes {', '.join(map(str, absent))}. Everything else is complete; call save_state on all processes to save "
-            "their random states, too",
-            stacklevel=5,
+            "their random states, too"
         )

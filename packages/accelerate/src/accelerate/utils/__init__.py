@@ -1,10 +1,10 @@
 """The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
-import warnings
 from importlib import import_module
 from typing import Any
 
 from accel_state.lazy import lazy_exports
+from accel_state.warning import warn_user
 
 # a function and a module of one name: bound before anybody can import the module and hide the function
 from accelerate.utils.tqdm import tqdm as tqdm
@@ -182,6 +182,6 @@ def __getattr__(name: str) -> Any:
     if name in SUBMODULES:  # `import accelerate` is enough to write `accelerate.utils.constants`
         return import_module(f"{__name__}.{name}")
     if name in RENAMED:
-        warnings.warn(f"accelerate.utils.{name} is called {RENAMED[name]}.", FutureWarning, stacklevel=2)
+        warn_user(f"accelerate.utils.{name} is called {RENAMED[name]}.", FutureWarning)
         return _export(RENAMED[name])
     return _export(name)

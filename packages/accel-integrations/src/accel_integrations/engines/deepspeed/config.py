@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_state.settings.deepspeed_auto import AUTO, get_value, leaf_keys
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,10 +99,9 @@ def _settle_steps(config: Mapping[str, Any], context: EngineContext) -> int:
     if said == AUTO:
         return told
     if told not in (1, said):
-        warnings.warn(
+        warn_user(
             f"gradient_accumulation_steps={told} of the Accelerator differs from {said} in the DeepSpeed configuration, "
-            "which is used: write 'auto' there, or leave it out of the Accelerator.",
-            stacklevel=2,
+            "which is used: write 'auto' there, or leave it out of the Accelerator."
         )
     context.gradient_state.plugin_kwargs["num_steps"] = said
     return int(said)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +14,12 @@ from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
-from accel_integrations.engines.deepspeed.roles import OF_DEEPSPEED, Roles, check_fit, check_parts
+from accel_integrations.engines.deepspeed.prepare_arguments import (
+    OF_DEEPSPEED,
+    PrepareArguments,
+    check_fit,
+    check_parts,
+)
 from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import (
@@ -34,12 +38,13 @@ from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
 )
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.alike import sum_over_group
 from accel_integrations.parallel.loss import mean_over_tokens
+from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from accel_integrations.precision.precision import Precision
@@ -126,7 +131,7 @@ class DeepSpeedEngine(Engine):
         Raises:
             ValueError: For objects that do not belong together, or do not fit the configuration.
         """
-        roles = Roles.find(objects)
+        roles = PrepareArguments.find(objects)
         if roles.model is None:
             return prepare_each(objects)
         model: nn.Module = objects[roles.model]
@@ -203,10 +208,9 @@ class DeepSpeedEngine(Engine):
         if self.library_engine is None or not _trains(self.library_engine.engine):
             self.library_engine = DeepSpeedEngineWrapper(engine)
         elif _trains(engine):
-            warnings.warn(
+            warn_user(
                 "This Accelerator has prepared a second model to train, but backward() goes through the DeepSpeed engine "
-                "of the first: make an Accelerator for each model that is trained.",
-                stacklevel=2,
+                "of the first: make an Accelerator for each model that is trained."
             )
 
     def share_sequences(self, loader: Any) -> Any:
@@ -240,10 +244,9 @@ class DeepSpeedEngine(Engine):
         bound = self.plugin.get_value("gradient_clipping")
         if max_norm != bound and not self._warned_of_clipping:
             self._warned_of_clipping = True
-            warnings.warn(
+            warn_user(
                 f"clip_grad_norm_(max_norm={max_norm}) comes too late under DeepSpeed, which stepped in backward with "
-                f"gradient_clipping={bound}: set DeepSpeedPlugin(gradient_clipping={max_norm}).",
-                stacklevel=4,
+                f"gradient_clipping={bound}: set DeepSpeedPlugin(gradient_clipping={max_norm})."
             )
         norm: Any = None if self.library_engine is None else self.library_engine.get_global_grad_norm()
         return norm
@@ -263,7 +266,7 @@ class DeepSpeedEngine(Engine):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Add a weight up over all processes."""
-        return sum_over_group(weight, None)
+        return all_reduce_over_group(weight, None)
 
     @property
     def num_averaged(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from accel_state import process_group
 from accel_state.processes import kind_of
+from accel_state.warning import warn_user
 
 BUILDS_SHARED_MEMORY = "DS_BUILD_SHM_COMM"
 """0 spares CPUs the minute in which DeepSpeed compiles its exchange through shared memory, at the first start."""
@@ -58,10 +58,9 @@ def _warn_of_locks() -> None:
     pattern = "*/lock" if "TORCH_EXTENSIONS_DIR" in os.environ else "*/*/lock"
     locks = [str(path) for path in Path(root).glob(pattern) if path.parent.name in COMPILED]
     if locks and os.environ.get("LOCAL_RANK", "0") == "0":
-        warnings.warn(
+        warn_user(
             f"DeepSpeed will wait for the end of a build that another process has begun, as {', '.join(locks)} shows. If "
-            "none is running, because it was killed, delete that file.",
-            stacklevel=2,
+            "none is running, because it was killed, delete that file."
         )
 
 

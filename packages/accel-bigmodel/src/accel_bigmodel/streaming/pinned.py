@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from typing import Any
 
 import torch
 
+from accel_state.warning import warn_user
 
-def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
+
+def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Page-locked memory of exactly this size (uint8, one dimension).
 
     CUDA memory is registered by hand, because PyTorch's allocator rounds up to a power of two, which for a model in
@@ -32,9 +33,8 @@ def page_locked(num_bytes: int, device: torch.device) -> torch.Tensor:
     if error == 0:
         weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
     else:
-        warnings.warn(
+        warn_user(
             f"CUDA could not lock {num_bytes:,} bytes of main memory (error {error}), so weights travel more slowly: raise "
-            "the limit of locked memory (ulimit -l), or leave more memory free.",
-            stacklevel=2,
+            "the limit of locked memory (ulimit -l), or leave more memory free."
         )
     return memory

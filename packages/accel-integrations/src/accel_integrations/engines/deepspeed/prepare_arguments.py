@@ -19,7 +19,7 @@ OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR"
 
 
 @dataclass
-class Roles:
+class PrepareArguments:
     """Positions in what `prepare` was given, of what DeepSpeed builds one engine from; None where there is none."""
 
     model: int | None = None
@@ -27,7 +27,7 @@ class Roles:
     scheduler: int | None = None
 
     @classmethod
-    def find(cls, objects: Sequence[Any]) -> Roles:
+    def find(cls, objects: Sequence[Any]) -> PrepareArguments:
         """Look through objects for those that are not prepared yet.
 
         Raises:

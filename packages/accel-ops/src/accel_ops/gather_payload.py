@@ -1,6 +1,6 @@
 """What a process sends in a gather, and how the messages of all processes become joined leaves.
 
-A message has a header - a digest of structure, dtypes and all sizes but the first, the number of leaves, the first
+A payload has a header - a digest of structure, dtypes and all sizes but the first, the number of leaves, the first
 sizes - and the packed leaves. It travels in a slot of fixed size if it fits.
 """
 
@@ -30,26 +30,26 @@ HEADER_WORDS = 2  # digest, number of leaves; the first sizes follow
 Sizes = tuple[tuple[int, ...], ...]  # the first size of each leaf, per process
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # known by identity: `message_of` makes one for each signature
-class Message:
+@dataclass(frozen=True, slots=True, eq=False)  # known by identity: `payload_of` makes one for each signature
+class GatherPayload:
     """What a process sends: a header, then its packed leaves. The same object serves all leaves of one signature."""
 
-    rest: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each leaf: dtype, and sizes but the first
-    first_sizes: tuple[int, ...]
+    trailing_shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each leaf: dtype, and sizes but the first
+    dim0_sizes: tuple[int, ...]
     data_start: int
     header: torch.Tensor  # uint8 of shape (data_start,), on the CPU
     layout: Layout
 
-    def layout_for(self, first_sizes: tuple[int, ...]) -> Layout:
+    def layout_for(self, dim0_sizes: tuple[int, ...]) -> Layout:
         """The layout of a process's data, from its first sizes."""
-        if first_sizes == self.first_sizes:
+        if dim0_sizes == self.dim0_sizes:
             return self.layout
-        return layout_of(_with_first_sizes(self.rest, first_sizes))
+        return layout_of(_with_dim0_sizes(self.trailing_shapes, dim0_sizes))
 
     @property
     def num_leaves(self) -> int:
         """How many tensors there are."""
-        return len(self.rest)
+        return len(self.trailing_shapes)
 
     @property
     def lists_sizes(self) -> bool:
@@ -63,7 +63,7 @@ class Message:
     def slot(self, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """uint8 of shape (SLOT_BYTES,), on the device where the leaves are."""
         beginning = self.header
-        if not self.lists_sizes:  # the length of the message stands in for the sizes
+        if not self.lists_sizes:  # the length of the payload stands in for the sizes
             beginning = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
             beginning.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
         parts = [beginning if device.type == "cpu" else beginning.to(device)]
@@ -86,20 +86,24 @@ def _filler(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def message_of(structure: tuple[Any, ...], signature: Signature) -> Message:
+def payload_of(structure: tuple[Any, ...], signature: Signature) -> GatherPayload:
     """What a process sends for leaves with these dtypes and shapes."""
     shapes = [(dtype, tuple(shape) or (1,)) for dtype, shape in signature]
-    rest = tuple((dtype, shape[1:]) for dtype, shape in shapes)
-    first_sizes = tuple(shape[0] for _, shape in shapes)
-    data_start = aligned((HEADER_WORDS + len(rest)) * WORD_BYTES)
-    words = [digest_of((structure, rest)), len(rest), *first_sizes]
+    trailing_shapes = tuple((dtype, shape[1:]) for dtype, shape in shapes)
+    dim0_sizes = tuple(shape[0] for _, shape in shapes)
+    data_start = aligned((HEADER_WORDS + len(trailing_shapes)) * WORD_BYTES)
+    words = [digest_of((structure, trailing_shapes)), len(trailing_shapes), *dim0_sizes]
     words += [0] * (data_start // WORD_BYTES - len(words))
     header = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
-    return Message(rest, first_sizes, data_start, header, layout_of(_with_first_sizes(rest, first_sizes)))
+    return GatherPayload(
+        trailing_shapes, dim0_sizes, data_start, header, layout_of(_with_dim0_sizes(trailing_shapes, dim0_sizes))
+    )
 
 
-def _with_first_sizes(rest: Sequence[tuple[torch.dtype, tuple[int, ...]]], first_sizes: Sequence[int]) -> Signature:
-    return tuple((dtype, (size, *sizes)) for (dtype, sizes), size in zip(rest, first_sizes, strict=True))
+def _with_dim0_sizes(
+    trailing_shapes: Sequence[tuple[torch.dtype, tuple[int, ...]]], dim0_sizes: Sequence[int]
+) -> Signature:
+    return tuple((dtype, (size, *sizes)) for (dtype, sizes), size in zip(trailing_shapes, dim0_sizes, strict=True))
 
 
 def aligned(num_bytes: int) -> int:
@@ -108,23 +112,23 @@ def aligned(num_bytes: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _longest(message: Message, sizes: Sizes) -> int:
-    return message.data_start + max(message.layout_for(row).num_bytes for row in sizes)
+def _longest(payload: GatherPayload, sizes: Sizes) -> int:
+    return payload.data_start + max(payload.layout_for(row).num_bytes for row in sizes)
 
 
-def join_small(slots: torch.Tensor, message: Message, sizes: Sizes) -> list[torch.Tensor]:
+def join_small(slots: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> list[torch.Tensor]:
     """The joined leaves, from slots that hold everything.
 
     One reordering for each dtype, cut into leaves afterwards, is several times faster than a copy for each leaf.
 
     Args:
         slots: uint8 of shape (processes, SLOT_BYTES).
-        message: What the processes sent.
+        payload: What the processes sent.
         sizes: The first size of each leaf, per process.
     """
     flat = slots.view(-1)
-    found: list[torch.Tensor] = [flat] * message.num_leaves
-    for join in _joins(message, sizes, slots.device):
+    found: list[torch.Tensor] = [flat] * payload.num_leaves
+    for join in _joins(payload, sizes, slots.device):
         elements = flat.view(join.dtype).index_select(0, join.order)
         for index, leaf in zip(join.leaves, split_into(elements, join.counts, join.shapes), strict=True):
             found[index] = leaf
@@ -143,19 +147,19 @@ class _Join:
 
 
 @lru_cache(maxsize=256)
-def _joins(message: Message, sizes: Sizes, device: torch.device) -> tuple[_Join, ...]:
-    layouts = [message.layout_for(row) for row in sizes]
+def _joins(payload: GatherPayload, sizes: Sizes, device: torch.device) -> tuple[_Join, ...]:
+    layouts = [payload.layout_for(row) for row in sizes]
     joins = []
-    for position, group in enumerate(message.layout.groups):
+    for position, group in enumerate(payload.layout.groups):
         parts: list[list[torch.Tensor]] = [[] for _ in group.leaves]
         for rank, layout in enumerate(layouts):
             there = layout.groups[position]
-            start = (rank * SLOT_BYTES + message.data_start + there.start) // group.dtype.itemsize
+            start = (rank * SLOT_BYTES + payload.data_start + there.start) // group.dtype.itemsize
             for part, count in zip(parts, there.counts, strict=True):
                 part.append(torch.arange(start, start + count, dtype=torch.int32, device=device))
                 start += count
         counts = tuple(sum(map(len, part)) for part in parts)
-        shapes = tuple((sum(row[leaf] for row in sizes), *message.rest[leaf][1]) for leaf in group.leaves)
+        shapes = tuple((sum(row[leaf] for row in sizes), *payload.trailing_shapes[leaf][1]) for leaf in group.leaves)
         order = torch.cat([index for part in parts for index in part])
         joins.append(_Join(group.dtype, group.leaves, order, counts, shapes))
     return tuple(joins)

@@ -30,7 +30,7 @@ MAX_IN_FLIGHT = 2  # rounds that the reader may be ahead of a slow process
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ScatteredBatch:
     """What one process gets in a round."""
 
     batch: Any
@@ -39,14 +39,14 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class BatchSpec:
     """What receivers must know to unpack: structure around the tensors, and dtype and shape of each, per process."""
 
     skeleton: Any
     signatures: tuple[Signature, ...]
 
 
-class Rounds:
+class BatchScatter:
     """Both ends of the line; every process makes one for each iteration.
 
     Args:
@@ -55,14 +55,14 @@ class Rounds:
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
-        self._wire = transport_of(state).wire_device(state)
-        self._terms = Terms(None, ((),) * state.num_processes)
+        self._wire = transport_of(state).collective_device(state)
+        self._terms = BatchSpec(None, ((),) * state.num_processes)
         self._agreed: Any = None  # what the reader compares a round with
         self._in_flight: deque[list[Any]] = deque()
 
     # ---- reading side -------------------------------------------------------------------------------------------
 
-    def send(self, shares: Sequence[Any], is_last: bool, num_samples: int) -> Share:
+    def send(self, shares: Sequence[Any], is_last: bool, num_samples: int) -> ScatteredBatch:
         """Send every process its share; returns the reader's own.
 
         Args:
@@ -85,11 +85,11 @@ class Rounds:
                 moved = [leaf.to(self._wire) for leaf in leaves]
                 messages[rank] = torch.cat([header.to(self._wire), *grouped_bytes(moved, layout_of(signature))])
         self._start(messages)
-        return Share(shares[self._state.process_index], is_last, num_samples)
+        return ScatteredBatch(shares[self._state.process_index], is_last, num_samples)
 
     def _send_terms(self, shares: Sequence[Any], agreed: list[Any]) -> None:
         skeleton = rebuild(shares[0], iter(range(len(agreed[0][1]))))
-        terms = Terms(skeleton, tuple(signature for _, signature in agreed))
+        terms = BatchSpec(skeleton, tuple(signature for _, signature in agreed))
         self._announce(TERMS)
         dist.broadcast_object_list([terms], src=self._state.process_index, device=self._wire)
         self._terms = terms
@@ -140,7 +140,7 @@ class Rounds:
 
     # ---- receiving side -----------------------------------------------------------------------------------------
 
-    def receive(self, reader: int = 0) -> Share | None:
+    def receive(self, reader: int = 0) -> ScatteredBatch | None:
         """This process's share of the next round; None when there is none.
 
         Raises:
@@ -153,7 +153,7 @@ class Rounds:
             header = message[:HEADER_BYTES].view(torch.int64).tolist()
             if header[0] == DATA:
                 leaves = unpack(message[HEADER_BYTES:], layout_of(signature))
-                return Share(_fill(self._terms.skeleton, leaves), bool(header[1]), header[2])
+                return ScatteredBatch(_fill(self._terms.skeleton, leaves), bool(header[1]), header[2])
             if header[0] == END:
                 return None
             received: list[Any] = [None]

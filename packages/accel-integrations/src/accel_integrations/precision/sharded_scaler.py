@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_integrations.parallel.alike import group_device
-from accel_ops.modules import local_part
+from accel_ops.modules import to_local
+from accel_ops.transport import collective_device
 
 
-class AgreeingGradScaler(torch.amp.GradScaler):
+class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, but when one process finds gradients that are not finite, all skip the step.
 
     Args:
@@ -33,7 +33,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    part = local_part(parameter.grad)
+                    part = to_local(parameter.grad)
                     parts[part.device, part.dtype].append(part)
         found: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
@@ -45,7 +45,7 @@ class AgreeingGradScaler(torch.amp.GradScaler):
     def _agree(
         self, found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
-        wire = group_device(self.process_group)
+        wire = collective_device(self.process_group)
         worst = torch.zeros_like(found_inf, device=wire)
         for value in found.values():
             worst = torch.maximum(worst, value.to(wire))
