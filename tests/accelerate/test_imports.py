@@ -100,3 +100,13 @@ def test_the_tool_sees_a_stale_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_version_is_the_distributions() -> None:
     project = tomllib.loads((ROOT / "packages" / "accelerate" / "pyproject.toml").read_text())["project"]
     assert accelerate.__version__ == project["version"]
+
+
+def test_the_table_of_legacy_names_is_found_in_the_sources() -> None:
+    assert '"accel_state.enums": "DistributedType"' in make_stubs.make_legacy_table({"a.b": "DistributedType"})
+    assert (
+        '"accelerate.compat.megatron.stand_ins": "megatron_lm_initialize=initialize"'
+        in make_stubs.make_legacy_table({"a.b": "megatron_lm_initialize"})
+    )
+    with pytest.raises(KeyError, match="a.b.no_such_name: not exactly one module"):
+        make_stubs.make_legacy_table({"a.b": "no_such_name"})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.neighbours import HOMES
+from accelerate.compat.legacy_names import LEGACY_NAMES
 from accelerate.utils import other, torch_xla
 
 
@@ -71,30 +71,21 @@ def test_rich_tracebacks_need_the_library(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
 
 
-# names that modules had because they used them
-USED_THERE = [
-    ("accelerate.big_modeling", "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"),
-    ("accelerate.checkpointing", "get_logger"),
-    ("accelerate.data_loader", "GradientState"),
-    ("accelerate.hooks", "PartialState"),
-    ("accelerate.launchers", "patch_environment"),
-    ("accelerate.optimizer", "AcceleratorState"),
-    ("accelerate.state", "DistributedType"),
-    ("accelerate.state", "is_torch_xla_available"),
-    ("accelerate.tracking", "LoggerType"),
-    ("accelerate.utils.dataclasses", "FSDP_AUTO_WRAP_POLICY"),
-    ("accelerate.utils.deepspeed", "AcceleratedOptimizer"),
-    ("accelerate.utils.modeling", "is_tqdm_available"),
-    ("accelerate.utils.operations", "PartialState"),
-    ("accelerate.utils.other", "FSDP_PYTORCH_VERSION"),
-    ("accelerate.utils.random", "RNGType"),
-]
+# ---- names that modules had because they used them ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "name"), USED_THERE)
-def test_names_are_found_where_they_were_used(module: str, name: str) -> None:
-    found = getattr(importlib.import_module(module), name)
-    assert any(getattr(importlib.import_module(home), name, None) is found for home in HOMES)
+@pytest.mark.parametrize("path", LEGACY_NAMES)
+def test_names_are_found_where_they_were_used(path: str) -> None:
+    module = importlib.import_module(path)
+    names = [entry.partition("=")[0] for names in LEGACY_NAMES[path].values() for entry in names.split()]
+    assert names
+    assert [name for name in names if not hasattr(module, name)] == []
+
+
+def test_a_name_is_the_same_object_everywhere() -> None:
+    state, enums = importlib.import_module("accelerate.state"), importlib.import_module("accel_state.enums")
+    assert state.DistributedType is enums.DistributedType
+    assert not hasattr(state, "gather")  # which that module of 1.15 has not
 
 
 def test_names_that_are_nowhere_are_missing() -> None:

@@ -27,6 +27,7 @@ PACKAGES = (
     "accel_tracking",
     "accel_integrations",
     "accel_cli",
+    "accelerate.compat",
 )
 LOADED_BY_HAND = ("deepspeed", "transformer", "torchao", "fleet", "__main__")
 NEEDS_LIBRARIES = {"AORecipeKwargs", "FullyShardedDataParallelPlugin", "TorchTensorParallelPlugin"}

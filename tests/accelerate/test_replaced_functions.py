@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ import accelerate.big_modeling
 import accelerate.hooks
 import accelerate.utils.modeling
 from accelerate import Accelerator
+from accelerate.compat import seams
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from tests.support.ranks import ranks
 
@@ -121,3 +125,39 @@ def test_messages_can_be_turned_off_where_they_come_from(module: Any) -> None:
 
 def test_what_guards_a_spread_model_is_named() -> None:
     assert {"to", "cuda", "xpu"} <= set(accelerate.hooks._accelerate_added_attributes)
+
+
+# ---- the list of what may be replaced -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seam", seams.SEAMS, ids=lambda seam: f"{seam.owner}.{seam.name}")
+def test_every_seam_is_there(seam: seams.Seam) -> None:
+    assert hasattr(resolve_name(seam.owner), seam.name)
+    assert seam.replaced_by
+
+
+def test_a_function_is_looked_up_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = seams.late_bound("accelerate.utils.launch", "which")
+    monkeypatch.setattr("accelerate.utils.launch.which", lambda name: f"/bin/{name}")
+    assert find("mpirun") == "/bin/mpirun"
+    monkeypatch.setattr("accelerate.utils.launch.which", lambda name: None)
+    assert find("mpirun") is None
+
+
+def test_what_is_no_seam_is_not_called_through_one() -> None:
+    for look_up in (seams.late_bound, seams.replacement):
+        with pytest.raises(KeyError, match=r"accelerate.state.PartialState is no seam: list it"):
+            look_up("accelerate.state", "PartialState")
+
+
+def test_nothing_is_replaced_at_first() -> None:
+    assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is None
+
+
+def test_the_packages_below_know_nothing_of_the_umbrella() -> None:
+    program = (
+        "import sys, torch; from accel_bigmodel import dispatch_model; m = torch.nn.Linear(1, 1); "
+        "dispatch_model(m, {'': 'cpu'}, force_hooks=True); print(any(n.startswith('accelerate') for n in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr

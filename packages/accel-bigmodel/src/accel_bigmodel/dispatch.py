@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,18 @@ Device = int | str | torch.device
 Weights = Mapping[str, torch.Tensor]
 WAYS_TO_PLACE = ("auto", "balanced", "balanced_low_0", "sequential")
 MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
+
+_device_map_check: Callable[..., None] = check_device_map
+
+
+def use_device_map_check(check: Callable[..., None]) -> None:
+    """Have `dispatch_model` check device maps with another function.
+
+    Args:
+        check: Called as `check_device_map` is, with `strict` only when that is True.
+    """
+    global _device_map_check
+    _device_map_check = check
 
 
 def cpu_offload(
@@ -303,9 +314,8 @@ def _chosen_map(
 
 
 def _check(model: nn.Module, device_map: Mapping[str, Device], strict: bool) -> None:
-    """Check the map, unless somebody has replaced the check under its old path, as transformers does for some models."""
-    check = getattr(sys.modules.get("accelerate.big_modeling"), "check_device_map", check_device_map)
-    check(model, device_map, **({"strict": True} if strict else {}))
+    """Check the map; `strict` is passed only when it is set, because replacements of the check may not take it."""
+    _device_map_check(model, device_map, **({"strict": True} if strict else {}))
 
 
 def _dispatch_parts(

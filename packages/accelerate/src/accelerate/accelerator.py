@@ -44,10 +44,10 @@ from accelerate.arguments import (
     resolve_rng_types,
 )
 from accelerate.checkpoint.attendance import attendance
+from accelerate.compat.deprecated import accept_old_names
+from accelerate.compat.legacy import legacy_getattr
 from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
-from accelerate.neighbours import found_among_neighbours
-from accelerate.old_names import accept_old_names
 from accelerate.preparing import Preparer, is_dispatched
 from accelerate.stepping import Accumulation, StepController
 
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
-__getattr__ = found_among_neighbours(__name__)  # what they import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 
 @accept_old_names

@@ -8,6 +8,7 @@ from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
 from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_bigmodel.dispatch import use_device_map_check
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
@@ -26,7 +27,9 @@ from accel_bigmodel.streaming.settings import Streaming as Streaming
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
 from accel_integrations.parallel.recurrent import check_no_recurrent_layers
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
+from accelerate.compat.seams import late_bound
 
 _refuse_recurrent_layers_under_sequence_parallelism = check_no_recurrent_layers
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
+use_device_map_check(late_bound(__name__, "check_device_map"))

@@ -37,9 +37,9 @@ from accelerate.checkpoint.restore import optimizer_location
 from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FolderWriter
 from accelerate.checkpoint.undo import Undo
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 StrPath = str | os.PathLike[str]
 

@@ -12,6 +12,6 @@ from accel_data.samplers import get_sampler as get_sampler
 from accel_data.skipping import SkipBatchSampler as SkipBatchSampler
 from accel_data.skipping import SkipDataLoader as SkipDataLoader
 from accel_data.skipping import skip_first_batches as skip_first_batches
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -20,6 +20,6 @@ from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_ten
 from accel_ops.memory import clear_device_cache as clear_device_cache
 from accel_ops.placement import find_device as find_device
 from accel_ops.placement import send_to_device as send_to_device
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -13,9 +13,9 @@ from accel_ops.batches import pad_input_tensors as pad_input_tensors
 from accel_ops.placement import send_to_device as send_to_device
 from accel_state.libraries import is_pippy_available as is_pippy_available
 from accel_state.processes import PartialState
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 if TYPE_CHECKING:
     from torch import nn

@@ -3,6 +3,6 @@
 from accel_cli.notebook import debug_launcher as debug_launcher
 from accel_cli.notebook import notebook_launcher as notebook_launcher
 from accel_cli.notebook import test_launch as test_launch
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

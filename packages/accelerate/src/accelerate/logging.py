@@ -2,6 +2,6 @@
 
 from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.logging import get_logger as get_logger
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

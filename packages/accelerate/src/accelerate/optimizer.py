@@ -7,9 +7,9 @@ import torch
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_integrations.prepared.optimizer import patch_optimizer_step as patch_optimizer_step
 from accel_ops.placement import send_to_device
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 
 def move_to_device(state: Any, device: torch.device | str | int) -> Any:

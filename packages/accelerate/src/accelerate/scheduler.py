@@ -1,6 +1,6 @@
 """The old path of the prepared scheduler."""
 
 from accel_integrations.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

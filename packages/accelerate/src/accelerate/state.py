@@ -7,6 +7,6 @@ from accel_state.processes import do_nothing as do_nothing
 from accel_state.processes import is_initialized as is_initialized
 from accel_state.shared import SharedDict as SharedDict
 from accel_state.shared import ThreadLocalSharedDict as ThreadLocalSharedDict
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

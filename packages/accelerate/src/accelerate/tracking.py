@@ -17,8 +17,8 @@ from accel_tracking.trackers.swanlab import SwanLabTracker as SwanLabTracker
 from accel_tracking.trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
 from accel_tracking.trackers.trackio import TrackioTracker as TrackioTracker
 from accel_tracking.trackers.wandb import WandBTracker as WandBTracker
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 load_services()  # into LOGGER_TYPE_TO_CLASS; their libraries stay unloaded

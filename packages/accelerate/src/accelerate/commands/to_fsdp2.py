@@ -11,11 +11,12 @@ from accel_cli.to_fsdp2 import ConversionStatus as ConversionStatus
 from accel_cli.to_fsdp2 import convert_config_to_fsdp2 as convert_config_to_fsdp2
 from accel_cli.to_fsdp2 import load_config as load_config
 from accel_cli.to_fsdp2 import to_fsdp2_command_parser as to_fsdp2_command_parser
+from accelerate.compat.seams import late_bound
 
 
 def to_fsdp2_command(args: Namespace) -> None:
     """Convert a settings file, as `accel_cli.to_fsdp2.to_fsdp2_command`; reads it with `load_config`."""
-    to_fsdp2.to_fsdp2_command(args, lambda path: load_config(path))  # looked up when called: programs replace it here
+    to_fsdp2.to_fsdp2_command(args, late_bound("accelerate.commands.to_fsdp2", "load_config"))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ EXPORTS = {
         "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
     ),
     "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
-    "accel_integrations.engines.fsdp_old_names": (
+    "accelerate.compat.fsdp": (
         "disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading ensure_weights_retied fsdp2_apply_ac "
         "fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model fsdp2_switch_optimizer_parameters "
         "get_fsdp2_grad_scaler"
@@ -50,19 +50,19 @@ EXPORTS = {
     "accel_integrations.engines.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
     ),
-    "accel_integrations.megatron.groups": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
-    "accel_integrations.megatron.stand_ins": (
+    "accelerate.compat.megatron.groups": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
+    "accelerate.compat.megatron.stand_ins": (
         "MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper "
         "MegatronLMSchedulerWrapper megatron_lm_initialize=initialize "
         "megatron_lm_prepare_data_loader=prepare_data_loader "
         "megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler "
         "megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler"
     ),
-    "accel_integrations.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
+    "accelerate.compat.megatron.train_steps": "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep",
     "accel_integrations.precision.float8_layers": (
         "convert_model_to_fp8_ao filter_first_and_last_linear_layers has_ao_layers"
     ),
-    "accel_integrations.precision.old_names": "get_grad_scaler get_mixed_precision_context_manager",
+    "accelerate.compat.mixed_precision": "get_grad_scaler get_mixed_precision_context_manager",
     "accel_integrations.precision.transformer_engine_layers": (
         "apply_fp8_autowrap contextual_fp8_autocast convert_model has_transformer_engine_layers"
     ),

@@ -53,6 +53,6 @@ from accel_state.settings.parallelism import TorchTensorParallelPlugin as TorchT
 from accel_state.settings.profile import ProfileKwargs as ProfileKwargs
 from accel_state.settings.profile import ProfilerActivity as ProfilerActivity
 from accel_state.settings.project import ProjectConfiguration as ProjectConfiguration
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -10,6 +10,6 @@ from accel_integrations.engines.deepspeed.wrappers import DeepSpeedEngineWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accel_integrations.engines.deepspeed.wrappers import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accel_state.settings.deepspeed_auto import HfDeepSpeedConfig as HfDeepSpeedConfig
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -6,22 +6,6 @@ from accel_integrations.checkpoints.sharded_training import load_fsdp_model as l
 from accel_integrations.checkpoints.sharded_training import load_fsdp_optimizer as load_fsdp_optimizer
 from accel_integrations.checkpoints.sharded_training import save_fsdp_model as save_fsdp_model
 from accel_integrations.checkpoints.sharded_training import save_fsdp_optimizer as save_fsdp_optimizer
-from accel_integrations.engines.fsdp_old_names import (
-    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
-)
-from accel_integrations.engines.fsdp_old_names import (
-    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
-)
-from accel_integrations.engines.fsdp_old_names import ensure_weights_retied as ensure_weights_retied
-from accel_integrations.engines.fsdp_old_names import fsdp2_apply_ac as fsdp2_apply_ac
-from accel_integrations.engines.fsdp_old_names import fsdp2_canonicalize_names as fsdp2_canonicalize_names
-from accel_integrations.engines.fsdp_old_names import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
-from accel_integrations.engines.fsdp_old_names import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
-from accel_integrations.engines.fsdp_old_names import fsdp2_prepare_model as fsdp2_prepare_model
-from accel_integrations.engines.fsdp_old_names import (
-    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
-)
-from accel_integrations.engines.fsdp_old_names import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from accel_ops.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accel_ops.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
@@ -34,3 +18,19 @@ from accel_ops.modules import is_peft_model as is_peft_model
 from accel_state.libraries import is_torch_version as is_torch_version
 from accel_state.logging import get_logger as get_logger
 from accel_state.settings.fsdp_torch import get_module_class_from_name as get_module_class_from_name
+from accelerate.compat.fsdp import (
+    disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
+)
+from accelerate.compat.fsdp import (
+    enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading,
+)
+from accelerate.compat.fsdp import ensure_weights_retied as ensure_weights_retied
+from accelerate.compat.fsdp import fsdp2_apply_ac as fsdp2_apply_ac
+from accelerate.compat.fsdp import fsdp2_canonicalize_names as fsdp2_canonicalize_names
+from accelerate.compat.fsdp import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
+from accelerate.compat.fsdp import fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy
+from accelerate.compat.fsdp import fsdp2_prepare_model as fsdp2_prepare_model
+from accelerate.compat.fsdp import (
+    fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
+)
+from accelerate.compat.fsdp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler

@@ -65,6 +65,6 @@ from accel_state.libraries import is_weights_only_available as is_weights_only_a
 from accel_state.libraries import is_xccl_available as is_xccl_available
 from accel_state.libraries import is_xpu_available as is_xpu_available
 from accel_state.libraries import torchao_required as torchao_required
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -2,7 +2,7 @@
 
 import subprocess as subprocess
 from argparse import Namespace
-from shutil import which
+from shutil import which as which
 
 from accel_cli.launch import old_names
 from accel_cli.launch.machine import Machine
@@ -16,16 +16,18 @@ from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.launch.old_names import setup_fp8_env as setup_fp8_env
 from accel_cli.launch.runners.sagemaker import hyperparameters as _convert_nargs_to_dict  # noqa: F401
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
+from accelerate.compat.seams import late_bound
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 
 class _ThisMachine(Machine):
-    """Finds programs by the `which` of this module, which others replace."""
+    """Finds programs by the `which` of this module, which is a seam."""
 
     def find_program(self, name: str) -> str | None:
-        return which(name)
+        found: str | None = late_bound("accelerate.utils.launch", "which")(name)
+        return found
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:

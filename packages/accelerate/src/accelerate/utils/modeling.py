@@ -31,14 +31,14 @@ from accel_bigmodel.tied import check_tied_parameters_in_config as check_tied_pa
 from accel_bigmodel.tied import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
-from accel_integrations.precision.old_names import get_grad_scaler as get_grad_scaler
-from accel_integrations.precision.old_names import (
-    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
-)
 from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_peft_model as is_peft_model
 from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
+from accelerate.compat.mixed_precision import get_grad_scaler as get_grad_scaler
+from accelerate.compat.mixed_precision import (
+    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
+)
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

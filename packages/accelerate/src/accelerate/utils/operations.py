@@ -36,6 +36,6 @@ from accel_ops.placement import send_to_device as send_to_device
 from accel_ops.verification import chained_operation as chained_operation
 from accel_ops.verification import verify_operation as verify_operation
 from accel_state.errors import DistributedOperationException as DistributedOperationException
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

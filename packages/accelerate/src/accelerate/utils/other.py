@@ -22,9 +22,9 @@ from accel_ops.nested import merge_dicts as merge_dicts
 from accel_ops.nested import recursive_getattr as recursive_getattr
 from accel_ops.tensor_files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_state.kernel import check_os_kernel as check_os_kernel
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here
 
 TORCH_SAFE_GLOBALS = allowed_globals()
 get_free_port = free_port

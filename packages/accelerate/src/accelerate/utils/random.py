@@ -3,6 +3,6 @@
 from accel_ops.random import set_seed as set_seed
 from accel_ops.random import synchronize_rng_state as synchronize_rng_state
 from accel_ops.random import synchronize_rng_states as synchronize_rng_states
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

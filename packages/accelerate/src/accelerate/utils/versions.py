@@ -3,6 +3,6 @@
 from accel_state.libraries import compare_versions as compare_versions
 from accel_state.libraries import is_torch_version as is_torch_version
 from accel_state.libraries import torch_version as torch_version
-from accelerate.neighbours import found_among_neighbours
+from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = found_among_neighbours(__name__)  # what others import from here
+__getattr__ = legacy_getattr(__name__)  # what programs import from here

@@ -1,3 +1,3 @@
 """The old path of menus on a terminal."""
 
-from accel_cli.menu.selection import BulletMenu as BulletMenu
+from accelerate.compat.menu.selection import BulletMenu as BulletMenu

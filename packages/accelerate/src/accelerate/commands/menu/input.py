@@ -1,8 +1,8 @@
 """The old path of methods that answer keys."""
 
-from accel_cli.menu.handlers import KeyHandler as KeyHandler
-from accel_cli.menu.handlers import mark as mark
-from accel_cli.menu.handlers import mark_multiple as mark_multiple
-from accel_cli.menu.handlers import register as register
-from accel_cli.menu.keys import KEYMAP as KEYMAP
-from accel_cli.menu.keys import get_character as get_character
+from accelerate.compat.menu.handlers import KeyHandler as KeyHandler
+from accelerate.compat.menu.handlers import mark as mark
+from accelerate.compat.menu.handlers import mark_multiple as mark_multiple
+from accelerate.compat.menu.handlers import register as register
+from accelerate.compat.menu.keys import KEYMAP as KEYMAP
+from accelerate.compat.menu.keys import get_character as get_character

@@ -1,5 +1,5 @@
 """The old path of the menu."""
 
-from accel_cli.menu.keys import KEYMAP as KEYMAP
-from accel_cli.menu.selection import BulletMenu as BulletMenu
-from accel_cli.menu.selection import in_colab as in_colab
+from accelerate.compat.menu.keys import KEYMAP as KEYMAP
+from accelerate.compat.menu.selection import BulletMenu as BulletMenu
+from accelerate.compat.menu.selection import in_colab as in_colab

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from accel_cli.menu import keys
 from accel_state.public_names import known_as
+from accelerate.compat.menu import keys
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Class = TypeVar("Class", bound=type)

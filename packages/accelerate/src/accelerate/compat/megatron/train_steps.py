@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from accel_integrations.megatron.absent import function_that_needs_megatron
-from accel_integrations.megatron.groups import avg_losses_across_data_parallel_group
 from accel_state.public_names import known_as
+from accelerate.compat.megatron.groups import avg_losses_across_data_parallel_group
+from accelerate.compat.megatron.stand_ins import function_that_needs_megatron
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 

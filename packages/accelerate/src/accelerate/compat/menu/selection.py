@@ -7,11 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from accel_cli.menu import cursor
-from accel_cli.menu.handlers import mark, mark_multiple, register
-from accel_cli.menu.keys import KEYMAP, key_by_key
-from accel_cli.menu.writing import Direction, clear_line, forceWrite, linebreak, move_cursor, reset_cursor, writeColor
 from accel_state.public_names import known_as
+from accelerate.compat.menu import cursor
+from accelerate.compat.menu.handlers import mark, mark_multiple, register
+from accelerate.compat.menu.keys import KEYMAP, key_by_key
+from accelerate.compat.menu.writing import (
+    Direction,
+    clear_line,
+    forceWrite,
+    linebreak,
+    move_cursor,
+    reset_cursor,
+    writeColor,
+)
 
 GREEN = 32
 

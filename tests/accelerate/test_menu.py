@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.menu import handlers, keys
-from accel_cli.menu.handlers import KeyHandler, mark, register
-from accel_cli.menu.keys import ARROW_KEY_FLAG, KEYMAP
-from accel_cli.menu.selection import BulletMenu
+from accelerate.compat.menu import handlers, keys
+from accelerate.compat.menu.handlers import KeyHandler, mark, register
+from accelerate.compat.menu.keys import ARROW_KEY_FLAG, KEYMAP
+from accelerate.compat.menu.selection import BulletMenu
 from tests.cli.terminal import CONTROL_C, DOWN, ENTER, UP, Terminal
 
 PROGRAM = """
-from accel_cli.menu.selection import BulletMenu
+from accelerate.compat.menu.selection import BulletMenu
 print("chosen", BulletMenu("Which one?", ["this", "that", "other"]).run(default_choice=1))
 """
 

@@ -1,0 +1,95 @@
+"""Every name that other libraries monkeypatch, and how our code comes to call what they put there.
+
+A seam is a promise: the name stays, it is looked up again at every call, and it is called with the arguments with which
+accelerate 1.15 calls it. Packages below the umbrella know nothing of this: they offer a registration, which is filled here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One name that may be replaced from outside.
+
+    Attributes:
+        owner: The module, or the class in a module, on which it is set: `"accelerate.hooks:AlignDevicesHook"`.
+        name: The attribute.
+        replaced_by: Who replaces it, and what for.
+    """
+
+    owner: str
+    name: str
+    replaced_by: str
+
+
+SEAMS = (
+    # functions, looked up in their module: through `late_bound` or `replacement`
+    Seam(
+        "accelerate.accelerator", "fsdp2_prepare_model", "axolotl shards models itself; unsloth corrects dtypes before"
+    ),
+    Seam("accelerate.big_modeling", "check_device_map", "transformers, for models with modules that are not placed"),
+    Seam("accelerate.commands.env", "which", "tests that pretend programs are installed"),
+    Seam("accelerate.commands.to_fsdp2", "load_config", "tests that convert a config without a file"),
+    Seam("accelerate.utils.launch", "which", "tests that pretend there is an mpirun"),
+    # methods: our code calls them on the object, so that whatever class attribute there is runs
+    Seam("accelerate:Accelerator", "_prepare_cp", "transformers' trainers, under context parallelism"),
+    Seam("accelerate:Accelerator", "_prepare_fsdp2", "ms-swift, before models are sharded"),
+    Seam("accelerate:Accelerator", "backward", "unsloth"),
+    Seam("accelerate:Accelerator", "clip_grad_norm_", "unsloth"),
+    Seam("accelerate:Accelerator", "distributed_type", "unsloth, which trains as if in one process"),
+    Seam("accelerate:Accelerator", "prepare_data_loader", "unsloth_zoo"),
+    Seam("accelerate:Accelerator", "prepare_model", "unsloth"),
+    Seam(
+        "accelerate:Accelerator", "verify_device_map", "ms-swift, whose models of several devices are trained by DDP"
+    ),
+    Seam(
+        "accelerate.hooks:AlignDevicesHook", "init_hook", "compressed-tensors, for weights that are in place already"
+    ),
+    # not ours: called with the keywords with which 1.15 calls it (`device_ids` and `output_device` are always given)
+    Seam("torch.nn.parallel:DistributedDataParallel", "__init__", "ms-swift"),
+)
+_FUNCTIONS = {(seam.owner, seam.name) for seam in SEAMS if ":" not in seam.owner}
+
+
+def late_bound(module: str, name: str) -> Callable[..., Any]:
+    """A function that calls whatever a seam holds at the time of the call.
+
+    Args:
+        module: The module in which others replace the function.
+        name: Its name there.
+
+    Raises:
+        KeyError: When `SEAMS` does not list it.
+    """
+    _check_listed(module, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
+def replacement(module: str, name: str) -> Callable[..., Any] | None:
+    """What a library has set in a module that does not define the name itself; None while nobody has.
+
+    Args:
+        module: A module whose `__getattr__` is a `legacy_getattr`.
+        name: The name there.
+
+    Raises:
+        KeyError: When `SEAMS` does not list it.
+    """
+    _check_listed(module, name)
+    found: Callable[..., Any] | None = vars(sys.modules[module]).get(name)
+    return found
+
+
+def _check_listed(module: str, name: str) -> None:
+    if (module, name) not in _FUNCTIONS:
+        raise KeyError(f"{module}.{name} is no seam: list it in accelerate.compat.seams.SEAMS")
