@@ -1,4 +1,4 @@
-"""`prepare_pippy`: the same outputs as one process, from models that are cut or traced."""
+"""`prepare_pippy`: the same outputs as one process, from models that are split or traced."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_what_cannot_be_cut_is_traced(rank: int, world: int) -> None:
 def test_what_can_neither_be_cut_nor_traced(rank: int, world: int) -> None:
     PartialState(cpu=True)
     model = seeded(Deciding)
-    with pytest.raises(ValueError, match="(?s)Deciding cannot be traced: .* cannot be cut between its modules either"):
+    with pytest.raises(
+        ValueError, match="(?s)Deciding cannot be traced: .* cannot be split between its modules either"
+    ):
         prepare_pippy(model, example_args=(torch.ones(4, 8),))
     assert sum(1 for _ in model.parameters()) == 8  # as it was
     assert model(torch.ones(4, 8)).shape == (4, 8)

@@ -1,4 +1,4 @@
-"""Where models are cut into stages."""
+"""Where models are split into stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_integrations.parallel.pipeline_split import balance, cut_model
+from accel_integrations.parallel.pipeline.split import balance, split_model
 from tests.support.tiny_transformer import make_model
 
 
@@ -31,36 +31,36 @@ class Plain(nn.Module):
 
 
 def test_a_transformer_is_cut_between_blocks() -> None:
-    cut = cut_model(make_model(layers=4), 2)
-    assert cut.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
-    assert (cut.starts, cut.split_points) == ((0, 2), ["blocks.2"])
-    assert (cut.before, cut.after) == (("embedding", "positions"), ("norm", "head"))
-    assert [cut.last_block(stage) for stage in (0, 1)] == ["blocks.1", "blocks.3"]
-    assert cut.stages()["blocks.1"] == cut.stages()["embedding"] == 0
-    assert cut.stages()["blocks.2"] == cut.stages()["head"] == 1
+    split = split_model(make_model(layers=4), 2)
+    assert split.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
+    assert (split.starts, split.split_points) == ((0, 2), ["blocks.2"])
+    assert (split.before, split.after) == (("embedding", "positions"), ("norm", "head"))
+    assert [split.last_block(stage) for stage in (0, 1)] == ["blocks.1", "blocks.3"]
+    assert split.stages()["blocks.1"] == split.stages()["embedding"] == 0
+    assert split.stages()["blocks.2"] == split.stages()["head"] == 1
 
 
 def test_the_largest_chain_is_cut_and_chains_inside_of_blocks_are_not() -> None:
-    cut = cut_model(Branches(), 2)
-    assert (cut.blocks, cut.before, cut.after) == (("large.0", "large.1"), ("head", "small"), ("stems.0",))
-    assert cut_model(Branches(), 3).blocks == ("small.0", "small.1", "small.2")  # the only one that is long enough
+    split = split_model(Branches(), 2)
+    assert (split.blocks, split.before, split.after) == (("large.0", "large.1"), ("head", "small"), ("stems.0",))
+    assert split_model(Branches(), 3).blocks == ("small.0", "small.1", "small.2")  # the only one that is long enough
 
 
 def test_models_without_a_chain_are_cut_between_their_children() -> None:
-    assert cut_model(Plain(), 3).split_points == ["two", "three"]
-    assert cut_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 2).blocks == ("0", "1", "2")
+    assert split_model(Plain(), 3).split_points == ["two", "three"]
+    assert split_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 2).blocks == ("0", "1", "2")
 
 
 def test_given_split_points() -> None:
     model = make_model(layers=4)
-    assert cut_model(model, 3, ["blocks.1", "blocks.3"]).starts == (0, 1, 3)
-    assert cut_model(Branches(), 2, ["large.1.2"]).blocks == ("large.1.0", "large.1.1", "large.1.2")
+    assert split_model(model, 3, ["blocks.1", "blocks.3"]).starts == (0, 1, 3)
+    assert split_model(Branches(), 2, ["large.1.2"]).blocks == ("large.1.0", "large.1.1", "large.1.2")
 
 
 @pytest.mark.parametrize(
     ("num_stages", "split_points", "message"),
     [
-        (5, "auto", r"cannot be cut into 5 stages: its longest chain .* has 4 .*'blocks.0'"),
+        (5, "auto", r"cannot be split into 5 stages: its longest chain .* has 4 .*'blocks.0'"),
         (2, ["block.2"], r"has no module 'block.2'. Did you mean 'blocks.2'"),
         (2, ["zzz"], r"has no module 'zzz'. Choose from model.named_modules"),
         (3, ["blocks.2"], r"make 2 stages, but 3 are needed: name 2"),
@@ -71,7 +71,7 @@ def test_given_split_points() -> None:
 )
 def test_cuts_that_cannot_be(num_stages: int, split_points: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cut_model(make_model(layers=4), num_stages, split_points)  # type: ignore[arg-type]
+        split_model(make_model(layers=4), num_stages, split_points)  # type: ignore[arg-type]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 5), st.integers(0, 9), st.integers(0, 9))

@@ -87,7 +87,7 @@ def test_each_process_keeps_its_part(rank: int, world: int) -> None:
     own = {id(one) for one in inner.parameters()}
     assert {id(one) for group in optimizer.param_groups for one in group["params"]} == own
     assert list(accelerator.get_state_dict(model)) == list(make_model(layers=4).state_dict())
-    with pytest.raises(RuntimeError, match=r"is held by another process: call the prepared model"):
+    with pytest.raises(RuntimeError, match=r"is held by another rank: call the prepared model"):
         inner(IDS)
 
 
@@ -390,10 +390,10 @@ def test_combinations_that_cannot_be(rank: int, world: int) -> None:
 @ranks(2)
 def test_models_and_batches_that_do_not_fit(rank: int, world: int) -> None:
     accelerator = pipelined(num_microbatches=4, schedule="1f1b")
-    with pytest.raises(ValueError, match="cannot be cut into 2 stages"):
+    with pytest.raises(ValueError, match="cannot be split into 2 stages"):
         accelerator.prepare(nn.Linear(2, 2))
     model = accelerator.prepare(make_model())
-    with pytest.raises(ValueError, match=r"batch of 6 cannot be cut into num_microbatches=4 .* out of 2, 3, 6"):
+    with pytest.raises(ValueError, match=r"batch of 6 cannot be split into num_microbatches=4 .* out of 2, 3, 6"):
         model(IDS[:6])
     with pytest.raises(ValueError, match="TinyTransformer must return its loss.*schedule='gpipe'"):
         model(IDS)

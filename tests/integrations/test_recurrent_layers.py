@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accel_integrations.parallel.recurrent import check_no_recurrent_layers
+from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
 
 
 def model_with(**settings: Any) -> nn.Module:

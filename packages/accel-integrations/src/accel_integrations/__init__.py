@@ -1,4 +1,4 @@
-"""Ways to train: engines, number formats, prepared optimizers and compilation behind one interface."""
+"""Training backends: engines, mixed precision, prepared optimizers and compilation behind one interface."""
 
 from accel_state.lazy import lazy_exports
 

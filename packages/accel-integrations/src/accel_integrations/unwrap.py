@@ -16,7 +16,7 @@ WRAPPERS = {
     "torch.nn.parallel.data_parallel": "DataParallel",
     "torch.distributed.fsdp": "FullyShardedDataParallel",
     "deepspeed": "DeepSpeedEngine",
-    "accel_integrations.parallel.pipeline": "PipelinedModel",
+    "accel_integrations.parallel.pipeline.model": "PipelinedModel",
 }
 
 

@@ -26,7 +26,7 @@ from accel_bigmodel.offload.loader import extract_submodules_state_dict as extra
 from accel_bigmodel.streaming.settings import Streaming as Streaming
 from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_bigmodel.tied import retie_parameters as retie_parameters
-from accel_integrations.parallel.recurrent import check_no_recurrent_layers
+from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import late_bound
 

@@ -1,4 +1,4 @@
-"""Inference on a model that is spread over processes, each of which holds consecutive parts of it."""
+"""Pipeline-parallel inference: a model split into stages over the ranks of the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __getattr__ = legacy_getattr(__name__)  # what programs import from here
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_integrations.parallel.pipeline_run import PipelineGroup
+    from accel_integrations.parallel.pipeline.group import PipelineGroup
 
 
 def prepare_pippy(
@@ -32,30 +32,30 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Spread a model over the processes of the run, for inference.
+    """Split a model into stages over the ranks of the run, for inference.
 
-    A model with a chain of blocks is cut between them: batches may then have any size and shapes, outputs are of the
-    model's own kind, and each process keeps only its own part in memory. Any other one is traced by
+    A model with a chain of blocks is split between them: batches may then have any size and shapes, outputs are of the
+    model's own kind, and each rank keeps only its own stage in memory. Any other one is traced by
     `torch.distributed.pipelining`, which needs an example, and from then on inputs of its shapes; what it returns are
     the bare tensors.
 
     Args:
-        model (`torch.nn.Module`): The model, with equal weights on all processes.
-        split_points (`"auto"` or list of `str`): Names of the modules at which the second and every further process's
-            part begins; `"auto"` keeps the largest part as small as possible.
-        no_split_module_classes (list of `str`, *optional*): Names of classes that are not cut, where a model without a
-            chain of blocks is cut by `"auto"`.
+        model (`torch.nn.Module`): The model, with equal weights on all ranks.
+        split_points (`"auto"` or list of `str`): Names of the modules at which the second and every further rank's
+            stage begins; `"auto"` keeps the largest stage as small as possible.
+        no_split_module_classes (list of `str`, *optional*): Names of classes that are not split, where a model without a
+            chain of blocks is split by `"auto"`.
         example_args (`tuple`): Positional arguments of the forward, for one batch. With them, the model is tried.
         example_kwargs (`dict`, *optional*): Keyword arguments, likewise.
-        num_chunks (`int`, *optional*): Into how many parts a batch is cut, so that processes work at the same time; as
-            many as there are processes when None. Batches are filled up to a multiple of it.
-        gather_output (`bool`): Whether every process gets the output; otherwise the last one does, others get None.
+        num_chunks (`int`, *optional*): Into how many microbatches a batch is split, so that ranks overlap; as many as there
+            are ranks when None. Batches are padded to a multiple of it.
+        gather_output (`bool`): Whether every rank gets the output; otherwise the last one does, others get None.
 
     Returns:
-        The model, whose forward runs all parts. Call it on all processes; the inputs are those of the first one.
+        The model, whose forward runs all stages. Call it on all ranks; the inputs are those of rank 0.
 
     Raises:
-        ValueError: When the model can neither be cut nor traced, with both reasons, or an argument is not allowed.
+        ValueError: When the model can neither be split nor traced, with both reasons, or an argument is not allowed.
 
     Example:
         ```py
@@ -67,49 +67,49 @@ def prepare_pippy(
     state = PartialState()
     count = state.num_processes
     if num_chunks is not None and (not isinstance(num_chunks, int) or num_chunks < 1):
-        raise ValueError(f"num_chunks={num_chunks!r} is not valid: expected a whole number of at least 1, or None.")
+        raise ValueError(f"num_chunks={num_chunks!r} is not valid: expected an int of at least 1, or None.")
     if isinstance(split_points, str) and split_points != "auto":
         raise ValueError(f"split_points={split_points!r} is not valid: expected 'auto' or a list of module names.")
     if count == 1:
         model.hf_split_points = []  # type: ignore[assignment]
         return model.to(state.device)
     example = (tuple(example_args or ()), dict(example_kwargs or {})) if example_args or example_kwargs else None
-    line = _line_of_run(state)
+    group = _pipeline_group(state)
     chunks = num_chunks or count
-    found, names = _cut_or_trace(
-        model, split_points, no_split_module_classes, line, chunks, bool(gather_output), example
+    found, names = _split_or_trace(
+        model, split_points, no_split_module_classes, group, chunks, bool(gather_output), example
     )
     model.forward = found
     model.hf_split_points = names  # type: ignore[assignment]
     return model
 
 
-def _line_of_run(state: PartialState) -> PipelineGroup:
+def _pipeline_group(state: PartialState) -> PipelineGroup:
     import torch.distributed as dist
 
-    from accel_integrations.parallel.pipeline_run import PipelineGroup
+    from accel_integrations.parallel.pipeline.group import PipelineGroup
 
-    group = dist.group.WORLD
-    assert group is not None
-    return PipelineGroup(group, state.num_processes, state.device)
+    world = dist.group.WORLD
+    assert world is not None
+    return PipelineGroup(world, state.num_processes, state.device)
 
 
-def _cut_or_trace(
+def _split_or_trace(
     model: nn.Module,
     split_points: Any,
     no_split_module_classes: Any,
-    line: PipelineGroup,
+    group: PipelineGroup,
     chunks: int,
     gather_output: bool,
     example: Any,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """What takes the place of the model's forward, and where the model was cut."""
-    from accel_integrations.parallel.pipeline_inference import StagedInference, TracedInference
-    from accel_integrations.parallel.pipeline_split import cut_model
+    """What takes the place of the model's forward, and where the model was split."""
+    from accel_integrations.parallel.pipeline.inference import StagedInference, TracedInference
+    from accel_integrations.parallel.pipeline.split import split_model
 
     try:
-        cut = cut_model(model, line.num_stages, split_points)
-        return StagedInference(model, cut, line, chunks, gather_output, example), cut.split_points
+        split = split_model(model, group.num_stages, split_points)
+        return StagedInference(model, split, group, chunks, gather_output, example), split.split_points
     except (ValueError, RuntimeError) as error:
         reason = error
     if example is None:
@@ -117,14 +117,14 @@ def _cut_or_trace(
             f"{reason} To have {type(model).__name__} traced instead, pass example_args or example_kwargs."
         ) from reason
     names = (
-        _borders(generate_device_map(model, line.size, no_split_module_classes))
+        _borders(generate_device_map(model, group.size, no_split_module_classes))
         if split_points == "auto"
         else split_points
     )
     try:
-        return TracedInference(model, names, line, chunks, gather_output, example), list(names)
+        return TracedInference(model, names, group, chunks, gather_output, example), list(names)
     except ValueError as error:
-        raise ValueError(f"{error} It cannot be cut between its modules either: {reason}") from error
+        raise ValueError(f"{error} It cannot be split between its modules either: {reason}") from error
 
 
 def generate_device_map(
@@ -189,18 +189,18 @@ def build_pipeline(
         split_points: Names of the modules at which the second and every further part begins.
         args: Positional arguments of the forward, for one batch.
         kwargs: Its keyword arguments.
-        num_chunks: Into how many parts a batch is cut; the schedule takes batches of this example's size.
+        num_chunks: Into how many parts a batch is split; the schedule takes batches of this example's size.
 
     Raises:
         ValueError: When the model cannot be traced, with the reason.
     """
-    from accel_integrations.parallel.pipeline_batch import cut_batch
-    from accel_integrations.parallel.pipeline_inference import make_schedule, trace_stage, with_padding
+    from accel_integrations.parallel.pipeline.inference import make_schedule, trace_stage, with_padding
+    from accel_integrations.parallel.pipeline.microbatches import split_batch
 
     size = find_pippy_batch_size(args, kwargs) or 1
     args, kwargs = with_padding((tuple(args), dict(kwargs or {})), size, num_chunks)
-    chunk = cut_batch(args, dict(kwargs or {}), num_chunks).parts[0]
-    return make_schedule(trace_stage(model, split_points, chunk, _line_of_run(PartialState())), num_chunks)
+    chunk = split_batch(args, dict(kwargs or {}), num_chunks).parts[0]
+    return make_schedule(trace_stage(model, split_points, chunk, _pipeline_group(PartialState())), num_chunks)
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
@@ -209,21 +209,21 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     Args:
         forward: The schedule's `step`.
         num_chunks: Its number of chunks.
-        gather_output: Whether every process gets the output; otherwise the last one does, others get None.
+        gather_output: Whether every rank gets the output; otherwise the last one does, others get None.
         args: Positional arguments of the model's forward; only looked at on the first process.
         kwargs: Its keyword arguments, likewise.
     """
-    from accel_integrations.parallel.pipeline_inference import gathered, with_padding, without_padding
+    from accel_integrations.parallel.pipeline.inference import gathered, with_padding, without_padding
 
-    line = _line_of_run(PartialState())
+    group = _pipeline_group(PartialState())
     sizes = None
-    if line.rank == 0:
+    if group.rank == 0:
         size = find_pippy_batch_size(args, kwargs)
         assert size is not None
-        args, kwargs = with_padding(send_to_device((args, kwargs), line.device), size, num_chunks)
+        args, kwargs = with_padding(send_to_device((args, kwargs), group.device), size, num_chunks)
         sizes = (size, find_pippy_batch_size(args, kwargs))
-    size, padded = line.broadcast_object(sizes, 0)
-    output = forward(*args, **kwargs) if line.rank == 0 else forward()
-    if line.rank == line.last_rank:
+    size, padded = group.broadcast_object(sizes, 0)
+    output = forward(*args, **kwargs) if group.rank == 0 else forward()
+    if group.rank == group.last_rank:
         output = without_padding(output, size, padded)
-    return gathered(output, line) if gather_output else output
+    return gathered(output, group) if gather_output else output

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_integrations.engines.ddp_hooks import register_hook
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.parallel.module_states import all_reduce_over_group
-from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
+from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.ties import Ties
@@ -78,7 +78,7 @@ class DDPEngine(Engine):
             if self.averaging_group is not None:
                 self._averagers[model] = GradientAverager(model, self.averaging_group)
             else:  # the tensors exchange what they must by themselves
-                add_up_gradients(model)
+                redistribute_gradients(model)
             return model
         settings = self.context.handlers.ddp
         index = None if device.type in DEVICES_WITHOUT_INDEX else device.index

@@ -14,7 +14,7 @@ from accel_integrations import gradients
 from accel_integrations.averaging import WindowAverage
 from accel_integrations.checkpoints.forms import holds_engines
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
-from accel_integrations.parallel.loss import mean_over_tokens
+from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler

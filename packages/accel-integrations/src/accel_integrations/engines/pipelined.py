@@ -12,12 +12,12 @@ from torch import nn
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
-from accel_integrations.parallel.pipeline import Pipeline, PipelinedModel
-from accel_integrations.parallel.pipeline_gradients import GradientExchange, clip_over_stages, make_equal
-from accel_integrations.parallel.pipeline_layout import Layout, OptimizerLayout
-from accel_integrations.parallel.pipeline_run import PipelineGroup
-from accel_integrations.parallel.pipeline_split import cut_model
-from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
+from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
+from accel_integrations.parallel.pipeline.group import PipelineGroup
+from accel_integrations.parallel.pipeline.layout import Layout, OptimizerLayout
+from accel_integrations.parallel.pipeline.model import Pipeline, PipelinedModel
+from accel_integrations.parallel.pipeline.split import split_model
+from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothing_is_collected
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.ties import Ties
 from accel_state.enums import DynamoBackend
@@ -36,7 +36,7 @@ class _Part:
 
     model: nn.Module
     layout: Layout
-    exchange: GradientExchange
+    exchange: GradientSync
     line: PipelineGroup
 
     @property
@@ -164,7 +164,7 @@ class PipelinedEngine(Engine):
         mesh = self._config.axis_mesh("pp")
         assert mesh is not None
         line = PipelineGroup(mesh.get_group(), mesh.size() * (self._settings.stages_per_rank or 1), state.device)
-        cut = cut_model(model, line.num_stages, self._settings.split_points)
+        cut = split_model(model, line.num_stages, self._settings.split_points)
         layout = Layout.of(model, cut)
         config = getattr(model, "config", None)
         check_nothing_is_collected(vars(config) if hasattr(config, "__dict__") else {}, "the model's configuration")
@@ -174,14 +174,14 @@ class PipelinedEngine(Engine):
         if device_placement:
             model.to(state.device)
         shared, copies = layout.shared_parameters(line), self.averaging_group
-        make_equal(line, shared, layout.own_parameters(model))
+        sync_shared_parameters(line, shared, layout.own_parameters(model))
         if copies is not None:
             for tensor in (*model.parameters(), *model.buffers()):
                 broadcast_to_group(tensor, copies)
         if self._sharding is not None:
             self._sharding.shard_each(staged.held_modules())
             layout.note_names(model)
-        exchange = GradientExchange(line, shared, layout.own_parameters(model), copies)
+        exchange = GradientSync(line, shared, layout.own_parameters(model), copies)
         pipeline = Pipeline(staged, line, self._settings, self._is_last_batch)
         pipeline.on_backward = exchange.note_backward
         self._parts[model] = _Part(model, layout, exchange, line)

@@ -1,4 +1,4 @@
-"""Replicas of models that `DistributedDataParallel` does not take: those of distributed tensors."""
+"""Averages over data-parallel replicas: of gradients of DTensors, which `DistributedDataParallel` refuses, and of losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_integrations.parallel.module_states import broadcast_to_group
+from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
 from accel_ops.modules import to_local
 from accel_ops.transport import collective_device
 
@@ -19,16 +19,16 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientAverager:
-    """Averages gradients over a group of processes while backward runs; parameters stay what they are.
+    """All-reduces gradients over a process group while the backward pass runs; parameters stay what they are.
 
-    Gradients travel in buckets, in the same order on all processes, each as soon as its gradients are there. With a
-    bucket goes the number of processes that have each gradient, so that one which nobody has stays None.
+    Gradients are sent in buckets, in the same order on all ranks, each as soon as its gradients are there. With a bucket
+    goes the number of ranks that have each gradient, so that one which no rank has stays None.
 
     Args:
-        model: Its parameters, distributed or not, are made equal in the group first. Of a distributed parameter, every
-            process of the group must hold the same part.
+        model: Its parameters, DTensors or not, are broadcast from the first rank of the group first. Of a DTensor, every
+            rank of the group must hold the same shard.
         group: The process group of the replicas.
-        bucket_bytes: Size of a bucket.
+        bucket_bytes: Size of a bucket, in bytes.
     """
 
     def __init__(self, model: nn.Module, group: Any, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -37,19 +37,19 @@ class GradientAverager:
         self.enabled = True
         for tensor in chain(model.parameters(), model.buffers()):
             broadcast_to_group(to_local(tensor), group)
-        learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._buckets = list(_into_buckets(learning[::-1], bucket_bytes))  # backward begins with the last
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buckets = list(_into_buckets(trainable[::-1], bucket_bytes))  # backward begins with the last
         self._bucket_of: dict[torch.Tensor, int] = {
             parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
         }
         self._waiting: list[int] = []  # gradients that are still to come, per bucket; empty outside of backward
         self._sent: list[tuple[torch.Tensor, Any]] = []
         self._hooks = [model.register_forward_pre_hook(lambda *_: self._begin())]  # copies of models copy no function
-        self._hooks += [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in learning]
+        self._hooks += [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in trainable]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backward exchanges nothing."""
+        """A block in which backward passes all-reduce nothing."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -64,7 +64,7 @@ class GradientAverager:
     # ---- during backward ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Forget a backward that was broken off by an error."""
+        """Forget a backward pass that an error ended early."""
         self._waiting, self._sent = [], []
 
     def _arrived(self, parameter: torch.Tensor) -> None:
@@ -89,7 +89,7 @@ class GradientAverager:
         self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
 
     def _finish(self) -> None:
-        """Send what is left, and put the averages in place of the gradients."""
+        """All-reduce what is left, and write the averages into the gradients."""
         self._waiting = []
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket)
@@ -103,8 +103,8 @@ class GradientAverager:
                     _set_gradient(parameter, average)
 
 
-def add_up_gradients(model: nn.Module) -> None:
-    """Have every gradient distributed as its parameter is; some come as what must still be added up.
+def redistribute_gradients(model: nn.Module) -> None:
+    """Have every gradient redistributed to the placements of its parameter; some come as `Partial` sums.
 
     Args:
         model: Its parameters must not be moved afterwards: they would lose what is registered here.
@@ -130,7 +130,7 @@ def _into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator
 
 
 def _own_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient of this process's part."""
+    """The local gradient of this rank's shard."""
     _distribute_gradient(parameter)
     return None if parameter.grad is None else to_local(parameter.grad)
 
@@ -146,3 +146,29 @@ def _set_gradient(parameter: nn.Parameter, average: torch.Tensor) -> None:
         parameter.grad = torch.zeros_like(parameter)
     part = to_local(parameter.grad)
     part.copy_(average.view_as(part))
+
+
+# ---- losses -------------------------------------------------------------------------------------------------------
+
+
+def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: Any, size: int) -> torch.Tensor:
+    """The mean loss over the tokens of all ranks, from each rank's own mean.
+
+    Gradients are right where the engine averages them over the same ranks: what each contributes is weighted by its
+    number of tokens. A rank may have no tokens; then its `loss` may be NaN, as the mean of nothing is.
+
+    Args:
+        loss: 0-dim, the mean over `num_tokens` tokens.
+        num_tokens: How many tokens this rank's loss counts.
+        group: The process group over which gradients are averaged; all ranks when None.
+        size: By which number the sum of their gradients is divided.
+
+    Returns:
+        0-dim, equal on all ranks.
+    """
+    own = torch.as_tensor(num_tokens, dtype=loss.dtype, device=loss.device).detach()
+    loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
+    counted = torch.stack([own, loss.detach() * own])
+    total, summed = all_reduce_over_group(counted, group).unbind()
+    share = loss * (own * size / total.clamp(min=1))
+    return share + (summed / total.clamp(min=1) - share).detach()

@@ -38,8 +38,8 @@ from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
 )
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.loss import mean_over_tokens
 from accel_integrations.parallel.module_states import all_reduce_over_group
+from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.prepared import PREPARED_MARK
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend

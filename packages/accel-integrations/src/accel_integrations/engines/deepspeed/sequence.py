@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_integrations.parallel.recurrent import check_no_recurrent_layers
+from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
 
 if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig

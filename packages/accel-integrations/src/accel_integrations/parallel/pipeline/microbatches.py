@@ -1,4 +1,4 @@
-"""Cutting a batch into microbatches, and joining what the model made of them."""
+"""Splitting a batch into microbatches, and joining what the model made of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from accel_integrations.parallel.pipeline_shapes import PLAIN, TensorShape
+from accel_integrations.parallel.pipeline.shapes import PLAIN, TensorShape
 
 NUM_ITEMS = "num_items_in_batch"
 """Argument of models of transformers that divide their loss by the number of items of the whole batch."""
@@ -17,7 +17,7 @@ NUM_ITEMS = "num_items_in_batch"
 
 @dataclass(frozen=True)
 class Microbatches:
-    """The arguments of a model's forward, cut along the first dimension.
+    """The arguments of a model's forward, split along the first dimension.
 
     Attributes:
         parts: For each microbatch, its positional and keyword arguments.
@@ -43,18 +43,18 @@ def find_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return leaf.shape[0]
     raise ValueError(
-        "A pipelined model got no tensor with dimensions, so there is no batch to cut into microbatches: pass the "
+        "A pipelined model got no tensor with dimensions, so there is no batch to split into microbatches: pass the "
         "batch as arguments of the model."
     )
 
 
-def cut_batch(
+def split_batch(
     args: Sequence[Any], kwargs: dict[str, Any], count: int, loss_weight: Callable[[dict[str, Any]], Any] | None = None
 ) -> Microbatches:
-    """Cut a batch into equally large microbatches.
+    """Split a batch into equally large microbatches.
 
     Args:
-        args: Positional arguments; every tensor in them whose first dimension is the batch size is cut, everything
+        args: Positional arguments; every tensor in them whose first dimension is the batch size is split, everything
             else goes to each microbatch.
         kwargs: Keyword arguments, likewise.
         count: How many; it divides the batch size.
@@ -119,7 +119,7 @@ def _joined(tensors: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Te
     return total
 
 
-def share_gradients(
+def split_gradients(
     gradients: Sequence[torch.Tensor | None], count: int, weights: Sequence[Any]
 ) -> list[list[torch.Tensor | None]]:
     """Gradients of joined outputs, for each microbatch: the reverse of `join_outputs`."""

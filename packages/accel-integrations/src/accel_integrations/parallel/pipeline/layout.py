@@ -1,4 +1,4 @@
-"""Which process of a pipeline holds which tensor of a model, and putting the whole together again."""
+"""Which rank of a pipeline holds which tensor of a model, and gathering full state dicts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.parallel.pipeline_run import PipelineGroup
-from accel_integrations.parallel.pipeline_shapes import TensorShape
-from accel_integrations.parallel.pipeline_split import Cut
+from accel_integrations.parallel.pipeline.group import PipelineGroup
+from accel_integrations.parallel.pipeline.shapes import TensorShape
+from accel_integrations.parallel.pipeline.split import ModelSplit
 from accel_integrations.parallel.whole_state import cut_like
 from accel_ops.modules import full_tensor
 
 
 @dataclass
 class Layout:
-    """The tensors of a whole model by name, recorded before it is taken apart.
+    """The tensors of a full model by name, recorded before it is split.
 
     Attributes:
         shapes: What each entry of the model's state dict is like, in order.
@@ -38,14 +38,14 @@ class Layout:
     names: Any = field(default_factory=WeakIdKeyDictionary)
 
     @classmethod
-    def of(cls, model: nn.Module, cut: Cut) -> Layout:
-        """That of a model about to be cut."""
+    def of(cls, model: nn.Module, split: ModelSplit) -> Layout:
+        """That of a model about to be split."""
         entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)}
-        placed = cut.stages()
+        placed = split.stages()
         held: dict[int, set[int]] = {}
         first: dict[int, str] = {}
         for name, value in entries.items():
-            held.setdefault(id(value), set()).update(_stages_of(name, placed, cut.num_stages))
+            held.setdefault(id(value), set()).update(_stages_of(name, placed, split.num_stages))
             first.setdefault(id(value), name)
         layout = cls(
             {name: TensorShape.of(value) for name, value in entries.items()},
@@ -61,17 +61,17 @@ class Layout:
         for name, parameter in model.named_parameters():
             self.names[parameter] = self.first_names[name]
 
-    def shared_parameters(self, line: PipelineGroup) -> dict[str, tuple[int, ...]]:
+    def shared_parameters(self, group: PipelineGroup) -> dict[str, tuple[int, ...]]:
         """Parameters held by several processes, by their first name, with these processes in order of stages."""
         found = {}
         for name in self.order:
-            ranks = tuple(dict.fromkeys(line.rank_of(stage) for stage in self.stages[name]))
+            ranks = tuple(dict.fromkeys(group.rank_of(stage) for stage in self.stages[name]))
             if len(ranks) > 1:
                 found[name] = ranks
         return found
 
     def own_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of this process, by their first name."""
+        """The parameters of this rank, by their first name."""
         return {self.first_names[name]: parameter for name, parameter in model.named_parameters()}
 
     def complete_ties(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -87,20 +87,20 @@ class Layout:
                 value = present[first]
                 state_dict[prefix + name] = cut_like(value, own[name]) if name in own else value
 
-    def full_state_dict(self, own: dict[str, torch.Tensor], line: PipelineGroup) -> dict[str, torch.Tensor]:
-        """The whole model's tensors on every process of the pipeline.
+    def full_state_dict(self, own: dict[str, torch.Tensor], group: PipelineGroup) -> dict[str, torch.Tensor]:
+        """The full model's tensors, on every rank of the pipeline.
 
         Args:
-            own: Those of this process, by name. They stay where they are; those of others come to the CPU.
-            line: The processes, all of which must call this.
+            own: Those of this rank, by name. They stay where they are; those of other ranks arrive in CPU memory.
+            group: The pipeline group, all ranks of which must call this.
         """
         by_first = {self.first_names[name]: tensor for name, tensor in own.items() if name in self.first_names}
         found: dict[str, torch.Tensor] = {}
         for name, shape in self.shapes.items():
             first = self.first_names[name]
             if first == name:
-                source = line.rank_of(self.stages[name][0])
-                found[name] = from_process(by_first.get(name), shape, line, source)
+                source = group.rank_of(self.stages[name][0])
+                found[name] = broadcast_from(by_first.get(name), shape, group, source)
             else:
                 found[name] = found[first]
         return found
@@ -116,17 +116,17 @@ def _stages_of(name: str, placed: dict[str, int], num_stages: int) -> Sequence[i
         stage = placed.get(".".join(parts[:depth]))
         if stage is not None:
             return (stage,)
-    return range(num_stages)  # outside of all stages: everybody keeps it
+    return range(num_stages)  # outside of all stages: every rank keeps it
 
 
-def from_process(own: torch.Tensor | None, shape: TensorShape, line: PipelineGroup, source: int) -> torch.Tensor:
-    """A tensor that one process of the pipeline holds, on all of them."""
-    if line.rank == source:
+def broadcast_from(own: torch.Tensor | None, shape: TensorShape, group: PipelineGroup, source: int) -> torch.Tensor:
+    """Broadcast a tensor that one rank of the pipeline holds; a rank that holds it too keeps its own."""
+    if group.rank == source:
         assert own is not None
-        line.broadcast(own.detach().contiguous().to(line.device), source)
+        group.broadcast(own.detach().contiguous().to(group.device), source)
         return own
-    travelling = shape.empty(line.device)
-    line.broadcast(travelling, source)
+    travelling = shape.empty(group.device)
+    group.broadcast(travelling, source)
     return travelling.cpu() if own is None else own
 
 
@@ -134,65 +134,70 @@ def from_process(own: torch.Tensor | None, shape: TensorShape, line: PipelineGro
 
 
 class OptimizerLayout:
-    """The parameters of an optimizer by name, those of other processes included.
+    """The parameters of an optimizer by name, those of other ranks included.
 
     Args:
-        optimizer: Made for the whole model, or for the part that is here.
-        layouts: Of all models taken apart so far.
-        line: The processes, all of which must make this.
+        optimizer: Made for the full model, or for the stages that are here.
+        layouts: Of all models split so far.
+        group: The pipeline group, all ranks of which must make this.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], line: PipelineGroup) -> None:
-        self.line = line
-        own = [[_name_in(layouts, parameter) for parameter in group["params"]] for group in optimizer.param_groups]
-        everybody: list[Any] = [None] * line.size
-        dist.all_gather_object(everybody, own, group=line.group)
-        self.groups = [list(_merged([groups[index] for groups in everybody], layouts)) for index in range(len(own))]
+    def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], group: PipelineGroup) -> None:
+        self.group = group
+        own = [
+            [_name_in(layouts, parameter) for parameter in param_group["params"]]
+            for param_group in optimizer.param_groups
+        ]
+        everybody: list[Any] = [None] * group.size
+        dist.all_gather_object(everybody, own, group=group.process_group)
+        self.param_groups = [
+            list(_merged([groups[index] for groups in everybody], layouts)) for index in range(len(own))
+        ]
 
     def keep_own(
         self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], layouts: Sequence[Layout]
     ) -> None:
-        """Have the optimizer forget parameters of other processes; groups and their settings stay."""
+        """Remove parameters of other ranks from the optimizer; parameter groups and their settings stay."""
         here = {id(parameter) for parameter in own}
-        for group in optimizer.param_groups:
-            gone = [one for one in group["params"] if _name_in(layouts, one) is not None and id(one) not in here]
+        for param_group in optimizer.param_groups:
+            gone = [one for one in param_group["params"] if _name_in(layouts, one) is not None and id(one) not in here]
             for parameter in gone:
                 optimizer.state.pop(parameter, None)
             away = {id(parameter) for parameter in gone}
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in away]
+            param_group["params"] = [parameter for parameter in param_group["params"] if id(parameter) not in away]
 
     def whole_state(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> dict[str, Any]:
-        """The state dict that the optimizer of the whole model would have, on every process; all must call this."""
+        """The full optimizer state dict, as of the unsplit model, on every rank; all ranks must call this."""
         own = dict(self._own_state(optimizer, layouts))
         state: dict[int, dict[str, Any]] = {}
-        for source in range(self.line.size):
+        for source in range(self.group.size):
             shapes = {
                 index: {key: TensorShape.of(value) if _is_tensor(value) else value for key, value in entry.items()}
                 for index, entry in own.items()
             }
-            for index, entry in self.line.broadcast_object(shapes, source).items():
+            for index, entry in self.group.broadcast_object(shapes, source).items():
                 received = {
-                    key: from_process(own.get(index, {}).get(key), shape, self.line, source)
+                    key: broadcast_from(own.get(index, {}).get(key), shape, self.group, source)
                     if isinstance(shape, TensorShape)
                     else shape
                     for key, shape in entry.items()
                 }
                 state.setdefault(index, received)
-        return {"state": dict(sorted(state.items())), "param_groups": self._whole_groups(optimizer)}
+        return {"state": dict(sorted(state.items())), "param_groups": self._full_param_groups(optimizer)}
 
     def own_part(
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
     ) -> dict[str, Any]:
-        """What of a whole optimizer's state dict belongs to this process, as its `load_state_dict` takes it.
+        """The entries of a full optimizer state dict for this rank's parameters, as `load_state_dict` takes them.
 
         Raises:
             ValueError: When it is that of an optimizer with other groups.
         """
-        sizes = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != [len(names) for names in self.groups]:
+        sizes = [len(param_group["params"]) for param_group in state["param_groups"]]
+        if sizes != [len(names) for names in self.param_groups]:
             raise ValueError(
                 f"The state is that of an optimizer with {sizes} parameters in its groups, this one has "
-                f"{[len(names) for names in self.groups]}: load what was saved by an optimizer of the same groups."
+                f"{[len(names) for names in self.param_groups]}: load what was saved by an optimizer of the same groups."
             )
         indices = self._own_indices(optimizer, layouts)
         local = {index: position for position, index in enumerate(one for group in indices for one in group)}
@@ -204,15 +209,15 @@ class OptimizerLayout:
         return {"state": {local[index]: entry for index, entry in saved_state.items()}, "param_groups": groups}
 
     def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> list[list[int]]:
-        """For each parameter here, its number in the optimizer of the whole model."""
+        """For each parameter here, its number in the optimizer of the full model."""
         found, start = [], 0
-        for names, group in zip(self.groups, optimizer.param_groups, strict=True):
+        for names, param_group in zip(self.param_groups, optimizer.param_groups, strict=True):
             numbers = {name: start + position for position, name in enumerate(names)}
             loose = iter(start + position for position, name in enumerate(names) if name is None)
             found.append(
                 [
                     next(loose) if (name := _name_in(layouts, parameter)) is None else numbers[name]
-                    for parameter in group["params"]
+                    for parameter in param_group["params"]
                 ]
             )
             start += len(names)
@@ -221,15 +226,15 @@ class OptimizerLayout:
     def _own_state(
         self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        for indices, group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
-            for index, parameter in zip(indices, group["params"], strict=True):
+        for indices, param_group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
+            for index, parameter in zip(indices, param_group["params"], strict=True):
                 if parameter in optimizer.state:
                     yield index, {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
 
-    def _whole_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    def _full_param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         groups, start = [], 0
-        for names, group in zip(self.groups, optimizer.param_groups, strict=True):
-            settings = {key: value for key, value in group.items() if key != "params"}
+        for names, param_group in zip(self.param_groups, optimizer.param_groups, strict=True):
+            settings = {key: value for key, value in param_group.items() if key != "params"}
             groups.append({**settings, "params": list(range(start, start + len(names)))})
             start += len(names)
         return groups
@@ -245,7 +250,7 @@ def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, s
 
 
 def _merged(groups: Sequence[Sequence[tuple[int, str] | None]], layouts: Sequence[Layout]) -> Iterator[Any]:
-    """The parameters of one group on all processes, in the order of the whole model."""
+    """The parameters of one parameter group on all ranks, in the order of the full model."""
     if all(group == groups[0] for group in groups):
         yield from groups[0]
         return

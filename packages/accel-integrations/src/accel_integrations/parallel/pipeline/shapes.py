@@ -14,12 +14,12 @@ PLAIN = (bool, int, float, str)
 
 @dataclass(frozen=True)
 class TensorShape:
-    """What a tensor is like.
+    """Shape and dtype of a tensor.
 
     Attributes:
         shape: Its shape.
-        dtype: Its type.
-        needs_grad: Whether a gradient goes back through it.
+        dtype: Its dtype.
+        needs_grad: Whether it requires grad.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Inference in stages: a model too large for one device, cut between its modules, or traced where that cannot be."""
+"""Inference in stages: a model too large for one device, split between its modules, or traced where that cannot be."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from accel_integrations.parallel.pipeline import Pipeline
-from accel_integrations.parallel.pipeline_batch import cut_batch, find_size
-from accel_integrations.parallel.pipeline_run import PipelineGroup
-from accel_integrations.parallel.pipeline_shapes import Structure, tensors_in
-from accel_integrations.parallel.pipeline_split import Cut
-from accel_integrations.parallel.pipeline_stage import StagedModel
+from accel_integrations.parallel.pipeline.group import PipelineGroup
+from accel_integrations.parallel.pipeline.microbatches import find_size, split_batch
+from accel_integrations.parallel.pipeline.model import Pipeline
+from accel_integrations.parallel.pipeline.shapes import Structure, tensors_in
+from accel_integrations.parallel.pipeline.split import ModelSplit
+from accel_integrations.parallel.pipeline.stage import StagedModel
 from accel_ops.placement import send_to_device
 from accel_state.settings.parallelism import PipelineParallelConfig
 
@@ -23,39 +23,39 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class StagedInference:
-    """Stands in for the forward of a model that was cut between its modules.
+    """Stands in for the forward of a model that was split between its modules.
 
-    Inputs are those of the first process, whatever the others pass. Batches may have any size and shapes.
+    Inputs are those of rank 0, whatever the other ranks pass. Batches may have any size and shapes.
 
     Args:
         model: The model; modules of other stages are replaced in it once the example has shown that this works.
-        cut: Where it is cut.
-        line: The processes.
-        num_chunks: Into how many parts a batch is cut.
-        gather_output: Whether all processes get the output, not only the last one.
+        split: Where it is split.
+        group: The pipeline group.
+        num_chunks: Into how many parts a batch is split.
+        gather_output: Whether all ranks get the output, not only the last one.
         example: Arguments to try it with.
 
     Raises:
-        ValueError: When the model cannot be cut like this; then it is as it was.
-        RuntimeError: Likewise, where another process has noticed.
+        ValueError: When the model cannot be split like this; then it is as it was.
+        RuntimeError: Likewise, when another rank has noticed.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        cut: Cut,
-        line: PipelineGroup,
+        split: ModelSplit,
+        group: PipelineGroup,
         num_chunks: int,
         gather_output: bool,
         example: Example | None,
     ) -> None:
-        self.line = line
+        self.group = group
         self.num_chunks = num_chunks
         self.gather_output = gather_output
-        staged = StagedModel(model, cut, line.held, line.device, forward=model.forward)
-        settings = PipelineParallelConfig("gpipe", num_chunks, cut.split_points or "auto")
+        staged = StagedModel(model, split, group.held, group.device, forward=model.forward)
+        settings = PipelineParallelConfig("gpipe", num_chunks, split.split_points or "auto")
         settings.broadcast_outputs = gather_output
-        self._pipeline = Pipeline(staged, line, settings)
+        self._pipeline = Pipeline(staged, group, settings)
         if example is not None:
             try:
                 self._chunked(*example)
@@ -63,48 +63,48 @@ class StagedInference:
                 staged.undo()
                 raise
         staged.release()
-        model.to(line.device)
+        model.to(group.device)
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch; None on processes that do not get it."""
-        args, kwargs = self._inputs_of_first(args, kwargs)
+        """The model's output for a batch; None on ranks that do not get it."""
+        args, kwargs = self._inputs_of_rank_zero(args, kwargs)
         size = find_size(args, kwargs)
         padded, structures = self._chunked(args, kwargs)
         has_numbers = any(not shape.shape for shape in structures[""][0].tensors)  # as a loss, which padding changes
         output = self._pipeline(*((args, kwargs) if has_numbers else padded))
-        if not self.gather_output and self.line.rank != self.line.last_rank:
+        if not self.gather_output and self.group.rank != self.group.last_rank:
             return None
         return output if has_numbers else without_padding(output, size, find_size(*padded))
 
     @torch.no_grad()
     def _chunked(self, args: Any, kwargs: Any) -> tuple[Example, dict[str, list[Structure]]]:
-        """The inputs filled up so that they can be cut, and what modules return for a part of them."""
-        args, kwargs = send_to_device((tuple(args), kwargs), self.line.device)
+        """The inputs padded so that they can be split, and what modules return for a part of them."""
+        args, kwargs = send_to_device((tuple(args), kwargs), self.group.device)
         args, kwargs = with_padding((args, kwargs), find_size(args, kwargs), self.num_chunks)
-        return (args, kwargs), self._pipeline.measure(cut_batch(args, kwargs, self.num_chunks))
+        return (args, kwargs), self._pipeline.measure(split_batch(args, kwargs, self.num_chunks))
 
-    def _inputs_of_first(self, args: Any, kwargs: Any) -> Example:
-        line = self.line
-        inputs = send_to_device((args, kwargs), line.device)
-        structure: Structure = line.broadcast_object(Structure.of(inputs) if line.rank == 0 else None, 0)
-        tensors = tensors_in(inputs) if line.rank == 0 else [one.empty(line.device) for one in structure.tensors]
+    def _inputs_of_rank_zero(self, args: Any, kwargs: Any) -> Example:
+        group = self.group
+        inputs = send_to_device((args, kwargs), group.device)
+        structure: Structure = group.broadcast_object(Structure.of(inputs) if group.rank == 0 else None, 0)
+        tensors = tensors_in(inputs) if group.rank == 0 else [one.empty(group.device) for one in structure.tensors]
         tensors = [tensor.contiguous() for tensor in tensors]
         for tensor in tensors:
-            line.broadcast(tensor, 0)
-        example: Example = inputs if line.rank == 0 else structure.filled(tensors)
+            group.broadcast(tensor, 0)
+        example: Example = inputs if group.rank == 0 else structure.filled(tensors)
         return example
 
 
 class TracedInference:
-    """Stands in for the forward of a model that `torch.distributed.pipelining` traced and cut.
+    """Stands in for the forward of a model that `torch.distributed.pipelining` traced and split.
 
     Args:
         model: The model.
         split_points: Names of the modules at which the second and every further stage begin.
-        line: The processes.
-        num_chunks: Into how many parts a batch of the example's size is cut.
-        gather_output: Whether all processes get the output, not only the last one.
+        group: The pipeline group.
+        num_chunks: Into how many parts a batch of the example's size is split.
+        gather_output: Whether all ranks get the output, not only the last one.
         example: Arguments, whose shapes, but for the batch size, later ones must have.
 
     Raises:
@@ -115,31 +115,31 @@ class TracedInference:
         self,
         model: nn.Module,
         split_points: Sequence[str],
-        line: PipelineGroup,
+        group: PipelineGroup,
         num_chunks: int,
         gather_output: bool,
         example: Example,
     ) -> None:
-        self.line = line
+        self.group = group
         self.gather_output = gather_output
         size = math.ceil(find_size(*example) / num_chunks)
         args, kwargs = with_padding(example, find_size(*example), num_chunks)
-        chunk = cut_batch(args, kwargs, num_chunks).parts[0]
+        chunk = split_batch(args, kwargs, num_chunks).parts[0]
         self.chunk_size = size
         self._shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(chunk)]
-        self._stage = trace_stage(model, split_points, chunk, line)
+        self._stage = trace_stage(model, split_points, chunk, group)
         self._schedules: dict[int, Any] = {}
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's output for a batch; None on processes that do not get it."""
-        line = self.line
+        """The model's output for a batch; None on ranks that do not get it."""
+        group = self.group
         sizes = None
-        if line.rank == 0:
+        if group.rank == 0:
             size = find_size(args, kwargs)
-            args, kwargs = with_padding(send_to_device((args, kwargs), line.device), size, self.chunk_size)
+            args, kwargs = with_padding(send_to_device((args, kwargs), group.device), size, self.chunk_size)
             sizes = (size, find_size(args, kwargs), [tuple(tensor.shape[1:]) for tensor in tensors_in((args, kwargs))])
-        size, padded_size, shapes = line.broadcast_object(sizes, 0)
+        size, padded_size, shapes = group.broadcast_object(sizes, 0)
         if shapes != self._shapes:
             raise ValueError(
                 f"The model was traced for inputs of shapes {self._shapes} behind the batch size, but got {shapes}: "
@@ -149,20 +149,20 @@ class TracedInference:
         schedule = self._schedules.get(count)
         if schedule is None:
             schedule = self._schedules[count] = make_schedule(self._stage, count)
-        output = schedule.step(*args, **kwargs) if line.rank == 0 else schedule.step()
-        if line.rank == line.last_rank:
+        output = schedule.step(*args, **kwargs) if group.rank == 0 else schedule.step()
+        if group.rank == group.last_rank:
             output = without_padding(output, size, padded_size)
-        return gathered(output, line) if self.gather_output else output
+        return gathered(output, group) if self.gather_output else output
 
 
-def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, line: PipelineGroup) -> Any:
-    """This process's stage of a traced model.
+def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, group: PipelineGroup) -> Any:
+    """This rank's stage of a traced model.
 
     Args:
         model: The model.
         split_points: Names of the modules at which the second and every further stage begin.
         chunk: Arguments for one part of a batch.
-        line: The processes.
+        group: The pipeline group.
 
     Raises:
         ValueError: When the model cannot be traced, with the reason.
@@ -172,17 +172,17 @@ def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, l
     spec = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
     try:
         pipe = pipelining.pipeline(model, chunk[0], chunk[1], split_spec=spec)
-        stage = pipe.build_stage(line.rank, line.device, line.group)
+        stage = pipe.build_stage(group.rank, group.device, group.process_group)
     except Exception as error:
         reason = next((row.strip() for row in str(error).splitlines() if row.strip()), type(error).__name__)
         raise ValueError(
             f"{type(model).__name__} cannot be traced: {type(error).__name__}: {reason} See "
             "https://pytorch.org/docs/stable/export.html for what stops torch.export."
         ) from error
-    if pipe.num_stages != line.num_stages:
+    if pipe.num_stages != group.num_stages:
         raise ValueError(
-            f"split_points={list(split_points)!r} cut {type(model).__name__} into {pipe.num_stages} stages, but there "
-            f"are {line.num_stages} processes: name {line.num_stages - 1} modules that its forward calls."
+            f"split_points={list(split_points)!r} split {type(model).__name__} into {pipe.num_stages} stages, but there "
+            f"are {group.num_stages} processes: name {group.num_stages - 1} modules that its forward calls."
         )
     _check_inputs_stay(pipe, model)
     return stage
@@ -208,17 +208,17 @@ def make_schedule(stage: Any, num_chunks: int) -> Any:
     return ScheduleGPipe(stage, num_chunks)
 
 
-def gathered(output: Any, line: PipelineGroup) -> Any:
-    """The output of the last process, on all."""
-    structure: Structure = line.broadcast_object(
-        Structure.of(output) if line.rank == line.last_rank else None, line.last_rank
+def gathered(output: Any, group: PipelineGroup) -> Any:
+    """Broadcast the output of the last stage to all ranks."""
+    structure: Structure = group.broadcast_object(
+        Structure.of(output) if group.rank == group.last_rank else None, group.last_rank
     )
-    if line.rank == line.last_rank:
+    if group.rank == group.last_rank:
         tensors = [tensor.contiguous() for tensor in tensors_in(output)]
     else:
-        tensors = [shape.empty(line.device) for shape in structure.tensors]
+        tensors = [shape.empty(group.device) for shape in structure.tensors]
     for tensor in tensors:
-        line.broadcast(tensor, line.last_rank)
+        group.broadcast(tensor, group.last_rank)
     return structure.filled(tensors)
 
 

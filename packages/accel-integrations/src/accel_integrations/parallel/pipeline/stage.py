@@ -1,6 +1,6 @@
 """Running one stage of a model: the model's own forward, of which only this stage's modules compute.
 
-Every process runs the whole forward of the model on the same batch, so that masks, positions and whatever else the
+Every rank runs the full forward of the model on the same batch, so that masks, positions and whatever else the
 code between the modules makes of it are there on every stage. Modules of other stages take no part: the last block
 before a stage returns what the stage before has sent, all others return placeholders full of NaN, which nobody may
 use. After its last block the stage leaves the forward.
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_integrations.parallel.pipeline_modules import Elsewhere, PartForward, drop_storage
-from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape, tensors_in
-from accel_integrations.parallel.pipeline_split import Cut
+from accel_integrations.parallel.pipeline.shapes import Structure, TensorShape, tensors_in
+from accel_integrations.parallel.pipeline.split import ModelSplit
+from accel_integrations.parallel.pipeline.stage_modules import PlaceholderModule, StageForward, drop_storage
 
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Settings by which models of transformers collect something from each of their blocks, on whatever stage."""
@@ -48,12 +48,12 @@ class _StageEnd(BaseException):
 
 
 class StagedModel:
-    """A model of which this process holds some stages.
+    """A model of which this rank holds some stages.
 
     Args:
         model: The model; modules of other stages are replaced in it.
-        cut: Where it is cut.
-        held: The stages of this process.
+        split: Where it is split.
+        held: The stages of this rank.
         device: Where it computes.
         forward: Runs the model; the model itself when None.
     """
@@ -61,19 +61,19 @@ class StagedModel:
     def __init__(
         self,
         model: nn.Module,
-        cut: Cut,
+        split: ModelSplit,
         held: Sequence[int],
         device: torch.device,
         forward: Callable[..., Any] | None = None,
     ) -> None:
         self.model = model
         self._forward = model if forward is None else forward
-        self.cut = cut
+        self.split = split
         self.held = tuple(held)
         self.device = device
         self.structures: dict[str, list[Structure]] = {}
         """What the modules of all stages return at each of their calls, once measured for the batch at hand."""
-        self._stage_of = cut.stages()
+        self._stage_of = split.stages()
         self._stage: int | None = None  # the one that runs
         self._placeholder = math.nan
         self._recorded: dict[str, list[Structure]] | None = None
@@ -83,26 +83,26 @@ class StagedModel:
     def _place(self, name: str, stage: int) -> None:
         module = self.model.get_submodule(name)
         if stage in self.held:
-            module.forward = PartForward(name, module.forward, self._call)
+            module.forward = StageForward(name, module.forward, self._call)
         else:
             parent, _, child = name.rpartition(".")
-            self.model.get_submodule(parent).register_module(child, Elsewhere(name, module, self._call))
+            self.model.get_submodule(parent).register_module(child, PlaceholderModule(name, module, self._call))
 
     def held_modules(self) -> list[nn.Module]:
-        """The modules of this process's stages, in order, that have parameters."""
+        """The modules of this rank's stages, in order, that have parameters."""
         names = [name for name, stage in self._stage_of.items() if stage in self.held]
         modules = [self.model.get_submodule(name) for name in names]
         return [module for module in modules if next(module.parameters(), None) is not None]
 
     def release(self) -> None:
-        """Give the memory of other stages' modules back."""
+        """Free the memory of other stages' modules (they move to the meta device)."""
         for name, stage in self._stage_of.items():
             if stage not in self.held:
                 module: Any = self.model.get_submodule(name)
                 drop_storage(module._original)
 
     def undo(self) -> None:
-        """Put everything back in its place; not possible after `release`."""
+        """Restore the model as it was; not possible after `release`."""
         for name, stage in self._stage_of.items():
             module: Any = self.model.get_submodule(name)
             if stage in self.held:
@@ -135,9 +135,9 @@ class StagedModel:
         self._calls: Counter[str] = Counter()
         self._result: Any = None
         self._is_through = False
-        is_last = stage == self.cut.num_stages - 1
-        self._first_block = self.cut.last_block(stage - 1) if stage else None
-        self._last_block = None if is_last else self.cut.last_block(stage)
+        is_last = stage == self.split.num_stages - 1
+        self._first_block = self.split.last_block(stage - 1) if stage else None
+        self._last_block = None if is_last else self.split.last_block(stage)
         self._grad_mode = torch.is_grad_enabled()
         try:
             with _without_cache(getattr(self.model, "config", None)):
@@ -150,7 +150,7 @@ class StagedModel:
             return output
         raise RuntimeError(
             f"The forward of {type(self.model).__name__} ended without calling a module of stage {stage + 1}, which "
-            f"begins with {self.cut.split_points[stage]!r}: cut the model at modules that every forward calls, by "
+            f"begins with {self.split.split_points[stage]!r}: split the model at modules that every forward calls, by "
             "split_points."
         )
 
@@ -159,7 +159,7 @@ class StagedModel:
         if self._stage is None:
             if compute is None:
                 raise RuntimeError(
-                    f"{name!r} is held by another process: call the prepared model, which runs all stages, not parts "
+                    f"{name!r} is held by another rank: call the prepared model, which runs all stages, not parts "
                     "of it."
                 )
             return compute(*args, **kwargs)  # recomputed by activation checkpointing
@@ -234,13 +234,13 @@ class StagedModel:
                 self._check_placeholders(stage, args, kwargs)
         finally:
             self._recorded = None
-        if stage == self.cut.num_stages - 1:
+        if stage == self.split.num_stages - 1:
             recorded[""] = [Structure.of(output)]
         return recorded
 
     def _try(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a stage on any numbers; buffers and random states stay as they are."""
-        before = self.structures[self.cut.last_block(stage - 1)][0].tensors if stage else []
+        before = self.structures[self.split.last_block(stage - 1)][0].tensors if stage else []
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         devices = [] if self.device.type == "cpu" else [self.device]
         try:

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: a chain of modules, and which of them each stage begins with."""
+"""Where a model is split into stages: a chain of modules, and which of them each stage begins with."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A model cut into stages.
+class ModelSplit:
+    """A model split into stages.
 
     Attributes:
         blocks: Names of the modules of the chain, in the order in which they are called.
@@ -55,8 +55,8 @@ class Cut:
         return found | dict.fromkeys(self.after, self.num_stages - 1)
 
 
-def cut_model(model: nn.Module, num_stages: int, split_points: Sequence[str] | str = "auto") -> Cut:
-    """Cut a model between the blocks of its longest chain.
+def split_model(model: nn.Module, num_stages: int, split_points: Sequence[str] | str = "auto") -> ModelSplit:
+    """Split a model between the blocks of its longest chain.
 
     Args:
         model: With a `ModuleList` or `Sequential` of blocks; without one, its children are taken for the chain.
@@ -73,7 +73,7 @@ def cut_model(model: nn.Module, num_stages: int, split_points: Sequence[str] | s
         before, after = _around(model, blocks)
         sizes = [_bytes_of(model, [block]) for block in blocks]
         starts = balance(sizes, num_stages, _bytes_of(model, before), _bytes_of(model, after))
-        return Cut(blocks, starts, before, after)
+        return ModelSplit(blocks, starts, before, after)
     if len(split_points) != num_stages - 1:
         raise ValueError(
             f"split_points={list(split_points)!r} make {len(split_points) + 1} stages, but {num_stages} are needed: "
@@ -86,7 +86,7 @@ def cut_model(model: nn.Module, num_stages: int, split_points: Sequence[str] | s
             f"split_points={list(split_points)!r} must be in order and leave each stage a block: choose from "
             f"{_listing(blocks[1:])}."
         )
-    return Cut(blocks, starts, *_around(model, blocks))
+    return ModelSplit(blocks, starts, *_around(model, blocks))
 
 
 def balance(sizes: Sequence[int], num_stages: int, before: int = 0, after: int = 0) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def _largest_chain(model: nn.Module, num_stages: int) -> tuple[str, ...]:
             return max(long_enough, key=lambda blocks: _bytes_of(model, blocks))
     longest = max((*outer, children), key=len)
     raise ValueError(
-        f"{type(model).__name__} cannot be cut into {num_stages} stages: its longest chain of modules has "
+        f"{type(model).__name__} cannot be split into {num_stages} stages: its longest chain of modules has "
         f"{len(longest)} ({_listing(longest) or 'none'}). Use at most as many stages, with fewer processes in pp_size "
         "or fewer stages_per_rank."
     )

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a model of which every process holds consecutive parts, called as if it were whole."""
+"""The pipelined model: every rank holds some of its stages, and calls it as if it held them all."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_integrations.parallel.pipeline_batch import Microbatches, cut_batch, find_size, join_outputs
-from accel_integrations.parallel.pipeline_run import PipelineGroup, Run
-from accel_integrations.parallel.pipeline_shapes import Structure, TensorShape
-from accel_integrations.parallel.pipeline_stage import StagedModel, check_nothing_is_collected
+from accel_integrations.parallel.pipeline.group import PipelineGroup
+from accel_integrations.parallel.pipeline.microbatches import Microbatches, find_size, join_outputs, split_batch
+from accel_integrations.parallel.pipeline.schedules import GPipeRun, TorchSchedule
+from accel_integrations.parallel.pipeline.shapes import Structure, TensorShape
+from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothing_is_collected
 
 if TYPE_CHECKING:
-    from accel_integrations.parallel.pipeline_schedule import Scheduled
     from accel_state.settings.parallelism import PipelineParallelConfig
 
 MOST_SHAPES = 256  # batches of that many different shapes are remembered
 
 
 class Pipeline:
-    """Takes batches through the stages.
+    """Runs batches through the stages.
 
     Args:
-        staged: The stages held here.
-        line: The processes.
+        staged: The stages of this rank.
+        group: The pipeline group.
         settings: Schedule and number of microbatches.
         is_last_batch: Whether a loader is at its end, so that a batch may be smaller than the others.
     """
@@ -33,53 +33,53 @@ class Pipeline:
     def __init__(
         self,
         staged: StagedModel,
-        line: PipelineGroup,
+        group: PipelineGroup,
         settings: PipelineParallelConfig,
         is_last_batch: Callable[[], bool] = lambda: False,
     ) -> None:
         self.staged = staged
-        self.line = line
+        self.group = group
         self.settings = settings
         self.on_backward: Callable[[], None] = lambda: None
-        """Called after each backward, when there are gradients that other processes have not seen."""
+        """Called after each backward pass, when there are gradients that were not all-reduced yet."""
         self._is_last_batch = is_last_batch
         self._measured: dict[Any, dict[str, list[Structure]]] = {}
-        self._scheduled: Scheduled | None = None
+        self._torch_schedule: TorchSchedule | None = None
 
     @property
     def num_microbatches(self) -> int:
-        """Into how many parts a batch is cut."""
-        return self.settings.num_microbatches or self.line.num_stages
+        """How many microbatches a batch is split into."""
+        return self.settings.num_microbatches or self.group.num_stages
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a batch; returns what the model would return for it, on every process.
+        """Run a batch; returns what the full model would return for it, on every rank.
 
         Where gradients are computed and there is a loss among the outputs, the other outputs are there only on the
-        process with the last stage, and None on the others, unless `broadcast_outputs` says otherwise.
+        rank with the last stage, and None on the others, unless `broadcast_outputs` says otherwise.
         """
         check_nothing_is_collected(kwargs, "the arguments of the model")
         training = torch.is_grad_enabled()
         count = self._count(find_size(args, kwargs), training)
-        batch = cut_batch(args, kwargs, count, self.settings.loss_weight)
+        batch = split_batch(args, kwargs, count, self.settings.loss_weight)
         structures = self.measure(batch)
-        in_order = count < self.line.num_stages or not (training and self.staged.model.training)
+        in_order = count < self.group.num_stages or not (training and self.staged.model.training)
         if self.settings.schedule == "gpipe" or in_order:
             return self._run_deferred(batch, structures)
         return self._run_scheduled(batch, structures)
 
     def _count(self, size: int, training: bool) -> int:
-        """How many microbatches to cut a batch into.
+        """How many microbatches to split a batch into.
 
         Raises:
-            ValueError: When a batch to train on cannot be cut into equal parts, unless it is the last one of a loader.
+            ValueError: When a batch to train on cannot be split into equal parts, unless it is the last one of a loader.
         """
         count = self.num_microbatches
         if size % count == 0:
             return count
         if training and not self._is_last_batch():
-            divisors = [number for number in range(self.line.num_stages, size + 1) if size % number == 0]
+            divisors = [number for number in range(self.group.num_stages, size + 1) if size % number == 0]
             raise ValueError(
-                f"A batch of {size} cannot be cut into num_microbatches={count} equal parts: choose a batch size that "
+                f"A batch of {size} cannot be split into num_microbatches={count} equal parts: choose a batch size that "
                 f"is a multiple of {count}, or for this one num_microbatches out of "
                 f"{', '.join(map(str, divisors)) or 'nothing'}."
             )
@@ -94,29 +94,29 @@ class Pipeline:
         if found is None:
             found = self.staged.structures = {}
             args, kwargs = batch.parts[0]
-            for stage in range(self.line.num_stages):
-                source = self.line.rank_of(stage)
+            for stage in range(self.group.num_stages):
+                source = self.group.rank_of(stage)
                 own: Any = None
-                if source == self.line.rank:
+                if source == self.group.rank:
                     try:
                         own = self.staged.measure(stage, args, kwargs)
                     except Exception as error:
                         own = error
-                shared = self.line.broadcast_object(_sendable(own), source)
+                shared = self.group.broadcast_object(_sendable(own), source)
                 if isinstance(own, Exception):
                     raise own
                 if isinstance(shared, str):
-                    raise RuntimeError(f"Stage {stage} of the pipeline failed on another process: {shared}")
+                    raise RuntimeError(f"Stage {stage} of the pipeline failed on another rank: {shared}")
                 found.update(shared)
             if len(self._measured) >= MOST_SHAPES:
                 self._measured.clear()
             self._measured[key] = found
         return found
 
-    # ---- forward first, backward later --------------------------------------------------------------------------
+    # ---- GPipe: forward first, backward later -------------------------------------------------------------------
 
     def _run_deferred(self, batch: Microbatches, structures: dict[str, list[Structure]]) -> Any:
-        run = Run(self.line, self.staged, structures, batch)
+        run = GPipeRun(self.group, self.staged, structures, batch)
         results = run.forward()
         (structure,) = structures[""]
         values: list[Any] = list(join_outputs(results, batch.weights)) if results else [None] * len(structure.tensors)
@@ -133,7 +133,7 @@ class Pipeline:
         return [None if value is None else shape for value, shape in zip(values, structure.tensors, strict=True)]
 
     def _broadcast(self, values: list[Any], shapes: list[TensorShape], rows: int) -> None:
-        """Hand outputs from the last stage to all processes, into `values`."""
+        """Broadcast outputs of the last stage to all ranks, into `values`."""
         wanted = self.settings.broadcast_outputs
         losses = [is_loss(shape) for shape in shapes]
         everything = wanted or (wanted is None and not any(losses))
@@ -141,41 +141,39 @@ class Pipeline:
             if not (everything or losses[index]):
                 continue
             if values[index] is None:
-                values[index] = shape.empty(self.line.device, rows)
-            self.line.broadcast(values[index], self.line.last_rank)
+                values[index] = shape.empty(self.group.device, rows)
+            self.group.broadcast(values[index], self.group.last_rank)
 
     # ---- backward interleaved with forward ----------------------------------------------------------------------
 
     def _run_scheduled(self, batch: Microbatches, structures: dict[str, list[Structure]]) -> Any:
-        from accel_integrations.parallel.pipeline_schedule import Scheduled
-
         (structure,) = structures[""]
         losses = [index for index, shape in enumerate(structure.tensors) if is_loss(shape)]
         if not losses:
             raise ValueError(
-                f"schedule={self.settings.schedule!r} begins the backward before all of the forward is through, so "
-                f"{type(self.staged.model).__name__} must return its loss, a tensor without dimensions: compute it in "
+                f"schedule={self.settings.schedule!r} starts backward passes before all forward passes have ended, so "
+                f"{type(self.staged.model).__name__} must return its loss, a 0-dim tensor: compute it in "
                 "the model's forward, or choose schedule='gpipe', which fits any training loop."
             )
-        if self._scheduled is None:
-            self._scheduled = Scheduled(self.line, self.staged, self.settings.schedule)
-        loss, backward = self._scheduled.run(batch, structures, losses[0])
+        if self._torch_schedule is None:
+            self._torch_schedule = TorchSchedule(self.group, self.staged, self.settings.schedule)
+        loss, backward = self._torch_schedule.run(batch, structures, losses[0])
         values: list[Any] = [None] * len(structure.tensors)
         (values[losses[0]],) = _attach(backward, [loss], [structure.tensors[losses[0]]], self.on_backward)
         return structure.filled(values)
 
 
 def is_loss(shape: TensorShape) -> bool:
-    """Whether a tensor of this kind is a loss: one number, through which gradients go back."""
+    """Whether a tensor of this kind is a loss: 0-dim, with a gradient."""
     return not shape.shape and shape.needs_grad
 
 
 class PipelinedModel(nn.Module):
-    """A model of which every process of a pipeline holds consecutive parts; called as if it were whole.
+    """A model of which every rank of a pipeline holds some stages; called as if it held them all.
 
     Args:
-        model: The model, with the modules of other processes taken out.
-        pipeline: Takes batches through it.
+        model: The model, with placeholders for the modules of other ranks.
+        pipeline: Runs batches through it.
     """
 
     def __init__(self, model: nn.Module, pipeline: Pipeline) -> None:
@@ -185,7 +183,7 @@ class PipelinedModel(nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns for this batch."""
+        """What the full model returns for this batch."""
         pipeline: Pipeline = self.__dict__["pipeline"]
         return pipeline(args, kwargs)
 
@@ -195,7 +193,7 @@ def _sendable(own: Any) -> Any:
 
 
 class _Attached(torch.autograd.Function):
-    """Outputs whose backward is that of a pipeline."""
+    """Outputs whose backward pass is that of a pipeline."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, backward: Any, values: Any, shapes: Any, done: Any) -> Any:

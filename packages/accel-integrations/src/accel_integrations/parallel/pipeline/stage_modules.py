@@ -1,4 +1,4 @@
-"""Modules of a model that is cut into stages: those that are here, and stand-ins for those that are not."""
+"""Modules of a model that is split into stages: wrapped forwards of those that are here, placeholders for the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 
-class PartForward:
+class StageForward:
     """Takes the place of the forward of a module that is held here.
 
     Args:
@@ -28,8 +28,8 @@ class PartForward:
         return self._call(self._name, self._forward, args, kwargs)
 
 
-class Elsewhere(nn.Module):
-    """Stands where a module is that another process holds. It has no parameters, and computes nothing.
+class PlaceholderModule(nn.Module):
+    """Placeholder for a module that another rank holds. It has no parameters, and computes nothing.
 
     Attributes of the module it stands for can still be read.
     """
@@ -47,7 +47,7 @@ class Elsewhere(nn.Module):
         """What the stage that runs gives for this module."""
         return self._call(self._name, None, args, kwargs)
 
-    def train(self, mode: bool = True) -> Elsewhere:
+    def train(self, mode: bool = True) -> PlaceholderModule:
         """Set the mode, that of the module it stands for included."""
         self._original.train(mode)
         super().train(mode)
@@ -68,7 +68,7 @@ class Elsewhere(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Load nothing, but check names and shapes, so that all processes refuse the same checkpoints."""
+        """Load nothing, but check names and shapes, so that all ranks reject the same checkpoints."""
         own = self._original.state_dict(prefix=prefix)
         for name, tensor in own.items():
             if name not in state_dict:
@@ -83,7 +83,7 @@ class Elsewhere(nn.Module):
             unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in own)
 
     def __repr__(self) -> str:
-        return f"Elsewhere({type(self._original).__name__})"
+        return f"PlaceholderModule({type(self._original).__name__})"
 
 
 def drop_storage(module: nn.Module) -> None:
