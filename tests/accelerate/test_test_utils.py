@@ -104,15 +104,15 @@ def test_commands_are_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_command([sys.executable, "-c", script, 0], return_stdout=True)
     assert text is not None
     assert "out 1" in text
-    with pytest.raises(SubprocessCallException, match=r"(?s)ended with 3.*err"):
+    with pytest.raises(SubprocessCallException, match=r"(?s)exited with code 3.*err"):
         run_command([sys.executable, "-c", script, 3])
     done = execute_subprocess_async([sys.executable, "-c", script, "0"])
     assert (done.returncode, done.stdout, done.stderr) == (0, ["out 1"], ["err"])
     assert "out 1" in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 4.*err"):
+    with pytest.raises(RuntimeError, match=r"(?s)exited with code 4.*err"):
         execute_subprocess_async([sys.executable, "-c", script, "4"], quiet=True, echo=False)
     assert "out 1" not in capsys.readouterr().out
-    with pytest.raises(RuntimeError, match=r"ended after 0.1 s"):
+    with pytest.raises(RuntimeError, match=r"killed after 0.1 s"):
         execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(60)"], timeout=0.1)
 
 

@@ -21,8 +21,8 @@ dp_shard      0  1
        0  |   0  1   batch 0
        1  |   2  3   batch 1
 
-dp_shard  share the parameters of a copy and read different data: 0 2 | 1 3
-tp        share every layer: 0 1 | 2 3
+dp_shard  data parallel, sharded parameters: 0 2 | 1 3
+tp        tensor parallel, sharded layers: 0 1 | 2 3
 
 rank      parameters  optimizer state
  0-3  12.0 KiB (25%)         24.0 KiB
@@ -35,10 +35,10 @@ ONE_AXIS = """\
     0  1  2
     0  1  2
 
-dp_replicate  hold copies and read different data: 0-2"""
+dp_replicate  data parallel replicas: 0-2"""
 
 ALONE = """\
-One process, which works alone.
+One process, no parallelism.
 
 rank     parameters  optimizer state
    0  1000 B (100%)              0 B

@@ -56,7 +56,7 @@ def test_models_of_transformers(name: str, is_refused: bool) -> None:
         pytest.skip(f"{name} of transformers {transformers.__version__} does not name its layers")
     model = SimpleNamespace(config=config)
     if is_refused:
-        with pytest.raises(ValueError, match="begin anew in each part"):
+        with pytest.raises(ValueError, match="restart in each shard"):
             check_no_recurrent_layers(model)
     else:
         check_no_recurrent_layers(model)

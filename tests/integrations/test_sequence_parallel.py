@@ -10,7 +10,7 @@ import torch.nn.functional as functional
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from accel_integrations.parallel.sequence import shared_by_heads
+from accel_integrations.parallel.sequence import ulysses_attention
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accelerate import Accelerator
@@ -35,7 +35,7 @@ def test_attention_is_that_of_whole_sequences(rank: int, world: int, is_causal: 
     expected.square().sum().backward()
     own = [one.detach().chunk(world, dim=2)[rank].clone().requires_grad_() for one in (query, key, value)]
     group = torch.distributed.group.WORLD
-    output = shared_by_heads(functional.scaled_dot_product_attention, group)(*own, **options)
+    output = ulysses_attention(functional.scaled_dot_product_attention, group)(*own, **options)
     assert torch.allclose(output, expected.chunk(world, dim=2)[rank], atol=1e-6)
     output.square().sum().backward()
     for part, whole in zip(own, (query, key, value), strict=True):
@@ -174,8 +174,8 @@ def test_masks_and_odd_heads_are_refused() -> None:
     model = accelerator_with().prepare(Masked())
     with pytest.raises(ValueError, match=r"cannot use an attention mask \(got one of shape \(3, 3\)\)"):
         model(torch.ones(1, 2, 3, 4))
-    attend = shared_by_heads(functional.scaled_dot_product_attention, torch.distributed.group.WORLD)
-    with pytest.raises(ValueError, match="shares 3 attention heads out between 2 processes"):
+    attend = ulysses_attention(functional.scaled_dot_product_attention, torch.distributed.group.WORLD)
+    with pytest.raises(ValueError, match="cannot split 3 attention heads evenly over 2 ranks"):
         attend(*[torch.ones(1, 3, 2, 4)] * 3)
 
 

@@ -76,7 +76,7 @@ def test_a_model_cut_into_another_number_of_parts_is_refused() -> None:
     model = make_model()
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
     parallelize_module(model, alone, {"head": ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"cut into 1 parts already \(head.weight is\), but .* tp_size=2"):
+    with pytest.raises(ValueError, match=r"sharded over 1 ranks already \(head.weight is\), but .* tp_size=2"):
         accelerator.prepare(model)
 
 

@@ -1,4 +1,4 @@
-"""`torch.compile` for prepared models: whole, or by their repeated blocks."""
+"""`torch.compile` for prepared models: the full model, or regional compilation of its repeated blocks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each block of repeated layers by itself: the compiler then works once for all of them.
+    """Compile each repeated block by itself (regional compilation): the compiler then runs once for all of them.
 
     Args:
         module (`torch.nn.Module`): The model; not changed.
@@ -65,7 +65,7 @@ def _remember(twin: nn.Module, module: nn.Module) -> nn.Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile repeated blocks in place, for engines that hold on to the modules they were given.
+    """Compile repeated blocks in place, for engines that keep references to the modules they were given.
 
     Args:
         module (`torch.nn.Module`): The model.

@@ -1,4 +1,4 @@
-"""What stands in a training loop for an optimizer and a scheduler that DeepSpeed's configuration describes."""
+"""Placeholders for an optimizer and a scheduler that DeepSpeed's configuration defines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.utils.deepspeed.DummyOptim")
 class DummyOptim:
-    """Stands for the optimizer of DeepSpeed's configuration.
+    """Placeholder for the optimizer of DeepSpeed's configuration.
 
     Args:
         params: The parameters, or groups of them.
@@ -33,10 +33,10 @@ class DummyOptim:
 
 @known_as("accelerate.utils.deepspeed.DummyScheduler")
 class DummyScheduler:
-    """Stands for the scheduler of DeepSpeed's configuration.
+    """Placeholder for the scheduler of DeepSpeed's configuration.
 
     Args:
-        optimizer: The optimizer, or what stands for it.
+        optimizer: The optimizer, or its placeholder.
         total_num_steps (`int`, *optional*): Fills `auto` in the configuration.
         warmup_num_steps (`int`): Fills `auto` in the configuration.
         lr_scheduler_callable (*optional*): Makes a scheduler from an optimizer, instead.

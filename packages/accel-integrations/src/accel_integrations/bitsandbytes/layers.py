@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes in the place of torch's linear ones."""
+"""Replacing `nn.Linear` by quantized layers of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_among(name: str, modules: Sequence[str]) -> bool:
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of the modules that lose too much when they are quantised: the last one, and those that share parameters.
+    """Names of the modules that lose too much when they are quantized: the last one, and those that share parameters.
 
     Args:
         model: The model.
@@ -60,15 +60,15 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes in the place of linear ones; they take over the weights, which are not quantised yet.
+    """Replace linear layers by those of bitsandbytes, which take over the weights, not quantized yet.
 
-    bitsandbytes quantises them when they are first moved to a device.
+    bitsandbytes quantizes them when they are first moved to a device.
 
     Args:
-        model: The model, with or without memory.
+        model: The model, materialized or on the meta device.
         bnb_quantization_config: Into how many bits.
         modules_to_not_convert: Names of modules that stay as they are.
-        current_key_name: The path to `model`, where it is a part of a larger one.
+        current_key_name: The path to `model`, where it is a submodule of a larger one.
 
     Returns:
         The model.
@@ -76,17 +76,17 @@ def replace_with_bnb_layers(
     Raises:
         MissingLibraryError: When bitsandbytes is not installed.
     """
-    layers = library("Quantising a model")
+    layers = library("Quantizing a model")
     kept, path = modules_to_not_convert or (), current_key_name or ()
     found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and name]
     for name, linear in found:
         if not is_among(".".join([*path, name]), kept):
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, _quantised_layer(layers, linear, bnb_quantization_config))
+            setattr(model.get_submodule(owner), leaf, _quantized_layer(layers, linear, bnb_quantization_config))
     return model
 
 
-def _quantised_layer(layers: Any, linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
+def _quantized_layer(layers: Any, linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     sizes, has_bias = (linear.in_features, linear.out_features), linear.bias is not None
     layer: Any
     with torch.device("meta"):
@@ -117,7 +117,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     return found is not None and any(isinstance(module, found.Linear4bit) for module in model.modules())
 
 
-def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
+def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers of bitsandbytes that a model has, by name."""
     layers: Any = sys.modules.get("bitsandbytes.nn")
     if layers is None:
@@ -131,6 +131,6 @@ __all__ = [
     "has_4bit_bnb_layers",
     "is_among",
     "library",
-    "quantised_layers",
+    "quantized_layers",
     "replace_with_bnb_layers",
 ]

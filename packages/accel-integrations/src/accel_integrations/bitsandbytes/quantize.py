@@ -1,4 +1,4 @@
-"""Loading a model and quantising it, layer by layer, on the way to its devices."""
+"""Loading a checkpoint and quantizing it with bitsandbytes, layer by layer, while it is placed on its devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_integrations.bitsandbytes.layers import (
     get_keys_to_not_convert,
     is_among,
     library,
-    quantised_layers,
+    quantized_layers,
     replace_with_bnb_layers,
 )
 from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig
@@ -54,20 +54,20 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Load a checkpoint into a model whose linear layers bitsandbytes keeps in 8 or 4 bits.
 
-    The checkpoint is mapped, and one layer after the other is read, quantised and put on its device: at no time does the
-    model take the memory that it has at full size. CPUs will do as devices.
+    The checkpoint is memory-mapped, and one layer after the other is read, quantized and put on its device: at no time does
+    the model take the memory that it has at full size. CPUs will do as devices.
 
     Args:
-        model: The model, built in `init_empty_weights`; or with weights, which are quantised where they are.
+        model: The model, built in `init_empty_weights`; or with weights, which are quantized where they are.
         bnb_quantization_config (`BnbQuantizationConfig`): Into how many bits, and which modules are left as they are.
         weights_location: A weights file, an index of shards, a folder that holds one of these, or the name of a
             repository of the Hugging Face Hub; also one that was saved in 8 bits. Needed for a model without memory.
-        device_map: The device of each part, by name, or "auto", "balanced", "balanced_low_0" or "sequential". The first
+        device_map: The device of each module, by name, or "auto", "balanced", "balanced_low_0" or "sequential". The first
             accelerator of this machine, or the CPU, when None.
         no_split_module_classes: Names of classes that are not taken apart.
         max_memory: As for `get_max_memory`.
-        offload_folder: A folder for weights that the map leaves on disk.
-        offload_state_dict (`bool`): Not used: nothing is read that would have to be put aside.
+        offload_folder: A folder for weights that the map offloads to disk.
+        offload_state_dict (`bool`): Not used: no state dict is ever held in memory.
 
     Returns:
         The model, in evaluation mode, ready to run.
@@ -95,12 +95,12 @@ def load_and_quantize_model(
     check_device_map(model, places)
     _check_folder(places, offload_folder)
     if weights_location is not None and _is_saved_in_8_bits(weights_location):
-        index = _load_quantised(model, config, weights_location, places, offload_folder)
+        index = _load_quantized(model, config, weights_location, places, offload_folder)
     else:
         if weights_location is not None:
             load_checkpoint_in_model(model, weights_location)  # as views of the mapped files
         replace_with_bnb_layers(model, config, _left_alone(config))
-        index = _quantise_and_place(model, config, places, offload_folder)
+        index = _quantize_and_place(model, config, places, offload_folder)
     model.eval()
     model.is_loaded_in_8bit = config.load_in_8bit  # type: ignore[assignment]
     model.is_loaded_in_4bit = config.load_in_4bit  # type: ignore[assignment]
@@ -116,20 +116,20 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Device, float | str] | None = None,
     no_split_module_classes: Sequence[str] | None = None,
 ) -> dict[str, Device]:
-    """Where the parts of a model go, counted by the sizes that they have once they are quantised.
+    """The device map of a model, planned with the sizes that its modules have once they are quantized.
 
     Args:
-        model: The model, not quantised yet.
+        model: The model, not quantized yet.
         bnb_quantization_config: Into how many bits, and which modules are left as they are.
-        device_map: The map, or how to choose it; everything on one device when None.
+        device_map: The map, or how to plan it; everything on one device when None.
         max_memory: As for `get_max_memory`.
         no_split_module_classes: Names of classes that are not taken apart.
 
     Returns:
-        The device of each part, by name.
+        The device of each module, by name.
 
     Raises:
-        ValueError: For an unknown word, or when parts with 4-bit weights would have to be offloaded.
+        ValueError: For an unknown way to plan, or when modules with 4-bit weights would have to be offloaded.
     """
     config = bnb_quantization_config
     if device_map is None:
@@ -157,7 +157,7 @@ def _chosen_map(
     special: dict[str, Any] = {
         name: torch.float32 if is_among(name, config.keep_in_fp32_modules or ()) else config.torch_dtype
         for name, _ in model.named_parameters()
-        if not _is_quantised_weight(model, name, config)
+        if not _is_quantized_weight(model, name, config)
     }
     target: Any = config.target_dtype
     if how != "sequential":
@@ -166,7 +166,7 @@ def _chosen_map(
     return infer_auto_device_map(model, max_memory, no_split_module_classes, target, special)
 
 
-def _is_quantised_weight(model: nn.Module, name: str, config: BnbQuantizationConfig) -> bool:
+def _is_quantized_weight(model: nn.Module, name: str, config: BnbQuantizationConfig) -> bool:
     owner, _, leaf = name.rpartition(".")
     is_linear = type(model.get_submodule(owner)) is nn.Linear and leaf == "weight"
     return is_linear and not is_among(owner, _left_alone(config))
@@ -180,7 +180,7 @@ def _left_alone(config: BnbQuantizationConfig) -> list[str]:
 
 
 def _is_offloaded(place: Any, places: Mapping[str, Device]) -> bool:
-    """Whether what is there comes to another device to run."""
+    """Whether a module there is offloaded: its weights are moved to another device to run."""
     in_memory = ("cpu", CPU)
     has_accelerator = any(each != "disk" and each not in in_memory for each in places.values())
     return place == "disk" or (has_accelerator and place in in_memory)
@@ -189,7 +189,7 @@ def _is_offloaded(place: Any, places: Mapping[str, Device]) -> bool:
 def _refuse_offloading(model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Device]) -> None:
     for name, _ in model.named_parameters():
         place = device_of(name, places)
-        if _is_offloaded(place, places) and _is_quantised_weight(model, name, config):
+        if _is_offloaded(place, places) and _is_quantized_weight(model, name, config):
             raise ValueError(
                 f"The device map puts {name!r} on {str(place)!r}, but 4-bit weights cannot be offloaded: give the "
                 "accelerators more max_memory, add the module to skip_modules, or use load_in_8bit=True."
@@ -212,12 +212,12 @@ def _is_saved_in_8_bits(location: StrPath) -> bool:
         if FOUR_BIT_MARK in name:
             raise ValueError(
                 f"The checkpoint {contents.source} holds 4-bit weights of bitsandbytes, which cannot be loaded here: "
-                "give the original weights, which are quantised while they load."
+                "give the original weights, which are quantized while they load."
             )
     return any(scales_name(name) in contents for name in names if name.endswith("weight"))
 
 
-def _load_quantised(
+def _load_quantized(
     model: nn.Module,
     config: BnbQuantizationConfig,
     location: StrPath,
@@ -239,30 +239,30 @@ def _load_quantised(
     )
 
 
-def _quantise_and_place(
+def _quantize_and_place(
     model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Device], folder: StrPath | None
 ) -> Index:
-    """Bring each tensor into its form and to its place, one after the other."""
+    """Quantize or cast each tensor and put it on its device, one after the other."""
     index: Index = {}
     if folder is not None:
         make_folder(folder)
     tied = find_tied_parameters(model)
-    quantised = {f"{name}.weight" for name in quantised_layers(model)}
+    quantized = {f"{name}.weight" for name in quantized_layers(model)}
     parameters = list(model.named_parameters())
     for name, parameter in parameters:
         place = device_of(name, places)
-        if place == "disk" and name in quantised:
+        if place == "disk" and name in quantized:
             assert folder is not None
             quantize_and_offload_8bit(model, parameter, name, config.torch_dtype, folder, index, None)
             continue
         on_cpu = place == "disk" or _is_offloaded(place, places)
         device = CPU if on_cpu else torch.device(place)
-        if name in quantised:
+        if name in quantized:
             if config.load_in_4bit:
                 parameter.data = parameter.data.to(config.torch_dtype)  # in which its values are given back
             elif parameter.device != CPU:
-                parameter.data = parameter.data.to(CPU)  # from where alone it is quantised on its way
-            _put(model, name, parameter.to(device=device))  # quantises
+                parameter.data = parameter.data.to(CPU)  # it is quantized only while it moves from there
+            _put(model, name, parameter.to(device=device))  # quantizes
             continue
         dtype = torch.float32 if is_among(name, config.keep_in_fp32_modules or ()) else config.torch_dtype
         value = parameter.data.to(dtype if parameter.is_floating_point() else parameter.dtype)
@@ -297,40 +297,40 @@ def quantize_and_offload_8bit(
     offload_index: Index,
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Quantise a weight into 8 bits, write it with its scales into a folder, and leave the model without it.
+    """Quantize a weight to 8 bits, write it with its scales into a folder, and leave it on the meta device in the model.
 
     Args:
         model: The model that has the weight, in a layer of bitsandbytes or in a linear one.
         param: The weight, of shape `(out_features, in_features)`.
         param_name: Its name in the model.
-        new_dtype: The dtype in which it is written when it is no weight that can be quantised.
+        new_dtype: The dtype in which it is written when it is no weight that can be quantized.
         offload_folder: The folder.
         offload_index: Where it is noted what was written.
         fp16_statistics: Its scales, when it is in 8 bits already.
     """
-    is_quantised = type(param).__name__ == "Int8Params" or fp16_statistics is not None
-    if not is_quantised:
+    is_quantized = type(param).__name__ == "Int8Params" or fp16_statistics is not None
+    if not is_quantized:
         value = param.data.to(new_dtype) if param.is_floating_point() else param.data
         offload_weight(value, param_name, offload_folder, offload_index)
     elif fp16_statistics is not None:
         offload_weight(param.data, param_name, offload_folder, offload_index)
         offload_weight(fp16_statistics, scales_name(param_name), offload_folder, offload_index)
     else:
-        made = library("Quantising a weight").Int8Params(param.data.cpu(), requires_grad=False).to("cpu")
+        made = library("Quantizing a weight").Int8Params(param.data.cpu(), requires_grad=False).to("cpu")
         offload_weight(made.data, param_name, offload_folder, offload_index)
         offload_weight(made.SCB, scales_name(param_name), offload_folder, offload_index)
     set_module_tensor_to_device(model, param_name, "meta")
 
 
 def _free_statistics_after_use(model: nn.Module, places: Mapping[str, Device]) -> None:
-    """Have offloaded layers let go of the copy of their weight that bitsandbytes keeps beside it."""
-    for name, layer in quantised_layers(model).items():
+    """Have offloaded layers free the copy of their weight that bitsandbytes keeps beside it."""
+    for name, layer in quantized_layers(model).items():
         if _is_offloaded(device_of(name, places), places) and hasattr(layer, "state"):
-            layer.register_forward_hook(_let_go)
+            layer.register_forward_hook(_free_copies)
 
 
-def _let_go(layer: Any, args: Any, output: Any) -> None:
-    if layer.state.CB is not None and layer.state.CB.device != CPU:  # in main memory it is the mapped file
+def _free_copies(layer: Any, args: Any, output: Any) -> None:
+    if layer.state.CB is not None and layer.state.CB.device != CPU:  # in CPU memory it is the memory-mapped file
         layer.state.CB = layer.state.SCB = None
 
 

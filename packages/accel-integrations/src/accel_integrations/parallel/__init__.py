@@ -1,1 +1,1 @@
-"""Ways in which processes share one model or one batch: transforms along the axes of the mesh."""
+"""Tensor, context, sequence, expert and pipeline parallelism: transforms of a model along the dimensions of the mesh."""

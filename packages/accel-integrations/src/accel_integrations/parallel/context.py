@@ -1,4 +1,4 @@
-"""Context parallelism: the processes of the "cp" axis hold a part of every sequence each, and pass keys around."""
+"""Context parallelism (ring attention): each rank of the "cp" dimension holds a shard of every sequence."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTING = "Context parallelism (cp_size)"
 
 
 def _checked(attention: Attention) -> Attention:
-    """Torch's attention on parts of sequences, with readable errors for what it cannot do."""
+    """Torch's context parallel attention, with readable errors for what it cannot do."""
 
     def attend(
         query: torch.Tensor,
@@ -47,8 +47,8 @@ def _checked(attention: Attention) -> Attention:
             )
         if not is_causal and _options().enable_load_balance:
             raise ValueError(
-                f"{SETTING} got attention without a causal mask, for which an early and a late piece of each sequence "
-                "per process is not possible: set TorchContextParallelConfig(cp_load_balance=False)."
+                f"{SETTING} got attention without a causal mask, for which load balancing (an early and a late "
+                "chunk of each sequence per rank) is not possible: set TorchContextParallelConfig(cp_load_balance=False)."
             )
         return attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal, **options)
 
@@ -60,7 +60,7 @@ ATTENTION = AttentionPatch(_checked)
 
 @final
 class ContextParallel(Transform):
-    """Makes a model ready for blocks of `Accelerator.maybe_context_parallel`, in which it sees parts of sequences."""
+    """Makes a model ready for blocks of `Accelerator.maybe_context_parallel`, in which it gets shards of sequences."""
 
     axis = "cp"
 
@@ -73,7 +73,7 @@ class ContextParallel(Transform):
         check_attention(model, f"cp_size={self.config.cp_size}")
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Have the model leave masks out, and show at its first forward that its attention is shared."""
+        """Have the model drop masks, and fail at its first forward pass if its attention is not the patched one."""
         drop_masks(model, lambda: ATTENTION.is_active)
         watch_attention(model, ATTENTION, SETTING)
         return model
@@ -86,16 +86,16 @@ def shared_sequences(
     dims: Sequence[int] | None,
     no_restore: set[torch.Tensor] | None,
 ) -> Iterator[None]:
-    """A block in which every process of the "cp" axis works on its part of the sequences; see the accelerator's method.
+    """A block in which every rank of the "cp" dimension works on its shard of the sequences; see the accelerator's method.
 
     Args:
-        config: Without a "cp" axis, nothing happens.
-        buffers: Tensors that are cut in place, and put together again afterwards.
+        config: Without a "cp" dimension, nothing happens.
+        buffers: Tensors that are sharded in place, and restored afterwards.
         dims: For each, which dimension is the sequence.
-        no_restore: Those that need not be put together.
+        no_restore: Those that need not be restored.
 
     Raises:
-        ValueError: For buffers that cannot be cut.
+        ValueError: For buffers that cannot be sharded.
     """
     mesh = None if config is None or not config.cp_enabled else config.axis_mesh("cp")
     if config is None or mesh is None:
@@ -105,15 +105,15 @@ def shared_sequences(
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     assert config.cp_handler is not None
-    cut, along = _check_buffers(buffers, dims, no_restore, mesh.size())
+    sharded, along = _check_buffers(buffers, dims, no_restore, mesh.size())
     if mesh.device_type == "cpu":
         from accel_integrations.parallel.ring_cpu import register
 
         register()
     set_rotate_method(config.cp_handler.cp_comm_strategy or "allgather")
-    length = cut[0].shape[along[0]]
+    length = sharded[0].shape[along[0]]
     _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
-    shared = context_parallel(mesh, buffers=cut, buffer_seq_dims=along, no_restore_buffers=no_restore)
+    shared = context_parallel(mesh, buffers=sharded, buffer_seq_dims=along, no_restore_buffers=no_restore)
     with shared, ATTENTION.block():
         yield
 
@@ -130,26 +130,26 @@ def _check_buffers(
     no_restore: set[torch.Tensor] | None,
     size: int,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    cut, along = list(buffers or ()), list(dims or ())
-    if not cut or len(cut) != len(along):
+    given, along = list(buffers or ()), list(dims or ())
+    if not given or len(given) != len(along):
         raise ValueError(
-            f"maybe_context_parallel() got {len(cut)} buffers and {len(along)} sequence dimensions: pass the tensors of "
+            f"maybe_context_parallel() got {len(given)} buffers and {len(along)} sequence dimensions: pass the tensors of "
             "the batch that have a sequence, and for each of them which dimension that is."
         )
-    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in cut)]
+    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in given)]
     if foreign:
         raise ValueError(
             f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers: it names those of them that "
-            "need not be whole again afterwards."
+            "need not be restored afterwards."
         )
-    for index, (buffer, dim) in enumerate(zip(cut, along, strict=True)):
+    for index, (buffer, dim) in enumerate(zip(given, along, strict=True)):
         problem = None
         if not -buffer.ndim <= dim < buffer.ndim:
             problem = f"has no dimension {dim}"
         elif buffer.shape[dim] % size:
             problem = f"has {buffer.shape[dim]} tokens, which cp_size={size} does not divide: pad the sequences"
         elif buffer.requires_grad:
-            problem = "requires gradients, so that it cannot be cut in place: pass inputs, not parameters"
+            problem = "requires gradients, so that it cannot be sharded in place: pass inputs, not parameters"
         if problem:
             raise ValueError(f"Buffer {index} of shape {tuple(buffer.shape)} {problem}.")
-    return cut, [dim % buffer.ndim for buffer, dim in zip(cut, along, strict=True)]
+    return given, [dim % buffer.ndim for buffer, dim in zip(given, along, strict=True)]

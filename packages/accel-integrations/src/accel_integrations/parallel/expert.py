@@ -1,4 +1,4 @@
-"""Expert parallelism: the processes of the "tp" axis hold whole experts of a mixture each, and send them tokens."""
+"""Expert parallelism: each rank of a TP group holds some experts of a mixture, unsharded, and tokens are sent to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, final
 
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.transform import Transform
-from accel_integrations.parallel.transformers_plan import brings_own_styles, expert_plan, give_away_experts
+from accel_integrations.parallel.transformers_plan import brings_own_styles, expert_plan, shard_experts
 from accel_ops.modules import model_has_dtensor
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @final
 class ExpertParallel(Transform):
-    """Leaves every process its share of the experts of a transformers model that has an expert plan."""
+    """Leaves every rank its share of the experts of a transformers model that has an expert plan."""
 
     axis = "tp"
 
@@ -28,19 +28,19 @@ class ExpertParallel(Transform):
         return config.tp_size > 1 and config.tp_handler is not None and config.tp_handler.expert_parallel
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model that has no plan for its experts, or not as many experts as can be shared out evenly.
+        """Refuse a model that has no plan for its experts, or experts that cannot be distributed evenly.
 
         Raises:
             ValueError: With the reason, and what would be accepted.
         """
         size = mesh[self.axis].size()
         if model_has_dtensor(model):
-            return  # transformers has cut it
+            return  # transformers has sharded it
         if not brings_own_styles(model) or not getattr(model, "ep_plan", None):
             raise ValueError(
                 f"expert_parallel=True needs a model with experts and a plan for them, but {type(model).__name__} has "
                 "none: use a mixture-of-experts model of transformers >= 5.20 that has an `ep_plan`, or leave "
-                "expert_parallel out, so that tensor parallelism cuts every expert."
+                "expert_parallel out, so that tensor parallelism shards every expert."
             )
         experts = [
             (name, count)
@@ -55,11 +55,11 @@ class ExpertParallel(Transform):
             )
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Give the experts away in place."""
+        """Distribute the experts over the ranks, in place."""
         if not model_has_dtensor(model):
             sync_module_states(model, [mesh[self.axis].get_group()])
             sync_random_state(mesh[self.axis])
-            give_away_experts(model, mesh[self.axis])
+            shard_experts(model, mesh[self.axis])
         return model
 
 

@@ -1,7 +1,7 @@
-"""Another `scaled_dot_product_attention` for a while, and the models that must be found to call it.
+"""Monkeypatches `scaled_dot_product_attention` in blocks, and checks that models can and do call it.
 
 This is the only place where a function of torch is replaced. A model whose attention does not go through it would see
-only its own part of a sequence and train to wrong numbers without a word, so the first forward shows whether it does.
+only its own shard of a sequence and silently train to wrong numbers, so the first forward pass checks that it does.
 """
 
 from __future__ import annotations
@@ -72,28 +72,28 @@ class AttentionPatch:
 
 
 def check_attention(model: nn.Module, setting: str) -> None:
-    """Refuse a model whose sequences cannot be shared inside of `scaled_dot_product_attention`.
+    """Refuse a model whose sequences cannot be sharded around `scaled_dot_product_attention`.
 
     Args:
         model: The model.
         setting: What needs it, for the error.
 
     Raises:
-        ValueError: Naming the attention that was chosen, or layers that pass on a state from token to token.
+        ValueError: Naming the attention that was chosen, or layers that carry a recurrent state from token to token.
     """
     check_no_recurrent_layers(model, setting)
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if is_transformers_model(model) and chosen != "sdpa":
         raise ValueError(
-            f"{setting} shares sequences inside of scaled_dot_product_attention, but {type(model).__name__} uses "
+            f"{setting} shards sequences around scaled_dot_product_attention, but {type(model).__name__} uses "
             f'attn_implementation={chosen!r}: load it with attn_implementation="sdpa".'
         )
 
 
 def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism") -> None:
-    """Refuse a model with layers whose state would begin anew on every process that holds a part of a sequence.
+    """Refuse a model with recurrent layers, whose state would restart on every rank that holds a shard of a sequence.
 
-    Such a model would train to wrong numbers without a word. A model whose configuration names no kinds of layers passes.
+    Such a model would silently train to wrong numbers. A model whose configuration names no kinds of layers passes.
 
     Args:
         model: Usually of transformers: what counts is the `layer_types` of its (text) configuration.
@@ -109,9 +109,9 @@ def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism")
     recurrent = [kind for kind in kinds if str(kind).startswith(RECURRENT_KINDS)]
     if recurrent:
         raise ValueError(
-            f"{setting} gives every process a part of each sequence, but {type(model).__name__} has layers of the kinds "
-            f"{', '.join(map(repr, recurrent))}, whose state passes from one token to the next and would begin anew in "
-            "each part. Train it without sharing sequences (sp_size=1, cp_size=1), or choose a model that has attention "
+            f"{setting} gives every rank a shard of each sequence, but {type(model).__name__} has layers of the kinds "
+            f"{', '.join(map(repr, recurrent))}, whose recurrent state passes from one token to the next and would "
+            "restart in each shard. Train it without sharding sequences (sp_size=1, cp_size=1), or choose a model that has attention "
             "only."
         )
 
@@ -136,7 +136,7 @@ def watch_attention(model: nn.Module, patch: AttentionPatch, setting: str) -> No
             raise RuntimeError(
                 f"{setting}: the forward of {type(module).__name__} never called "
                 "torch.nn.functional.scaled_dot_product_attention, so that its attention, if it has one, would see "
-                "only this process's part of the sequence. Use this function for attention, called through the module "
+                "only this rank's shard of the sequence. Use this function for attention, called through the module "
                 "torch.nn.functional rather than imported by name before."
             )
         for handle in handles:
@@ -146,10 +146,10 @@ def watch_attention(model: nn.Module, patch: AttentionPatch, setting: str) -> No
 
 
 def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
-    """Have causal attention modules of transformers ignore their mask, and so compute causal attention by itself.
+    """Have causal attention modules of transformers ignore their mask, and use `is_causal=True` instead.
 
-    The masks they get were made from a part of the sequence. Padding at the end of a sequence needs none: no token
-    before it looks at it.
+    The masks they get were made from a shard of the sequence. Padding at the end of a sequence needs none: no token
+    before it attends to it.
 
     Args:
         model: Changed in place, if it is one of transformers.
@@ -168,7 +168,7 @@ def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
 
 
 def refuse_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
-    """Refuse an attention mask: it was made from a part of the sequence.
+    """Refuse an attention mask: it was made from a shard of the sequence.
 
     Raises:
         ValueError: Saying what to do without.
@@ -176,6 +176,6 @@ def refuse_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
     if attn_mask is not None:
         raise ValueError(
             f"{setting} cannot use an attention mask (got one of shape {tuple(attn_mask.shape)}), which would have to "
-            "be that of whole sequences: call scaled_dot_product_attention with is_causal=True or without mask, and "
+            "be that of full sequences: call scaled_dot_product_attention with is_causal=True or without mask, and "
             "pad sequences at their end only."
         )

@@ -1,4 +1,4 @@
-"""The mesh as text: where every rank sits, who works with whom, and what each process holds."""
+"""The device mesh as text: coordinates of every rank, the groups along each dimension, and what each rank holds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from accel_ops.modules import to_local
 from accel_state.mesh import SAME_BATCH_AXES
 
 MEANINGS = {
-    "pp": "hold consecutive parts of the model",
-    "dp_replicate": "hold copies and read different data",
-    "dp_shard": "share the parameters of a copy and read different data",
-    "cp": "share every sequence, passing keys around",
-    "sp": "share every sequence, trading it for heads",
-    "tp": "share every layer",
+    "pp": "pipeline parallel, consecutive stages",
+    "dp_replicate": "data parallel replicas",
+    "dp_shard": "data parallel, sharded parameters",
+    "cp": "context parallel, sharded sequences (ring)",
+    "sp": "sequence parallel, sharded sequences (all-to-all)",
+    "tp": "tensor parallel, sharded layers",
 }
 MAX_COLUMNS = 16  # ranks beside one another
 MAX_WIDTH = 100  # of a line that lists groups, but for the first group
@@ -28,12 +28,12 @@ MAX_ROWS = 16  # of the table of ranks; more are summed up
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one process has in memory.
+    """What one rank has in memory.
 
     Args:
-        parameter_bytes: Its part of the parameters.
-        optimizer_bytes: Its part of the optimizers' state.
-        model_bytes: The whole of the parameters of which it has a part.
+        parameter_bytes: Its shards of the parameters.
+        optimizer_bytes: Its shards of the optimizer states.
+        model_bytes: Full size of the parameters of which it has a shard.
     """
 
     parameter_bytes: int
@@ -49,11 +49,11 @@ def holding_of(models: Sequence[nn.Module], optimizers: Sequence[object]) -> Hol
     return Holding(
         parameter_bytes=sum(to_local(one).nbytes for one in parameters),
         optimizer_bytes=sum(to_local(one).nbytes for one in tensors),
-        model_bytes=sum(_whole_shape(one).numel() * one.element_size() for one in parameters),
+        model_bytes=sum(_full_shape(one).numel() * one.element_size() for one in parameters),
     )
 
 
-def _whole_shape(parameter: nn.Parameter) -> torch.Size:
+def _full_shape(parameter: nn.Parameter) -> torch.Size:
     shape: torch.Size = getattr(parameter, "_unpadded_unsharded_size", parameter.shape)  # as FSDP 1 calls it
     return shape
 
@@ -76,7 +76,7 @@ def draw_mesh(sizes: Mapping[str, int], holdings: Sequence[Holding] | None = Non
     used = {axis: size for axis, size in sizes.items() if size > 1}
     world = math.prod(used.values())
     if world == 1:
-        parts = ["One process, which works alone."]
+        parts = ["One process, no parallelism."]
     else:
         shape = " x ".join(f"{axis} {size}" for axis, size in used.items())
         parts = [f"{world} processes: {shape}", "\n".join(_grid(used)), "\n".join(_groups(used))]
@@ -124,11 +124,11 @@ def _batch(sizes: Mapping[str, int], across: str, rank: int) -> str:
 
 
 def _groups(sizes: Mapping[str, int]) -> Iterator[str]:
-    """For every axis, which ranks work together along it."""
+    """For every mesh dimension, the groups of ranks along it."""
     width = max(map(len, sizes))
     for axis in sizes:
         groups = [_ranges(group) for group in groups_along(sizes, axis)]
-        line = f"{axis:<{width}}  {MEANINGS.get(axis, 'work together')}: {groups.pop(0)}"
+        line = f"{axis:<{width}}  {MEANINGS.get(axis, 'group')}: {groups.pop(0)}"
         while groups and len(f"{line} | {groups[0]}") <= MAX_WIDTH:
             line = f"{line} | {groups.pop(0)}"
         yield f"{line} and {len(groups)} more" if groups else line
@@ -160,7 +160,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def _table(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> Iterator[str]:
     """A line for each rank, or for ranks that follow each other and hold the same."""
-    whole = _whole_model(sizes, holdings)
+    whole = _full_model_bytes(sizes, holdings)
     rows = []
     for first, last in _runs(holdings):
         held = holdings[first]
@@ -181,7 +181,7 @@ def _table(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> Iterator[st
     yield f"The model has {_size(whole)} of parameters."
 
 
-def _whole_model(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> int:
+def _full_model_bytes(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> int:
     """Bytes of all parameters: of one process of each pipeline stage."""
     stages = sizes.get("pp", 1)
     per_stage = max(1, len(holdings) // stages)

@@ -15,7 +15,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 
 def register() -> None:
-    """Let attention over sequences that are cut between processes run on the CPU."""
+    """Let context parallel attention run on the CPU."""
     ring.custom_ops.setdefault(FORWARD, _forward)
     ring.custom_ops.setdefault(BACKWARD, _backward)
 
@@ -33,7 +33,7 @@ def _forward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -
         dropout_p=dropout,
         scale=options.get("scale"),
     )
-    return _cut(output, query), _cut(logarithms, query)
+    return _sharded(output, query), _sharded(logarithms, query)
 
 
 def _backward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[DTensor, ...]:
@@ -54,13 +54,13 @@ def _backward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) 
         is_causal=is_causal,
         scale=options.get("scale"),
     )
-    return tuple(_cut(one, query) for one in gradients[:3])
+    return tuple(_sharded(one, query) for one in gradients[:3])
 
 
 def _local(tensor: Any) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _cut(part: torch.Tensor, like: DTensor) -> DTensor:
-    """A tensor of which every process has a part of the sequence."""
-    return DTensor.from_local(part, like.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+def _sharded(local: torch.Tensor, like: DTensor) -> DTensor:
+    """A DTensor that is sharded along the sequence."""
+    return DTensor.from_local(local, like.device_mesh, [Shard(SEQUENCE_DIM)], run_check=False)

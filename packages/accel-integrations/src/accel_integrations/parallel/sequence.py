@@ -1,6 +1,6 @@
-"""Sequence parallelism: the processes of the "sp" axis hold a part of every sequence each, and trade it for heads.
+"""Sequence parallelism (Ulysses): each rank of the "sp" dimension holds a shard of every sequence.
 
-Around attention, and only there, every process gets the whole sequences of a part of the heads (Ulysses).
+An all-to-all around attention, and only there, gives every rank full sequences for its share of the attention heads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SETTING = 'Sequence parallelism (sp_backend="torch")'
 
 @final
 class SequenceParallel(Transform):
-    """Exchanges heads for sequences around every `scaled_dot_product_attention` of the model, without DeepSpeed."""
+    """Puts all-to-alls around every `scaled_dot_product_attention` of the model, without DeepSpeed."""
 
     axis = "sp"
 
@@ -42,7 +42,7 @@ class SequenceParallel(Transform):
         return config.sp_enabled and config.sp_backend == "torch"
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse attention that is not `scaled_dot_product_attention`, and heads that cannot be shared out.
+        """Refuse attention that is not `scaled_dot_product_attention`, and numbers of heads that cannot be split evenly.
 
         Raises:
             ValueError: Naming it.
@@ -54,9 +54,9 @@ class SequenceParallel(Transform):
             raise ValueError(_uneven(heads, size * self.config.tp_size))
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Share the attention of all parts of the model, also where a checkpointed part runs again in backward."""
+        """Patch the attention of all modules, also where activation checkpointing recomputes one in the backward pass."""
         group = mesh[self.axis].get_group()
-        patch = AttentionPatch(lambda attention: shared_by_heads(attention, group))
+        patch = AttentionPatch(lambda attention: ulysses_attention(attention, group))
         drop_masks(model, lambda: True)
         if is_transformers_model(model):
             model.register_forward_pre_hook(_labels_that_are_shifted, with_kwargs=True)
@@ -75,15 +75,15 @@ def _labels_that_are_shifted(module: nn.Module, args: tuple[Any, ...], kwargs: d
     return None
 
 
-def shared_by_heads(attention: Attention, group: Any) -> Attention:
-    """Attention over whole sequences for processes that hold parts of them.
+def ulysses_attention(attention: Attention, group: Any) -> Attention:
+    """Attention over full sequences, for ranks that hold shards of them.
 
     Args:
         attention: `scaled_dot_product_attention`, or what stands for it.
-        group: The processes, in the order of the parts they hold.
+        group: The process group; rank i holds shard i of the sequences.
 
     Returns:
-        A function of queries, keys and values of shape (batch, heads, own part of the sequence, features).
+        A function of queries, keys and values of shape (batch, heads, local sequence length, features).
     """
     size = dist.get_world_size(group)
 
@@ -101,40 +101,40 @@ def shared_by_heads(attention: Attention, group: Any) -> Attention:
         heads = query.shape[1] if query.ndim == 4 else 0
         if heads == 0 or heads % size:
             raise ValueError(_uneven(heads, size) if heads else f"{SETTING} needs queries of 4 dimensions.")
-        if key.shape[1] % size:  # fewer key heads than processes: each gets those of its queries
+        if key.shape[1] % size:  # fewer key heads than ranks: each gets those of its queries
             key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
             enable_gqa = False
-        whole = _trade_together([query, key, value], size, group)
-        output = attention(*whole, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-        return _heads_for_sequence(output, size, group)
+        full = _sequence_to_heads([query, key, value], size, group)
+        output = attention(*full, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _heads_to_sequence(output, size, group)
 
     return attend
 
 
-def _trade_together(tensors: list[torch.Tensor], size: int, group: Any) -> list[torch.Tensor]:
-    """Own parts of all heads for all parts of own heads, in one exchange where the sizes allow it."""
+def _sequence_to_heads(tensors: list[torch.Tensor], size: int, group: Any) -> list[torch.Tensor]:
+    """From local sequences of all heads to full sequences of local heads, in one all-to-all where the sizes allow it."""
     if len({tensor.shape[2:] for tensor in tensors}) > 1:
-        return [_trade_together([tensor], size, group)[0] for tensor in tensors]
+        return [_sequence_to_heads([tensor], size, group)[0] for tensor in tensors]
     batch, _, length, features = tensors[0].shape
     own_heads = [tensor.shape[1] // size for tensor in tensors]
-    by_process = [
+    by_rank = [
         tensor.reshape(batch, size, heads, length, features) for tensor, heads in zip(tensors, own_heads, strict=True)
     ]
-    received = _Exchange.apply(torch.cat(by_process, dim=2).transpose(0, 1), group)
+    received = _AllToAll.apply(torch.cat(by_rank, dim=2).transpose(0, 1), group)
     joined = received.permute(1, 2, 0, 3, 4).reshape(batch, sum(own_heads), size * length, features)
     return list(joined.split(own_heads, dim=1))
 
 
-def _heads_for_sequence(output: torch.Tensor, size: int, group: Any) -> torch.Tensor:
-    """The way back: own parts of the outputs of all heads."""
+def _heads_to_sequence(output: torch.Tensor, size: int, group: Any) -> torch.Tensor:
+    """From full sequences of local heads back to local sequences of all heads."""
     batch, heads, length, features = output.shape
-    by_process = output.reshape(batch, heads, size, length // size, features).permute(2, 0, 1, 3, 4)
-    received = _Exchange.apply(by_process, group)
+    by_rank = output.reshape(batch, heads, size, length // size, features).permute(2, 0, 1, 3, 4)
+    received = _AllToAll.apply(by_rank, group)
     return received.transpose(0, 1).reshape(batch, size * heads, length // size, features)
 
 
-class _Exchange(torch.autograd.Function):
-    """Sends row i of the first dimension to process i of the group; gradients travel back the same way."""
+class _AllToAll(torch.autograd.Function):
+    """Sends row i of the first dimension to rank i of the group; gradients take the same all-to-all."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -146,11 +146,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Exchange.apply(gradient, ctx.group), None
+        return _AllToAll.apply(gradient, ctx.group), None
 
 
 def _uneven(heads: int, size: int) -> str:
     return (
-        f"{SETTING} shares {heads} attention heads out between {size} processes, which is not possible evenly: choose "
+        f"{SETTING} cannot split {heads} attention heads evenly over {size} ranks: choose "
         "a size that divides the heads, or use cp_size instead."
     )

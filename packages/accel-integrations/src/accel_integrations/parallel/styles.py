@@ -1,4 +1,4 @@
-"""The words of a tensor-parallel plan: how a layer is cut, by the name that stands for it."""
+"""The styles of a tensor parallel plan: how a layer is sharded, by the name that stands for it."""
 
 from __future__ import annotations
 
@@ -13,65 +13,67 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One way of cutting a layer.
+    """One way to shard a layer.
 
     Args:
         meaning: In words.
         make: Builds torch's object from the modules `torch.distributed.tensor.parallel` and `torch.distributed.tensor`.
-        cuts: The sizes of a layer that are cut, the first that it has counts; empty when nothing is.
+        sizes: The sizes of a layer that are sharded, the first that it has counts; empty when none is.
     """
 
     meaning: str
     make: Callable[[Any, Any], Any]
-    cuts: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
 
 
 OUTPUTS, INPUTS = ("out_features", "embedding_dim"), ("in_features", "num_embeddings")
 
 STYLES: dict[str, Style] = {
-    "colwise": Style("output features are cut", lambda p, t: p.ColwiseParallel(), OUTPUTS),
+    "colwise": Style("output features are sharded", lambda p, t: p.ColwiseParallel(), OUTPUTS),
     "colwise_rep": Style(
-        "output features are cut, then put together",
+        "output features are sharded, then all-gathered",
         lambda p, t: p.ColwiseParallel(output_layouts=t.Replicate()),
         OUTPUTS,
     ),
-    "rowwise": Style("input features come cut; outputs are added up", lambda p, t: p.RowwiseParallel(), INPUTS),
+    "rowwise": Style("input features come sharded; outputs are all-reduced", lambda p, t: p.RowwiseParallel(), INPUTS),
     "rowwise_rep": Style(
-        "input features come whole and are cut; outputs are added up",
+        "input features come replicated and are sharded; outputs are all-reduced",
         lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate()),
         INPUTS,
     ),
     "embedding_rowwise": Style(
-        "the vocabulary is cut", lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate()), INPUTS
+        "the vocabulary is sharded", lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate()), INPUTS
     ),
     "embedding_colwise": Style(
-        "the vectors are cut, then put together", lambda p, t: p.ColwiseParallel(output_layouts=t.Replicate()), OUTPUTS
+        "the vectors are sharded, then all-gathered",
+        lambda p, t: p.ColwiseParallel(output_layouts=t.Replicate()),
+        OUTPUTS,
     ),
     "sequence_parallel": Style(
-        "a norm on this process's part of the sequence", lambda p, t: p.SequenceParallel(use_local_output=True)
+        "a norm on this rank's shard of the sequence", lambda p, t: p.SequenceParallel(use_local_output=True)
     ),
     "colwise_from_sequence": Style(
-        "as colwise, of inputs that are cut along the sequence",
+        "as colwise, of inputs that are sharded along the sequence",
         lambda p, t: p.ColwiseParallel(input_layouts=t.Shard(1)),
         OUTPUTS,
     ),
     "colwise_rep_from_sequence": Style(
-        "as colwise_rep, of inputs that are cut along the sequence",
+        "as colwise_rep, of inputs that are sharded along the sequence",
         lambda p, t: p.ColwiseParallel(input_layouts=t.Shard(1), output_layouts=t.Replicate()),
         OUTPUTS,
     ),
     "rowwise_to_sequence": Style(
-        "as rowwise, with outputs cut along the sequence",
+        "as rowwise, with outputs sharded along the sequence",
         lambda p, t: p.RowwiseParallel(output_layouts=t.Shard(1)),
         INPUTS,
     ),
     "embedding_to_sequence": Style(
-        "as embedding_rowwise, with outputs cut along the sequence",
+        "as embedding_rowwise, with outputs sharded along the sequence",
         lambda p, t: p.RowwiseParallel(input_layouts=t.Replicate(), output_layouts=t.Shard(1)),
         INPUTS,
     ),
     "gather_sequence": Style(
-        "the first input comes cut along the sequence and is put together",
+        "the first input comes sharded along the sequence and is all-gathered",
         lambda p, t: p.PrepareModuleInput(
             input_layouts=(t.Shard(1),), desired_input_layouts=(t.Replicate(),), use_local_output=True
         ),
@@ -100,7 +102,7 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
             general = sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names})
             near = difflib.get_close_matches(pattern, general, n=5, cutoff=0.4) or general[:5]
             raise ValueError(
-                f"The tensor-parallel plan names {pattern!r}, but {type(model).__name__} has no such module. Similar "
+                f"The tensor parallel plan names {pattern!r}, but {type(model).__name__} has no such module. Similar "
                 f"ones are {', '.join(map(repr, near))}."
             )
         found.update(dict.fromkeys(fitting, style))
@@ -108,12 +110,12 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
-    """Refuse styles that do not exist, and layers that cannot be cut evenly.
+    """Refuse styles that do not exist, and layers that cannot be sharded evenly.
 
     Args:
         model: The model.
         plan: Style by name of a module.
-        size: Into how many parts layers are cut.
+        size: Over how many ranks layers are sharded.
 
     Raises:
         ValueError: Naming all of them.
@@ -121,15 +123,15 @@ def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
     unknown = sorted({style for style in plan.values() if isinstance(style, str) and _row(style) is None})
     if unknown:
         raise ValueError(
-            f"The tensor-parallel plan has the styles {', '.join(map(repr, unknown))}: use {', '.join(STYLES)}, or an "
+            f"The tensor parallel plan has the styles {', '.join(map(repr, unknown))}: use {', '.join(STYLES)}, or an "
             "object of torch.distributed.tensor.parallel."
         )
     uneven = []
     for name, style in plan.items():
         row, module = _row(style) if isinstance(style, str) else None, model.get_submodule(name)
-        cut = next((cut for cut in row.cuts if hasattr(module, cut)), None) if row is not None else None
-        if cut is not None and getattr(module, cut) % size:
-            uneven.append(f"{name} ({cut}={getattr(module, cut)})")
+        sharded = next((one for one in row.sizes if hasattr(module, one)), None) if row is not None else None
+        if sharded is not None and getattr(module, sharded) % size:
+            uneven.append(f"{name} ({sharded}={getattr(module, sharded)})")
     if uneven:
         raise ValueError(
             f"tp_size={size} does not divide {', '.join(uneven[:5])}{' and others' if len(uneven) > 5 else ''}: choose "

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the processes of the "tp" axis hold a part of every layer each."""
+"""Tensor parallelism: the ranks of a TP group hold a shard of every layer each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
 from accel_integrations.parallel.styles import check_plan, expand_plan, make_style
 from accel_integrations.parallel.transform import Transform
-from accel_integrations.parallel.transformers_plan import brings_own_styles, cut_transformers_model, tensor_plan
+from accel_integrations.parallel.transformers_plan import brings_own_styles, shard_transformers_model, tensor_plan
 from accel_ops.modules import model_has_dtensor
 
 if TYPE_CHECKING:
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 @final
 class TensorParallel(Transform):
-    """Cuts the layers that a plan names; they then exchange activations, and each keeps its part of the parameters.
+    """Shards the layers that a plan names; ranks then all-reduce activations, and each keeps its shard of the parameters.
 
     The plan comes from `TorchTensorParallelConfig(plan=...)`, from the attribute `tp_plan` of the model, or from
-    transformers. Models whose parameters are distributed tensors already, as those that transformers loads with
+    transformers. Models whose parameters are DTensors already, as those that transformers loads with
     `tp_plan="auto"`, are taken as they are.
     """
 
     axis = "tp"
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model without a plan, styles and names that do not exist, and layers that cannot be cut evenly.
+        """Refuse a model without a plan, styles and names that do not exist, and layers that cannot be sharded evenly.
 
         Raises:
             ValueError: With the reason, and what would be accepted.
         """
         if model_has_dtensor(model):
-            _check_cut(model, mesh[self.axis].size())
+            _check_sharded(model, mesh[self.axis].size())
             return
         if self._is_transformers(model):
             tensor_plan(model, mesh[self.axis].size(), self._experts)
@@ -46,15 +46,15 @@ class TensorParallel(Transform):
         check_plan(model, expand_plan(model, plan), mesh[self.axis].size())
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Cut the layers in place."""
+        """Shard the layers in place."""
         group = mesh[self.axis]
         sync_module_states(model, [group.get_group()])
         sync_random_state(group)
-        if not self._is_cut(model):
+        if not self._is_sharded(model):
             if self._is_transformers(model):
-                cut_transformers_model(model, group, self._experts)
+                shard_transformers_model(model, group, self._experts)
             else:
-                cut_model(model, group, self._plan(model))
+                parallelize_model(model, group, self._plan(model))
         return model
 
     @property
@@ -62,8 +62,8 @@ class TensorParallel(Transform):
         handler = self.config.tp_handler
         return handler is not None and handler.expert_parallel
 
-    def _is_cut(self, model: nn.Module) -> bool:
-        if self._experts:  # they are distributed tensors by now, the other layers perhaps not
+    def _is_sharded(self, model: nn.Module) -> bool:
+        if self._experts:  # they are DTensors by now, the other layers perhaps not
             return getattr(model, "_tp_size", None) is not None
         return model_has_dtensor(model)
 
@@ -84,11 +84,11 @@ class TensorParallel(Transform):
         )
 
 
-def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn.Module:
-    """Cut a model's layers by a plan, in place.
+def parallelize_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn.Module:
+    """Shard a model's layers by a plan, in place.
 
     Args:
-        model: The model, the same on all processes of the mesh.
+        model: The model, the same on all ranks of the mesh.
         mesh: One-dimensional.
         plan: Style by name of a module, `*` standing for one part of a name.
 
@@ -107,7 +107,7 @@ def cut_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any]) -> nn
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of parameters that are one, such as those of an embedding and the head tied to it."""
+    """The names of tied parameters, such as those of an embedding and the head tied to it."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -115,14 +115,14 @@ def _shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
-    """Make one parameter again of those that were cut one by one.
+    """Tie parameters again that were sharded one by one.
 
     Args:
         model: The model.
         ties: Groups of names, as of `_shared_parameters`.
 
     Raises:
-        ValueError: When they were cut differently.
+        ValueError: When they were sharded differently.
     """
     for first, *others in ties:
         kept = model.get_parameter(first)
@@ -132,8 +132,8 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
                 continue
             if getattr(parameter, "placements", None) != getattr(kept, "placements", None):
                 raise ValueError(
-                    f"{first} and {name} are one parameter, but the tensor-parallel plan cuts it in two ways "
-                    f"({_placement(kept)} and {_placement(parameter)}): give both layers styles that cut the same "
+                    f"{first} and {name} are one parameter, but the tensor parallel plan shards it in two ways "
+                    f"({_placement(kept)} and {_placement(parameter)}): give both layers styles that shard the same "
                     "dimension, such as embedding_rowwise and colwise_rep."
                 )
             owner, _, attribute = name.rpartition(".")
@@ -142,11 +142,11 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 
 def _placement(parameter: torch.Tensor) -> str:
     placements = getattr(parameter, "placements", None)
-    return "whole" if placements is None else str(placements[0])
+    return "not sharded" if placements is None else str(placements[0])
 
 
-def _check_cut(model: nn.Module, size: int) -> None:
-    """Refuse a model that was cut into another number of parts."""
+def _check_sharded(model: nn.Module, size: int) -> None:
+    """Refuse a model that was sharded over another number of ranks."""
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
@@ -155,7 +155,7 @@ def _check_cut(model: nn.Module, size: int) -> None:
         parts = mesh["tp"].size() if "tp" in names and mesh.ndim > 1 else mesh.size()
         if parts != size:
             raise ValueError(
-                f"{type(model).__name__} is cut into {parts} parts already ({name} is), but ParallelismConfig has "
-                f"tp_size={size}: make them the same, or load the model uncut."
+                f"{type(model).__name__} is sharded over {parts} ranks already ({name} is), but ParallelismConfig has "
+                f"tp_size={size}: make them the same, or load the model unsharded."
             )
         return

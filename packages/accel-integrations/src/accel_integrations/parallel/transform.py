@@ -1,4 +1,4 @@
-"""The interface of a model change along one axis of the mesh, and the list of those that a run needs."""
+"""The interface of a parallel transform of a model along one mesh dimension, and the list of those that a run needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Transform(ABC):
-    """A change of a model in place, by which the processes along one axis of the mesh share its work.
+    """A change of a model in place, by which the ranks along one dimension of the device mesh share its work.
 
     Args:
         config: The sizes of the axes and how each is used.
@@ -33,7 +33,7 @@ class Transform(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model that cannot be shared, before anything is changed.
+        """Refuse a model that cannot be parallelized, before anything is changed.
 
         Raises:
             ValueError: With the reason, and what would be accepted.
@@ -44,8 +44,8 @@ class Transform(ABC):
         """Change the model; returns the one to go on with.
 
         Args:
-            model: The model, whole and the same on all processes of the axis.
-            mesh: The whole mesh, of which `axis` is one dimension.
+            model: The model, unsharded and the same on all ranks of the dimension.
+            mesh: The full device mesh, of which `axis` is one dimension.
         """
 
 
@@ -55,12 +55,12 @@ TRANSFORMS = (
     "accel_integrations.parallel.context:ContextParallel",
     "accel_integrations.parallel.sequence:SequenceParallel",
 )
-"""In the order in which they are applied: layers are cut before their attention is shared between sequences, and
-experts are given away before the plan for the other layers is carried out."""
+"""In the order in which they are applied: layers are sharded before their attention is split along sequences, and
+experts are distributed before the plan for the other layers is applied."""
 
 
 def make_transforms(config: ParallelismConfig | None) -> tuple[Transform, ...]:
-    """The transforms of a run, in their order; none where processes only divide the data.
+    """The transforms of a run, in their order; none where there is only data parallelism.
 
     Args:
         config: The sizes of the axes.

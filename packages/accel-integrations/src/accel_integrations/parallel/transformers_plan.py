@@ -21,20 +21,20 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def brings_own_styles(model: nn.Module) -> bool:
-    """Whether transformers itself can cut the model: its versions from 5.20 on, where the model has a plan."""
+    """Whether transformers itself can shard the model: its versions from 5.20 on, where the model has a plan."""
     return is_transformers_model(model) and hasattr(model, "_resolve_parallel_plans") and bool(_plans_of(model))
 
 
 def tensor_plan(model: Any, size: int, experts: bool) -> dict[str, str]:
-    """The style of every layer and parameter to cut.
+    """The style of every layer and parameter to shard.
 
     Args:
         model: A transformers model.
-        size: Over how many processes.
-        experts: Whether experts are given away whole, so that the plan must leave them alone.
+        size: Over how many ranks.
+        experts: Whether experts are sharded by expert parallelism, so that the plan must leave them alone.
 
     Raises:
-        ValueError: When the model has no plan, or its heads cannot be divided.
+        ValueError: When the model has no plan, or its heads cannot be split evenly.
     """
     _check_heads(model, size)
     plan: dict[str, str] = _resolve(model, size, experts)[0]
@@ -46,7 +46,7 @@ def expert_plan(model: Any, size: int) -> dict[str, str]:
 
     Args:
         model: A transformers model.
-        size: Over how many processes.
+        size: Over how many ranks.
 
     Raises:
         ValueError: When the model has no plan for experts.
@@ -55,13 +55,13 @@ def expert_plan(model: Any, size: int) -> dict[str, str]:
     return plan
 
 
-def cut_transformers_model(model: Any, mesh: DeviceMesh, experts: bool) -> None:
-    """Cut a model by its own plan, in place.
+def shard_transformers_model(model: Any, mesh: DeviceMesh, experts: bool) -> None:
+    """Shard a model by its own plan, in place.
 
     Args:
-        model: A transformers model, the same on all processes of the mesh.
+        model: A transformers model, the same on all ranks of the mesh.
         mesh: One-dimensional.
-        experts: Whether experts are given away whole.
+        experts: Whether experts are sharded by expert parallelism instead.
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -72,11 +72,11 @@ def cut_transformers_model(model: Any, mesh: DeviceMesh, experts: bool) -> None:
     model._tp_size = mesh.size()  # its trainer asks
 
 
-def give_away_experts(model: Any, mesh: DeviceMesh) -> None:
-    """Leave each process its share of whole experts, in place.
+def shard_experts(model: Any, mesh: DeviceMesh) -> None:
+    """Leave each rank its share of the experts, in place.
 
     Args:
-        model: A transformers model, the same on all processes of the mesh.
+        model: A transformers model, the same on all ranks of the mesh.
         mesh: One-dimensional.
     """
     from transformers.distributed.expert_parallel import apply_expert_parallelism

@@ -1,4 +1,4 @@
-"""State of distributed parameters as one process would have it, and back."""
+"""Full state dicts of DTensor parameters, and back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_ops.tensor_files import id_tensor_storage
 
 
 def whole_state_dict(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's state dict with every distributed tensor put together; all processes must call this.
+    """A model's state dict with every DTensor unsharded (full tensors); all ranks must call this.
 
     Args:
         state: Tied tensors share their memory, and do so in the result.
@@ -30,7 +30,7 @@ def whole_state_dict(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state dict with every distributed tensor put together; all processes must call this.
+    """An optimizer's state dict with every DTensor unsharded (full tensors); all ranks must call this.
 
     Args:
         optimizer: A torch optimizer, or one around it.
@@ -44,7 +44,7 @@ def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_whole_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
-    """Give an optimizer the state of whole parameters, of which it takes its parts.
+    """Load a full optimizer state dict; each rank keeps its shards.
 
     Args:
         optimizer: A torch optimizer, or one around it.
@@ -61,10 +61,10 @@ def load_whole_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
 
 
 def cut_like(value: Any, like: torch.Tensor) -> Any:
-    """A whole tensor, distributed as another one of its shape is; anything else as it is.
+    """A full tensor, with the placements of a DTensor of its shape; anything else as it is.
 
     Args:
-        value: Equal on all processes.
+        value: Equal on all ranks.
         like: The other one.
     """
     if not isinstance(value, torch.Tensor) or to_local(like) is like or value.shape != like.shape:

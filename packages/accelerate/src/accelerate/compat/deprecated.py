@@ -1,4 +1,4 @@
-"""Names of the accelerator that older documents use: they work, and say what has taken their place."""
+"""Deprecated methods and keywords of `Accelerator`: they work, with a warning that names the replacement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Keywords = dict[str, Any]
 
 
 def accept_old_names(cls: type[A]) -> type[A]:
-    """Let a class of accelerators answer to its old names: a decorator.
+    """Add deprecated aliases to a class of accelerators: a decorator.
 
     Args:
         cls: `Accelerator`.
 
     Returns:
-        The class, with the methods `set_breakpoint`, `check_breakpoint` and `load_checkpoint`, and with old keywords of its
-        constructor and of `on_local_process`. Signatures stay as they are.
+        The class, with the methods `set_breakpoint`, `check_breakpoint` and `load_checkpoint`, and with deprecated keywords
+        of its constructor and of `on_local_process`. Signatures stay as they are.
     """
     known: Any = cls
     for old, new in RENAMED_METHODS.items():
@@ -53,7 +53,7 @@ def _renamed(old: str, new: str) -> Callable[..., Any]:
 
 
 def _translating(function: Callable[..., Any], old: dict[str, Callable[[str, Any, Keywords], str]]) -> Any:
-    """Wrap a function: old keywords become those of today before it is called."""
+    """Wrap a function: deprecated keywords are translated before it is called."""
 
     @functools.wraps(function)
     def translated(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What other libraries call while they shard models themselves, under the old names."""
+"""Functions of 1.15 that other libraries call while they shard models themselves."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Have pretrained models loaded from now on get their values on the main process only."""
+    """From now on, load the weights of pretrained models on the main process only."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ[RAM_EFFICIENT_VARIABLE] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have pretrained models loaded from now on get their values on every process."""
+    """From now on, load the weights of pretrained models on every process."""
     os.environ[RAM_EFFICIENT_VARIABLE] = "False"
 
 
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], Any]:
-    """A function that makes parameters of modules, such that those which are one in a model stay one.
+    """Wrap a `param_init_fn` so that tied weights stay tied.
 
     Args:
-        param_init_fn: Gives a module's own parameters memory.
+        param_init_fn: Materializes a module's own parameters.
         model: The model, whose parameters may be on the meta device.
-        device: Where tied parameters are made.
+        device: Where tied weights are materialized.
 
     Returns:
-        The function to use in place of `param_init_fn`; that itself where nothing is tied.
+        The wrapped function; `param_init_fn` itself where nothing is tied.
     """
     owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -64,13 +64,13 @@ def ensure_weights_retied(
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Named parameters under the names that the user's model gives, without those of wrappers inside it."""
+    """Named parameters under the names of the user's model, without the prefixes of wrappers inside it."""
     pairs = named_params.items() if isinstance(named_params, Mapping) else named_params
     return {plain_name(name): value for name, value in pairs}
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """Says of the modules in a model whether they are to be sharded by themselves; None for none of them.
+    """Make the auto-wrap policy of a model: whether a module gets an FSDP group of its own. None when none does.
 
     Args:
         fsdp2_plugin: The settings.
@@ -87,7 +87,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Have the blocks of a model compute activations again in backward instead of keeping them."""
+    """Apply activation checkpointing to the blocks of a model."""
     plugin = accelerator.state.fsdp_plugin
     blocks = find_blocks(model, resolve_policy(plugin, model))
     checkpoint_blocks(model, blocks, offload=plugin.activation_checkpointing_offload)
@@ -103,13 +103,13 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Give a sharded model the values that the main process has whole; all processes call this.
+    """Load a full state dict of the main process into a sharded model; all ranks call this.
 
     Args:
-        accelerator: Whose processes share the model.
-        model: Sharded by `fully_shard`; tensors on the meta device get memory.
-        full_sd: Whole tensors by name; only that of the main process counts.
-        cpu_offload: Whether parameters are kept in main memory.
+        accelerator: The accelerator whose ranks shard the model.
+        model: Sharded by `fully_shard`; tensors on the meta device are materialized.
+        full_sd: Full tensors by name; only that of the main process is read.
+        cpu_offload: Whether parameters are offloaded to CPU memory.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -118,7 +118,7 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:
-    """Give an optimizer new parameters in place of old ones.
+    """Replace the parameters of an optimizer.
 
     Args:
         optimizer: Plain or prepared.
@@ -135,7 +135,7 @@ def _successor(old: torch.Tensor, mapping: Mapping[Any, torch.Tensor]) -> torch.
     for key in (old, old.data_ptr()):
         if key in mapping:
             return mapping[key]
-    raise KeyError(f"There is no new parameter for one of shape {tuple(old.shape)}: prepare its model before")
+    raise KeyError(f"The mapping has no new parameter for one of shape {tuple(old.shape)}: prepare its model before")
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedGradScaler:

@@ -1,4 +1,4 @@
-"""Functions by which programs for accelerate 1.15 got at autocast and at the gradient scaler."""
+"""Functions of 1.15 that make an autocast context and a gradient scaler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.b
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[None]:
-    """The context of a forward pass in the number format of the run.
+    """The autocast context of a forward pass in the mixed precision of the run.
 
     Args:
         native_amp (`bool`): Whether to use `torch.autocast` at all.
@@ -37,7 +37,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     """A new gradient scaler for the device of the run.
 
     Args:
-        distributed_type (`DistributedType`, *optional*): Sharded training needs one that looks at all shards.
+        distributed_type (`DistributedType`, *optional*): Under FSDP, infs are looked for in all shards.
         kwargs: For `torch.amp.GradScaler`.
     """
     from accel_state.devices import detect_device_kind

@@ -1,4 +1,4 @@
-"""For tests, of this library and of others: what they need, what they start, and what they train."""
+"""Helpers for tests, of this library and of others: requirements, launching, small models and datasets."""
 
 from accel_state.lazy import lazy_exports
 

@@ -13,10 +13,10 @@ from accel_state.processes import PartialState
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Forgets the state of the processes after each test."""
+    """Resets `AcceleratorState` and `PartialState` after each test."""
 
     def tearDown(self) -> None:
-        """Forget it."""
+        """Reset the states."""
         super().tearDown()
         AcceleratorState._reset_state()
         PartialState._reset_state()

@@ -1,4 +1,4 @@
-"""Starting programs from tests."""
+"""Launching programs from tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accelerate.test_utils.requirements import device_count
 
 
 class SubprocessCallException(Exception):  # noqa: N818 (the name that other libraries know)
-    """A command ended with an error."""
+    """A command exited with an error."""
 
 
 @dataclass
@@ -25,9 +25,9 @@ class RunOutput:
     """What a program did.
 
     Args:
-        returncode: How it ended.
+        returncode: Its exit code.
         stdout: The lines it printed.
-        stderr: The lines it printed as errors.
+        stderr: The lines it printed to stderr.
     """
 
     returncode: int
@@ -36,7 +36,7 @@ class RunOutput:
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """The words of an `accelerate launch` command.
+    """The arguments of an `accelerate launch` command.
 
     Args:
         kwargs: Options by name; True stands for an option without a value, None is left out.
@@ -60,12 +60,12 @@ def run_command(
     """Run a command.
 
     Args:
-        command: Its words.
+        command: Its arguments.
         return_stdout (`bool`): Return what it printed.
         env: Its environment; that of this process when None.
 
     Raises:
-        SubprocessCallException: It ended with an error; what it printed is in the message.
+        SubprocessCallException: It exited with an error; its output is in the message.
     """
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -77,7 +77,7 @@ def run_command(
     )
     text = done.stdout.decode("utf-8", errors="replace")
     if done.returncode:
-        raise SubprocessCallException(f"`{' '.join(words)}` ended with {done.returncode} and printed:\n{text}")
+        raise SubprocessCallException(f"`{' '.join(words)}` exited with code {done.returncode} and printed:\n{text}")
     return text if return_stdout else None
 
 
@@ -92,15 +92,15 @@ def execute_subprocess_async(
     """Run a command and show what it prints while it runs.
 
     Args:
-        cmd: Its words.
+        cmd: Its arguments.
         env: Its environment; that of this process when None.
         stdin: Where it reads from, as for `subprocess.Popen`.
-        timeout: Seconds until it is ended.
+        timeout: Seconds until it is killed.
         quiet (`bool`): Do not show what it prints.
         echo (`bool`): Show the command.
 
     Raises:
-        RuntimeError: It ended with an error, or took too long.
+        RuntimeError: It exited with an error, or timed out.
     """
     words = [str(word) for word in cmd]
     if echo:
@@ -126,12 +126,12 @@ def execute_subprocess_async(
     except subprocess.TimeoutExpired:
         process.kill()
         returncode = process.wait()
-        lines[1].append(f"(it was ended after {timeout} s)")
+        lines[1].append(f"(timeout: it was killed after {timeout} s)")
     for reader in readers:
         reader.join()
     if returncode:
         errors = "\n".join(lines[1])
-        raise RuntimeError(f"`{' '.join(words)}` ended with {returncode}. What it printed as errors:\n{errors}")
+        raise RuntimeError(f"`{' '.join(words)}` exited with code {returncode}. Its stderr:\n{errors}")
     return RunOutput(returncode, *lines)
 
 
@@ -154,14 +154,14 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 @contextlib.contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """A block that must end with an error.
+    """A block that must raise an exception.
 
     Args:
         exception_class: Its class.
         msg: What its message must contain.
 
     Raises:
-        AssertionError: It ended without one, or the message is another.
+        AssertionError: It raised none, or the message is another.
     """
     try:
         yield

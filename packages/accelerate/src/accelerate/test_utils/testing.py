@@ -1,4 +1,4 @@
-"""The old path of what tests use."""
+"""The import path of test helpers in accelerate 1.15."""
 
 from accel_ops.collectives import gather as gather
 from accel_state.accelerator_state import AcceleratorState as AcceleratorState

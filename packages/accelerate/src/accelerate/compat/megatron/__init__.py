@@ -1,1 +1,1 @@
-"""Names that programs for Megatron-LM import. What needs its training package says that it is not there."""
+"""Shims for names that programs for Megatron-LM import. What needs its training package raises `NotImplementedError`."""

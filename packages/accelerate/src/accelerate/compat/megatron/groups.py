@@ -1,4 +1,4 @@
-"""Exchange between the processes that read different data."""
+"""Collectives over the data parallel group of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_ops.nested import recursively_apply
 
 
 def data_parallel_group() -> Any:
-    """The group in which Megatron averages gradients, where it has made one; else None, for all processes."""
+    """Megatron's data parallel group, where it has made one; else None, for all ranks."""
     parallel_state: Any = sys.modules.get("megatron.core.parallel_state")  # not imported: there is no group
     if parallel_state is None or not parallel_state.model_parallel_is_initialized():
         return None
@@ -21,10 +21,10 @@ def data_parallel_group() -> Any:
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Mean of each loss over the processes that read different data.
+    """Average each loss over the data parallel group (an all-reduce).
 
     Args:
-        losses: The losses of this process, each with one element.
+        losses: The losses of this rank, each with one element.
 
     Returns:
         The means, of shape `(len(losses),)`.
@@ -38,13 +38,13 @@ def avg_losses_across_data_parallel_group(losses: Sequence[torch.Tensor]) -> tor
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Join the tensors of the processes that read different data, in their order.
+    """All-gather tensors over the data parallel group, in rank order.
 
     Args:
-        tensor (nested list/tuple/dictionary of `torch.Tensor`): Equal in shape on these processes.
+        tensor (nested list/tuple/dictionary of `torch.Tensor`): Equal in shape on these ranks.
 
     Returns:
-        The same structure, joined along the first dimension; a tensor without dimensions gets one.
+        The same structure, concatenated along the first dimension; a 0-dim tensor gets one.
     """
 
     def gather_one(value: torch.Tensor) -> torch.Tensor:

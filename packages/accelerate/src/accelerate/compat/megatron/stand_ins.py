@@ -1,4 +1,4 @@
-"""What a program passes to `Accelerator.prepare` in place of objects that Megatron-LM makes, and what it gets back."""
+"""Placeholders that a program passes to `Accelerator.prepare` for objects of Megatron-LM, and wrappers that it gets back."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def function_that_needs_megatron(what: str) -> Callable[..., Any]:
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
 class MegatronLMDummyDataLoader:
-    """Stands for the data loaders that Megatron-LM makes of its indexed datasets.
+    """Placeholder for the data loaders that Megatron-LM builds from its indexed datasets.
 
     Args:
         dataset_kwargs: Megatron-LM's arguments about data.
@@ -72,7 +72,7 @@ class MegatronLMDummyDataLoader:
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyScheduler")
 class MegatronLMDummyScheduler:
-    """Stands for the scheduler that Megatron-LM makes.
+    """Placeholder for the scheduler that Megatron-LM builds.
 
     Args:
         optimizer: The optimizer.
@@ -145,11 +145,11 @@ class MegatronEngine(nn.Module):
         scheduler: The scheduler of the optimizer.
 
     Attributes:
-        module: The model, or the list of its parts.
+        module: The model, or the list of its virtual pipeline stages.
         base_model: The first of them.
         optimizer: Its optimizer.
         scheduler: The scheduler of the optimizer.
-        train_step_handler: What computes a batch's loss.
+        train_step_handler: Computes the loss of a batch.
         module_config: Megatron-LM's settings about the model.
         iteration: How many steps were taken.
         num_floating_point_operations_so_far: What they took.
@@ -227,7 +227,7 @@ def finish_mpu_init() -> None:
 def model_provider_func(
     pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
 ) -> nn.Module:
-    """The part of Megatron-LM's model that this process has."""
+    """This rank's stage of a model of Megatron-LM."""
     raise needs_megatron("model_provider_func()")
 
 

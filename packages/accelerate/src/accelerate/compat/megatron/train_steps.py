@@ -47,7 +47,7 @@ class AbstractTrainStep:
 
 @known_as("accelerate.utils.megatron_lm.BertTrainStep")
 class BertTrainStep(AbstractTrainStep):
-    """Steps of BERT: masked words, with or without sentence order; or classification.
+    """Steps of BERT: masked language modeling, with or without sentence order prediction; or classification.
 
     Args:
         accelerator: The accelerator.
@@ -66,12 +66,12 @@ class BertTrainStep(AbstractTrainStep):
         return function_that_needs_megatron("A batch of BertTrainStep")
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable[..., Loss]:  # type: ignore[override]
-        """A function of the loss: of masked words and sentence order, or of labels of whole sequences.
+        """A function of the loss: of masked tokens and sentence order, or of sequence labels.
 
         Args:
             accelerator: Not used.
-            pretraining_flag: Whether masked words are learnt.
-            num_labels: How many labels there are; one is a number to come close to.
+            pretraining_flag: Whether it trains masked language modeling.
+            num_labels: How many labels there are; one means regression.
         """
 
         def pretraining_loss(loss_mask: torch.Tensor, sentence_order: Any, outputs: Any) -> Loss:
@@ -101,7 +101,7 @@ class BertTrainStep(AbstractTrainStep):
 
 @known_as("accelerate.utils.megatron_lm.GPTTrainStep")
 class GPTTrainStep(AbstractTrainStep):
-    """Steps of GPT: the next word.
+    """Steps of GPT: next-token prediction.
 
     Args:
         accelerator: The accelerator.
@@ -131,7 +131,7 @@ class GPTTrainStep(AbstractTrainStep):
         return function_that_needs_megatron("A batch of GPTTrainStep")
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
-        """A function of the mean loss of the words that count.
+        """A function of the mean loss over unmasked tokens.
 
         Args:
             accelerator: Not used.
@@ -145,7 +145,7 @@ class GPTTrainStep(AbstractTrainStep):
 
 @known_as("accelerate.utils.megatron_lm.T5TrainStep")
 class T5TrainStep(AbstractTrainStep):
-    """Steps of T5: spans of words that are left out.
+    """Steps of T5: span corruption.
 
     Args:
         accelerator: The accelerator.
@@ -161,10 +161,10 @@ class T5TrainStep(AbstractTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """Which pairs of positions do not see each other.
+        """The mask of positions that do not attend to each other.
 
         Args:
-            attention_mask: 1 for words, 0 for padding, of shape `(batch, length)`.
+            attention_mask: 1 for tokens, 0 for padding, of shape `(batch, length)`.
 
         Returns:
             True where a pair is masked, of shape `(batch, length, length)`.
@@ -174,7 +174,7 @@ class T5TrainStep(AbstractTrainStep):
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device | str) -> torch.Tensor:
-        """Which positions come later than others.
+        """The causal mask of the decoder.
 
         Args:
             seq_length: How many positions there are.
@@ -189,10 +189,10 @@ class T5TrainStep(AbstractTrainStep):
     def get_enc_dec_mask(
         attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device | str
     ) -> torch.Tensor:
-        """Which words of the encoder the decoder does not see.
+        """The mask of encoder tokens for the decoder's cross-attention.
 
         Args:
-            attention_mask: 1 for words of the encoder, 0 for padding, of shape `(batch, length)`.
+            attention_mask: 1 for tokens of the encoder, 0 for padding, of shape `(batch, length)`.
             dec_seq_length: How many positions the decoder has.
             device: Where the mask is made.
 
@@ -207,7 +207,7 @@ class T5TrainStep(AbstractTrainStep):
         return function_that_needs_megatron("A batch of T5TrainStep")
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
-        """A function of the mean loss of the words that count.
+        """A function of the mean loss over unmasked tokens.
 
         Args:
             accelerator: Not used.
