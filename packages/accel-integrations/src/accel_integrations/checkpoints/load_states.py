@@ -22,7 +22,7 @@ from accel_integrations.checkpoints.stored_states import (
     open_model_state,
     open_optimizer_state,
 )
-from accel_integrations.prepared.names import plain_name
+from accel_integrations.prepared.parameters import plain_name
 
 
 @dataclass

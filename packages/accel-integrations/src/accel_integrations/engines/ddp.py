@@ -16,7 +16,7 @@ from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.ties import Ties
+from accel_integrations.prepared.prepared import Notes
 from accel_ops.collectives import reduce
 from accel_ops.modules import is_on, model_has_dtensor
 from accel_state.warning import warn_user
@@ -34,7 +34,7 @@ class DDPEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self._averagers: Ties[nn.Module, GradientAverager] = Ties()
+        self._averagers: Notes[nn.Module, GradientAverager] = Notes()
 
     def check(self) -> None:
         """Refuse a mesh with axes along which parameters would have to be sharded, or that another library makes.
@@ -98,6 +98,10 @@ class DDPEngine(Engine):
             return averager.no_sync()
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Have the replicas all-reduce gradients."""
+        return sync_next_backward(model)
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Let processes that run out of batches early shadow the collectives of the others.
@@ -188,10 +192,9 @@ def _replica_in(model: Any) -> Any:
 
 @contextmanager
 def sync_next_backward(model: nn.Module) -> Iterator[None]:
-    """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
+    """A context in which a `DistributedDataParallel` all-reduces gradients although its forward ran under `no_sync`.
 
-    Models that are no replicas have nothing to exchange. Not a method of the engine, because
-    `Accelerator.trigger_sync_in_backward` is static.
+    Other models have nothing to all-reduce. A function, because it serves replicas that the program made itself, too.
     """
     replica = _replica_in(model)
     if not isinstance(replica, DistributedDataParallel):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state, write_states
+from accel_integrations.checkpoints.forms import refuse_deepspeed_states
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    ShardedStatesSave,
+    check_shared_folder,
+    strict_of,
+)
+from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.flat_parameters import FlatParameters
@@ -36,7 +44,6 @@ class FSDP1Engine(Engine):
     name = "fsdp1"
     accepts_transforms = False
     compiles_in_place = True
-    writes_states = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -156,6 +163,21 @@ class FSDP1Engine(Engine):
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
+    @contextmanager
+    def sync_next_backward(self, model: nn.Module) -> Iterator[None]:
+        """Reduce-scatter gradients in backward although the forward was told not to."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        modules: list[Any] = FullyShardedDataParallel.fsdp_modules(getattr(model, "_orig_mod", model))
+        before = [module._sync_gradients for module in modules]
+        for module in modules:
+            module._sync_gradients = True
+        try:
+            yield
+        finally:
+            for module, value in zip(modules, before, strict=True):
+                module._sync_gradients = value
+
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Not possible: every forward needs all processes."""
         return refuse_join(self.name)
@@ -219,7 +241,22 @@ class FSDP1Engine(Engine):
                 return wrapped
         return model
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write all prepared models and optimizers, in the form that the plugin names."""
-        prepared, form = self.context.prepared, self.plugin.state_dict_type
-        return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks write into one folder."""
+        check_shared_folder(sees_main, folder)
+
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Have each rank write its shards, in the form that the plugin names."""
+        warn_of_unused(options)
+        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Have each rank read its shards, from any form but DeepSpeed's."""
+        refuse_deepspeed_states(checkpoint)
+        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state, write_states
+from accel_integrations.checkpoints.forms import refuse_deepspeed_states
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    ShardedStatesSave,
+    check_shared_folder,
+    strict_of,
+)
+from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
 from accel_integrations.parallel.module_states import all_reduce_over_group
@@ -27,7 +35,6 @@ class FSDP2Engine(Engine):
 
     name = "fsdp2"
     compiles_in_place = True
-    writes_states = True
 
     def check(self) -> None:
         """Refuse a mesh in which processes would hold whole copies, or sequences that another library shares.
@@ -71,6 +78,13 @@ class FSDP2Engine(Engine):
         """Keep the gradients of this process whole and to itself during backward."""
         return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
 
+    @contextmanager
+    def sync_next_backward(self, model: Any) -> Iterator[None]:
+        """Reduce-scatter gradients in backward; afterwards too, unless a block says otherwise again."""
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(True)
+        yield
+
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Not possible: every forward needs all processes."""
         return refuse_join(self.name)
@@ -90,10 +104,25 @@ class FSDP2Engine(Engine):
         """The whole model's tensors in main memory, on the main process; nothing on the others."""
         return full_model_state(self.unwrap(model))
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write all prepared models and optimizers, in the form that the plugin names."""
-        prepared, form = self.context.prepared, self.plugin.state_dict_type
-        return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks write into one folder."""
+        check_shared_folder(sees_main, folder)
+
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Have each rank write its shards, in the form that the plugin names."""
+        warn_of_unused(options)
+        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Have each rank read its shards, from any form but DeepSpeed's."""
+        refuse_deepspeed_states(checkpoint)
+        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
 
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_state import shutdown
@@ -57,6 +60,20 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
         f"flag that asks for {name}, or install a package that registers an engine of this name in the entry point "
         f"group {ENTRY_POINTS!r}."
     )
+
+
+_ENGINES: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
+
+
+def note_engine(model: nn.Module, engine: Engine) -> None:
+    """Note which engine has prepared a model."""
+    _ENGINES[model] = ref(engine)  # which holds on to its models itself
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that has prepared a model; None for one that no engine of this process has."""
+    found = _ENGINES.get(model)
+    return None if found is None else found()
 
 
 def make_engine(context: EngineContext) -> Engine:
