@@ -97,7 +97,7 @@ class Engine(ABC):
             NotImplementedError: When there is none.
         """
         return make_precision(
-            wanted, self.context.state.device.type, self.context.handlers, divided=self.shards_gradients
+            wanted, self.context.state.device.type, self.context.handlers, sharded=self.shards_gradients
         )
 
     @property

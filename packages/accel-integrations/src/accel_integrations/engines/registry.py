@@ -85,15 +85,10 @@ def make_engine(context: EngineContext) -> Engine:
     """
     config = context.state.parallelism_config
     pipelined = config is not None and config.pp_enabled
-    engine = _make_pipelined(context) if pipelined else _engine_class_of(context)(context)
+    engine = _make_pipelined(context) if pipelined else engine_class(context.state.engine_name)(context)
     engine.check()
     shutdown.on_close(engine.close)
     return engine
-
-
-def _engine_class_of(context: EngineContext) -> type[Engine]:
-    state = context.state
-    return engine_class("FSDP2" if state.is_fsdp2 else state.distributed_type)
 
 
 def _make_pipelined(context: EngineContext) -> Engine:
@@ -101,5 +96,7 @@ def _make_pipelined(context: EngineContext) -> Engine:
     from accel_integrations.engines.single import SingleEngine
 
     replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
-    inner = SingleEngine if replicated else _engine_class_of(context)  # copies average their gradients themselves
+    inner = (
+        SingleEngine if replicated else engine_class(context.state.engine_name)
+    )  # copies average their gradients themselves
     return PipelinedEngine(inner(context))

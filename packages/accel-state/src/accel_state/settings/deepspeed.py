@@ -111,6 +111,7 @@ class DeepSpeedPlugin(Plugin):
 
     distributed_type: ClassVar[DistributedType] = DistributedType.DEEPSPEED
     works_on: ClassVar[frozenset[str]] = (VENDOR_KINDS | {"cpu"}) - {"neuron"}
+    starts_own_group: ClassVar[bool] = True
 
     hf_ds_config: Any = option(
         None,
@@ -246,6 +247,11 @@ class DeepSpeedPlugin(Plugin):
                 f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}: choose stage "
                 "3, or leave it out."
             )
+
+    def mixed_precision_in_use(self) -> str:
+        """What DeepSpeed's configuration says."""
+        config = self.deepspeed_config
+        return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
 
     def attach(self, state: AcceleratorState) -> None:
         """Write the run's number format into the configuration."""

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     import torch.distributed.fsdp as torch_fsdp
 
     from accel_state.accelerator_state import AcceleratorState
+    from accel_state.mesh import ParallelismConfig
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 FREEING_STRATEGIES = frozenset({"FULL_SHARD", "HYBRID_SHARD"})
@@ -265,6 +266,23 @@ class FullyShardedDataParallelPlugin(Plugin):
         self.set_state_dict_type()
         if ram_efficient_given:
             os.environ[RAM_EFFICIENT_VARIABLE] = str(self.cpu_ram_efficient_loading)
+
+    @property
+    def engine(self) -> str:
+        """One for each version of FSDP."""
+        return "FSDP2" if self.fsdp_version == 2 else "FSDP"
+
+    def check_mesh(self, config: ParallelismConfig) -> None:
+        """Refuse context parallelism under version 1.
+
+        Raises:
+            ValueError: Naming the size.
+        """
+        if config.cp_enabled and self.fsdp_version != 2:
+            raise ValueError(
+                f"cp_size={config.cp_size} cannot be combined with version 1 of FSDP, which knows no other mesh dimensions: "
+                "pass FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for replicated parameters."
+            )
 
     def attach(self, state: AcceleratorState) -> None:
         """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
