@@ -46,11 +46,11 @@ class PlainOptimizers:
     """Optimizers of which every rank holds all."""
 
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The state."""
+        """All of the state: this rank has all parameters."""
         return state
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load it."""
+        """Give the optimizer all of its state."""
         optimizer.load_state_dict(state)
 
 

@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.ddp_hooks import register_hook
 from accel_integrations.engines.engine import Engine, EngineContext
-from accel_integrations.parallel.module_states import all_reduce_over_group
+from accel_integrations.engines.sharded_engines import refuse_ulysses
 from accel_integrations.parallel.replicas import GradientAverager, add_up_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
-from accel_ops.collectives import reduce
 from accel_ops.modules import is_on, model_has_dtensor
 from accel_state.warning import warn_user
 
@@ -45,11 +44,7 @@ class DDPEngine(Engine):
         config = self.context.state.parallelism_config
         if config is None:
             return
-        if config.sp_enabled and config.sp_backend == "deepspeed":
-            raise ValueError(
-                f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is 'ddp': pass a "
-                "DeepSpeedPlugin, or choose sp_backend='torch'."
-            )
+        refuse_ulysses(config, self.name)
         axes = [axis for axis in config.active_mesh_dims if axis not in AXES]
         if axes:
             raise ValueError(
@@ -148,13 +143,6 @@ class DDPEngine(Engine):
                 "map-style datasets, and these loaders read iterable ones or are fed by the main process."
             )
         return shards
-
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the replicas."""
-        if self.averaging_group is not None:
-            return all_reduce_over_group(weight, self.averaging_group)
-        total: torch.Tensor = reduce(weight.to(self.context.state.device), reduction="sum")
-        return total
 
     @property
     def num_averaged(self) -> int:

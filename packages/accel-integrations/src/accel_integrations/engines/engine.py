@@ -19,6 +19,7 @@ from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad,
 from accel_integrations.checkpoints.sharded_states import ShardedStatesLoad, strict_of
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.loss import mean_over_tokens
+from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -229,7 +230,7 @@ class Engine(ABC):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Sum of a window's weight over the processes whose gradients are averaged (0-dim float32 in and out)."""
-        return weight
+        return weight if self.num_averaged == 1 else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:

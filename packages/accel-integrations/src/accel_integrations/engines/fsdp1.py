@@ -23,11 +23,11 @@ from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.flat_parameters import FlatParameters
-from accel_integrations.engines.fsdp2 import check_mesh, num_averaged, refuse_join
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
+from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, refuse_join
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
-from accel_integrations.parallel.module_states import all_reduce_over_group, check_module_states, sync_module_states
+from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,12 +66,12 @@ class FSDP1Engine(Engine):
 
     @property
     def shards_gradients(self) -> bool:
-        """Always."""
+        """Each rank holds a shard of every gradient."""
         return True
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The settings."""
+        """How parameters are sharded, as the program asked."""
         plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
         return plugin
 
@@ -182,13 +182,9 @@ class FSDP1Engine(Engine):
         """Not possible: every forward needs all processes."""
         return refuse_join(self.name)
 
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the processes whose gradients are averaged."""
-        return all_reduce_over_group(weight, self.averaging_group)
-
     @property
     def num_averaged(self) -> int:
-        """All processes."""
+        """All ranks: nothing but data and shards is parallel here."""
         return num_averaged(self)
 
     def clip_grad_norm_(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
+from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline import Pipeline, PipelinedModel
 from accel_integrations.parallel.pipeline_gradients import GradientExchange, clip_over_stages, make_equal
 from accel_integrations.parallel.pipeline_layout import Layout, OptimizerLayout
@@ -252,10 +252,6 @@ class PipelinedEngine(Engine):
         if self.gradient_state.sync_gradients:
             for part in self._parts.values():
                 part.exchange.finish()
-
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the copies of the pipeline."""
-        return weight if self.averaging_group is None else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:

@@ -29,13 +29,12 @@ from accel_state.settings.option import (
     words_of,
     wrong_value,
 )
-from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.settings.plugin import VENDOR_KINDS, Plugin, RunSoFar
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_state.accelerator_state import AcceleratorState
 
 ACCUMULATION_STEPS = Kind(
     "a whole number of at least 1, or 'auto'",
@@ -253,7 +252,7 @@ class DeepSpeedPlugin(Plugin):
         config = self.deepspeed_config
         return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
 
-    def attach(self, state: AcceleratorState) -> None:
+    def attach(self, state: RunSoFar) -> None:
         """Write the run's number format into the configuration."""
         self.set_mixed_precision(state.mixed_precision)
 

@@ -32,15 +32,13 @@ from accel_state.settings.option import (
     words_of,
     wrong_value,
 )
-from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.settings.plugin import VENDOR_KINDS, MeshSizes, Plugin, RunSoFar
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed.fsdp as torch_fsdp
 
-    from accel_state.accelerator_state import AcceleratorState
-    from accel_state.mesh import ParallelismConfig
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 FREEING_STRATEGIES = frozenset({"FULL_SHARD", "HYBRID_SHARD"})
@@ -272,7 +270,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         """One for each version of FSDP."""
         return "FSDP2" if self.fsdp_version == 2 else "FSDP"
 
-    def check_mesh(self, config: ParallelismConfig) -> None:
+    def check_mesh(self, config: MeshSizes) -> None:
         """Refuse context parallelism under version 1.
 
         Raises:
@@ -284,7 +282,7 @@ class FullyShardedDataParallelPlugin(Plugin):
                 "pass FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for replicated parameters."
             )
 
-    def attach(self, state: AcceleratorState) -> None:
+    def attach(self, state: RunSoFar) -> None:
         """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
         if state.mixed_precision != "no":
             self.precision_from_run = self.mixed_precision_policy is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
 from accel_state.errors import missing_library
@@ -26,11 +26,8 @@ from accel_state.settings.option import (
     resolve_options,
     suggested,
 )
-from accel_state.settings.plugin import Plugin
+from accel_state.settings.plugin import Plugin, RunSoFar
 from accel_state.warning import warn_user
-
-if TYPE_CHECKING:
-    from accel_state.accelerator_state import AcceleratorState
 
 NOT_NEGATIVE = Kind("a number of at least 0", float, lambda value: is_number(value) and value >= 0)
 PROBABILITY = Kind("a probability from 0 to 1", float, lambda value: is_number(value) and 0 <= value <= 1)
@@ -273,7 +270,7 @@ class MegatronLMPlugin(Plugin):
                 self.set_tensorboard_logging_options()
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
-    def attach(self, state: AcceleratorState) -> None:
+    def attach(self, state: RunSoFar) -> None:
         """Hand the run's number format to Megatron-LM."""
         self.set_mixed_precision(state.mixed_precision)
 

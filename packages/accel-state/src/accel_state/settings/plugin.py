@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from accel_state.enums import DistributedType
 
 if TYPE_CHECKING:
-    from accel_state.accelerator_state import AcceleratorState
-    from accel_state.mesh import ParallelismConfig
+    import torch
+
+
+class RunSoFar(Protocol):
+    """What a plugin may ask of the state that it is attached to."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        ...
+
+    @property
+    def mixed_precision(self) -> str:
+        """What heavy arithmetic is done in: "no", "bf16", "fp16", "fp8", or what another package brings."""
+        ...
+
+
+class MeshSizes(Protocol):
+    """What a plugin may ask of the parallelism configuration."""
+
+    cp_size: int
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are sharded by context parallelism."""
+        ...
+
 
 VENDOR_KINDS = frozenset({"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron"})
 """Device kinds of one vendor each, whose torch support follows that of CUDA."""
@@ -38,7 +63,7 @@ class Plugin:
             MissingLibraryError: When the library behind it is not installed.
         """
 
-    def check_mesh(self, config: ParallelismConfig) -> None:
+    def check_mesh(self, config: MeshSizes) -> None:
         """Refuse mesh dimensions that it cannot be combined with.
 
         Raises:
@@ -57,5 +82,5 @@ class Plugin:
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Become the one in use, of those that one argument gave."""
 
-    def attach(self, state: AcceleratorState) -> None:
+    def attach(self, state: RunSoFar) -> None:
         """Take over what the run has settled, such as mixed precision; called once, when the state is made."""

@@ -29,8 +29,8 @@ from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transact
 
 if TYPE_CHECKING:
     from accel_integrations.checkpoints.pending import FileWriter, PendingSave
-    from accelerate.accelerator import Accelerator
     from accelerate.checkpoint.attendance import Call
+    from accelerate.checkpoint.run import Run
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -45,7 +45,7 @@ class CheckpointKeeper:
         accelerator: Whose prepared and registered objects are kept.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Run) -> None:
         self._accelerator = accelerator
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()

@@ -13,11 +13,11 @@ from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome
 
 if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.run import Run
 
 
 def save_model(
-    accelerator: Accelerator,
+    accelerator: Run,
     model: nn.Module,
     save_directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
@@ -50,7 +50,7 @@ def save_model(
             write_model_folder(_values_of(accelerator, model), folder, max_shard_size, safe_serialization)
 
 
-def _values_of(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
+def _values_of(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """The whole model's tensors.
 
     Raises:

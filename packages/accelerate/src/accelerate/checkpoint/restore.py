@@ -31,7 +31,7 @@ from accelerate.checkpoint.world_size import warn_of_other_world_size
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.run import Run
 
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -46,7 +46,7 @@ class StateLoader:
         hooks: Called with the models and the folder before models are loaded.
     """
 
-    def __init__(self, accelerator: Accelerator, hooks: Sequence[LoadHook]) -> None:
+    def __init__(self, accelerator: Run, hooks: Sequence[LoadHook]) -> None:
         self._accelerator = accelerator
         self._hooks = hooks
         self._ranks = Ranks(accelerator.state)
@@ -184,7 +184,7 @@ class StateLoader:
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
 
 
-def schedulers_with_files(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
     """Those that no engine stores."""
     kept: list[AcceleratedScheduler] = accelerator._schedulers
     return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
