@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
-from accel_integrations.precision.full import FullPrecision
+from accel_integrations.precision.autocast import FullPrecision
 from accel_integrations.precision.precision import Precision
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.processes import PartialState

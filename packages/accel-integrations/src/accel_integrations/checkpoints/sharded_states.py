@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,9 +12,13 @@ from torch import nn
 from accel_integrations.checkpoints.load_states import LoadedStates, read_states
 from accel_integrations.checkpoints.pending import CheckpointFiles, FileWriter, PendingLoad, PendingSave
 from accel_integrations.checkpoints.state_forms import write_states
+from accel_ops.filenames import FSDP_MODEL_NAME, MODEL_NAME
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared
+
+
+DEEPSPEED_STATES = re.compile(rf"{MODEL_NAME}(?:_\d+)?/.*_states\.pt")
 
 
 @final
@@ -85,3 +90,29 @@ def check_shared_folder(sees_main: bool, folder: Path) -> None:
 def strict_of(options: Mapping[str, Any]) -> bool:
     """What arguments of `load_state_dict` say about names that only one side has."""
     return bool(options.get("strict", True))
+
+
+# ---- which engine saved a checkpoint, by the names of its files -----------------------------------------------------
+
+
+def holds_deepspeed_states(names: Collection[str]) -> bool:
+    """Whether there are states of DeepSpeed among the files of a checkpoint, named relative to it."""
+    return any(DEEPSPEED_STATES.fullmatch(name) for name in names)
+
+
+def holds_shards(names: Collection[str]) -> bool:
+    """Whether the files of a checkpoint hold models in a form of sharded training."""
+    return any(name.startswith(FSDP_MODEL_NAME) for name in names)
+
+
+def refuse_deepspeed_states(checkpoint: CheckpointFiles) -> None:
+    """Refuse a checkpoint whose states only DeepSpeed can read.
+
+    Raises:
+        ValueError: Saying how it can be loaded.
+    """
+    if holds_deepspeed_states(checkpoint.names):
+        raise ValueError(
+            f"The checkpoint {checkpoint.folder} was saved under DeepSpeed: load it with a DeepSpeedPlugin, or make plain "
+            "weights of it with the zero_to_fp32.py in it."
+        )

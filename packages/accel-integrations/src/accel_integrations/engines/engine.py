@@ -13,10 +13,14 @@ import torch
 from accel_data.sequence_shard import SequenceShard
 from accel_integrations import gradients
 from accel_integrations.averaging import StepAverage, WindowAverage
-from accel_integrations.checkpoints.forms import holds_shards, refuse_deepspeed_states
 from accel_integrations.checkpoints.full_states import FullStatesLoad, FullStatesSave
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
-from accel_integrations.checkpoints.sharded_states import ShardedStatesLoad, strict_of
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    holds_shards,
+    refuse_deepspeed_states,
+    strict_of,
+)
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.loss import mean_over_tokens
 from accel_integrations.parallel.module_states import all_reduce_over_group

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.forms import refuse_deepspeed_states
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
 from accel_integrations.checkpoints.sharded_states import (
     ShardedStatesLoad,
     ShardedStatesSave,
     check_shared_folder,
+    refuse_deepspeed_states,
     strict_of,
 )
 from accel_integrations.checkpoints.state_forms import full_model_state

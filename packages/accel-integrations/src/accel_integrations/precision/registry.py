@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
-from accel_integrations.precision.autocast import BFloat16Precision
+from accel_integrations.precision.autocast import BFloat16Precision, FullPrecision
 from accel_integrations.precision.float8 import make_float8_precision
-from accel_integrations.precision.full import FullPrecision
 from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
 from accel_integrations.precision.sharded_scaler import ShardedGradScaler

@@ -8,7 +8,7 @@ import struct
 import zipfile
 from pathlib import Path
 
-from accel_integrations.checkpoints.forms import DEEPSPEED_STATES
+from accel_integrations.checkpoints.sharded_states import DEEPSPEED_STATES
 from accel_ops.filenames import CUSTOM_OBJECT_NAME, FSDP_MODEL_NAME, MODEL_NAME, RNG_STATE_NAME, SCALER_NAME
 
 TRAINING_FILES = re.compile(

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from accel_integrations.checkpoints.forms import holds_deepspeed_states
 from accel_integrations.checkpoints.pending import (
     CheckpointFiles,
     FileWriter,
@@ -23,7 +22,7 @@ from accel_integrations.checkpoints.pending import (
     PendingSave,
     warn_of_unused,
 )
-from accel_integrations.checkpoints.sharded_states import strict_of
+from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
 from accel_ops.filenames import MODEL_NAME
 from accel_ops.files import allowed_globals, load, save
 
