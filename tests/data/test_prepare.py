@@ -200,7 +200,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         prepare_data_loader(DataLoader(Squares(0)))
     with pytest.raises(ValueError, match="put_on_device=False"):
         prepare_data_loader(DataLoader(Squares(4)), dispatch_batches=True)
-    with pytest.raises(ValueError, match=r"batch_size=None.*Squares.*between 2 processes.*dispatch_batches=True"):
+    with pytest.raises(ValueError, match=r"batch_size=None.*Squares.*over 2 processes.*dispatch_batches=True"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), num_processes=2, process_index=0)
     with pytest.raises(ValueError, match="split_batches=True needs to know the batch size"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), split_batches=True)

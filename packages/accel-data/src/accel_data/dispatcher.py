@@ -8,16 +8,13 @@ from typing import Any
 
 import torch
 
-from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
-from accel_data.epoch_order import EpochOrder
-from accel_data.loader_shard import EpochMixin
+from accel_data.prepared_loader import PreparedLoader
 from accel_data.samplers import batch_sampler_of
 from accel_data.whole_batches import deal_out, rows_differ
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
-from accel_state.gradient_state import GradientState
 from accel_state.mesh import SAME_BATCH_AXES
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
@@ -25,7 +22,7 @@ from accel_state.supervision import report_progress
 
 
 @known_as("accelerate.data_loader.DataLoaderDispatcher")
-class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
+class DataLoaderDispatcher(PreparedLoader):
     """Reads batches on the first process and sends every process its share.
 
     A round is one batch per process, or one batch cut into shares with `split_batches`. A last round that does not
@@ -61,17 +58,19 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        super().__init__(
+            dataset,
+            drop_last=_drop_last,
+            non_blocking=_non_blocking,
+            skip_batches=skip_batches,
+            iteration=iteration,
+            use_stateful_dataloader=use_stateful_dataloader,
+            loader_arguments=kwargs,
+        )
         self.split_batches = split_batches
-        self.skip_batches = skip_batches
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.torch_device_mesh = torch_device_mesh
-        self.gradient_state = GradientState()
         self.state = PartialState()
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-        self.iteration = iteration
-        self.epoch_order = EpochOrder()
 
     def _synchronize(self) -> Callable[[], None] | None:
         # one generator state for all, because each process may draw numbers of its own in between
@@ -181,7 +180,7 @@ class DataLoaderDispatcher(EpochMixin, DataLoaderAdapter, DataLoaderStateMixin):
 
     def _first_of_epoch(self, first: Any) -> Any:
         """The samples that the epoch began with, where this iteration began after them; `first` otherwise."""
-        batches = self.keeps_first.kept if self.is_mid_epoch and self.keeps_first is not None else []
+        batches = self.keeps_first.kept if self.epoch_start.is_mid_epoch and self.keeps_first is not None else []
         if not batches:
             return first
         collate, dataset = self.collate_fn, self.dataset

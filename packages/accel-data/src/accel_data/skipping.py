@@ -154,16 +154,17 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, DataLoaderDispatcher) and not is_stream:
         rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
-        rest.cut = dataloader.cut
+        rest.sequence_shard = dataloader.sequence_shard
         rest.epoch_order = order = dataloader.epoch_order
+        start, continued = rest.epoch_start, dataloader.epoch_start
         if num_batches > 0:
-            rest.rest_of = dataloader
+            start.rest_of = dataloader
             dataloader.forget_position()
             if order.is_restored and order.at_end and _has_at_most(dataloader, num_batches):
                 rest.iteration = order.epoch
         else:
-            rest.rest_of = dataloader.rest_of
-        rest.goes_on = dataloader.goes_on or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
+            start.rest_of = continued.rest_of
+        start.continues = continued.continues or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
     return rest
 
 

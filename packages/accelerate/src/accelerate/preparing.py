@@ -208,7 +208,7 @@ class Preparer:
         if config is not None and config.sp_enabled and self.state.device_mesh is not None:
             from accel_data.sequence_shard import SequenceShard
 
-            data_loader.cut = SequenceShard(self.state.device_mesh.get_local_rank("sp"), config.sp_size)
+            data_loader.sequence_shard = SequenceShard(self.state.device_mesh.get_local_rank("sp"), config.sp_size)
         return data_loader
 
     def check_device_map(self, model: nn.Module, each: PreparesEach) -> None:
