@@ -23,7 +23,7 @@ from accel_bigmodel import (
     infer_auto_device_map,
 )
 from accel_bigmodel.device_map.check import check_device_same
-from accel_bigmodel.device_map.fallback import fallback_allocate
+from accel_bigmodel.device_map.parts import fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties
 from tests.bigmodel.trees import Block, Group, models
 

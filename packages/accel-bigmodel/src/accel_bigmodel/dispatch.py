@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,10 +11,8 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
-from accel_bigmodel.device_map.check import check_device_map
-from accel_bigmodel.device_map.places import check_places
+from accel_bigmodel.device_map.check import bytes_to_move, check_device_map, check_memory, check_places
 from accel_bigmodel.device_map.plan import infer_auto_device_map
-from accel_bigmodel.device_map.room import bytes_to_move, check_memory
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
@@ -25,11 +22,12 @@ from accel_bigmodel.offload.loader import (
     check_weights_are_stored,
     extract_submodules_state_dict,
 )
+from accel_bigmodel.replaceable import look_up
 from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.start import start_streaming
-from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_ops.nested import recursive_getattr
+from accel_ops.tied import find_tied_parameters, retie_parameters
 from accel_state.devices import default_device
 
 Device = int | str | torch.device
@@ -303,8 +301,8 @@ def _chosen_map(
 
 
 def _check(model: nn.Module, device_map: Mapping[str, Device], strict: bool) -> None:
-    """Check the map, unless somebody has replaced the check under its old path, as transformers does for some models."""
-    check = getattr(sys.modules.get("accelerate.big_modeling"), "check_device_map", check_device_map)
+    """Check the map; transformers replaces the check for some models, where a package has registered it."""
+    check = look_up("check_device_map", check_device_map)
     check(model, device_map, **({"strict": True} if strict else {}))
 
 

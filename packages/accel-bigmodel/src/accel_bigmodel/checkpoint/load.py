@@ -24,18 +24,16 @@ from accel_bigmodel.checkpoint.placing import (
     device_of,
     plan_placements,
 )
-from accel_bigmodel.device_map.check import check_device_map
-from accel_bigmodel.device_map.places import check_places
-from accel_bigmodel.device_map.room import check_memory
-from accel_bigmodel.offload.folder import Index
-from accel_bigmodel.tied import (
+from accel_bigmodel.device_map.check import (
+    check_device_map,
+    check_memory,
+    check_places,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
 )
-
-LOADING_AS_EVER = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+from accel_bigmodel.offload.folder import Index
+from accel_ops.modules import customizes_loading
+from accel_ops.tied import find_tied_parameters, retie_parameters
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -137,7 +135,7 @@ def load_checkpoint_in_model(
         check_places(device_map)
         check_device_map(model, device_map)
     contents = CheckpointContents(find_checkpoint(checkpoint))
-    if device_map is None and _loads_itself(model):
+    if device_map is None and customizes_loading(model):
         _leave_to_model(model, contents, wished_dtype, strict)
         return {}
     compare(model, contents).judge(strict)
@@ -172,17 +170,6 @@ def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if found is not None and not isinstance(found, torch.dtype) or (found is None and dtype is not None):
         raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
     return found
-
-
-def _loads_itself(model: nn.Module) -> bool:
-    """Whether a part of a model does something of its own when a state dict is loaded, such as to rename tensors."""
-    return any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or type(module).load_state_dict is not nn.Module.load_state_dict
-        or type(module)._load_from_state_dict.__module__ not in LOADING_AS_EVER
-        for module in model.modules()
-    )
 
 
 def _leave_to_model(model: nn.Module, contents: CheckpointContents, dtype: torch.dtype | None, strict: bool) -> None:

@@ -12,15 +12,18 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, Device, get_max_memory
-from accel_bigmodel.device_map.clean import clean_device_map
-from accel_bigmodel.device_map.fallback import fallback_allocate
-from accel_bigmodel.device_map.parts import Part, Waiting, can_be_taken_apart, is_inside, parts_of
-from accel_bigmodel.sizes import compute_module_sizes
-from accel_bigmodel.tied import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
+from accel_bigmodel.device_map.check import check_tied_parameters_in_config, check_tied_parameters_on_same_device
+from accel_bigmodel.device_map.parts import (
+    Part,
+    Waiting,
+    can_be_taken_apart,
+    clean_device_map,
+    fallback_allocate,
+    is_inside,
+    parts_of,
 )
+from accel_bigmodel.sizes import compute_module_sizes
+from accel_ops.tied import find_tied_parameters
 from accel_state.warning import warn_user
 
 logger = logging.getLogger("accelerate.utils.modeling")

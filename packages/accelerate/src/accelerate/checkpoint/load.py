@@ -24,6 +24,7 @@ from accel_ops.filenames import (
     WEIGHTS_NAME,
 )
 from accel_ops.files import load
+from accel_ops.modules import customizes_loading
 from accel_ops.staging import path_inside
 from accel_ops.tensor_files import find_shared_names, read_tensors
 from accel_state.warning import warn_user
@@ -374,14 +375,5 @@ def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
 
 def has_own_way_of_loading(model: nn.Module) -> bool:
     """True when only the model knows which names and shapes it takes."""
-    if type(model).load_state_dict is not nn.Module.load_state_dict:
-        return True
-    return any(
-        module._load_state_dict_pre_hooks
-        or type(module).set_extra_state is not nn.Module.set_extra_state
-        or type(module)._load_from_state_dict not in _USUAL_LOADING
-        for module in model.modules()
-    )
-
-
-_USUAL_LOADING = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict}
+    keeps_extra_state = any(type(one).set_extra_state is not nn.Module.set_extra_state for one in model.modules())
+    return keeps_extra_state or customizes_loading(model)
