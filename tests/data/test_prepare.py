@@ -191,7 +191,7 @@ def test_the_given_settings_stay_as_they_are() -> None:
 def test_batches_that_cannot_be_cut_are_refused(size: int, data: Dataset, dispatch: bool) -> None:
     plain = DataLoader(data, batch_size=size)
     options = {"split_batches": True, "dispatch_batches": dispatch, "put_on_device": dispatch}
-    with pytest.raises(ValueError, match=f"batches of {size} evenly between 2 processes.*multiple of 2"):
+    with pytest.raises(ValueError, match=f"batches of {size} evenly over 2 processes.*multiple of 2"):
         prepare_data_loader(plain, num_processes=2, process_index=0, **options)
 
 

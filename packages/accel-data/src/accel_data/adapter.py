@@ -111,7 +111,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return {**self.dl_state_dict, ORDER_KEY: self.epoch_order.state_dict(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the last batch, in the same order; only with a stateful loader."""
+        """Resume after the last batch, in the same order; only with a stateful loader."""
         self.base_dataloader.load_state_dict({key: value for key, value in state_dict.items() if key != ORDER_KEY})
         self._loaded_position = self.dl_state_dict = state_dict
         if self.epoch_order is not None and ORDER_KEY in state_dict:
@@ -159,7 +159,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.base_dataloader.next_iter_state = None  # which torchdata keeps
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Correct `dl_state_dict` for batches that were read but not handed out.
+        """Correct `dl_state_dict` for batches that were read but not yielded.
 
         There are none, because the state is taken before the loader reads ahead. Subclasses may need to.
         """

@@ -108,7 +108,7 @@ class DataLoaderShard(PreparedLoader):
         self.end_of_dataloader = self.epoch_order.at_end = True
         self._update_state_dict(finished=True)
         if self.remainder == -1 and not self._drop_last:  # a stream's length is known now that it has ended
-            self.remainder = getattr(self.dataset, "last_round_size", -1)
+            self.remainder = getattr(self.dataset, "last_batch_size", -1)
 
     @property
     def total_batch_size(self) -> int:

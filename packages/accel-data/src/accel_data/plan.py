@@ -138,6 +138,6 @@ def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
         )
     if size % count != 0:
         raise ValueError(
-            f"split_batches=True cannot cut batches of {size} evenly between {count} processes: choose a batch size "
+            f"split_batches=True cannot split batches of {size} evenly over {count} processes: choose a batch size "
             f"that is a multiple of {count}, or set split_batches=False."
         )

@@ -12,12 +12,12 @@ from accel_ops.collectives import gather
 
 
 def find_split(dataset: Any, index: int, count: int) -> Any:
-    """The part of a stream that one process reads, if the stream can be divided at its source.
+    """The shard of a stream that one process reads, if the stream can be sharded at its source.
 
-    Three kinds can. One with a method `split_for_process(index, count)`, which returns the part of process `index` of
+    Three kinds can. One with a method `split_for_process(index, count)`, which returns the shard of process `index` of
     `count`. One made of at least `count` shards, a multiple of it, with `shard(num_shards, index)` and `num_shards`
     (or `n_shards`), such as `datasets.IterableDataset`. And one that says `is_split_for_process = True`: it yields
-    each process's own part already.
+    each process's own shard already.
 
     Args:
         dataset: The stream.
@@ -25,7 +25,7 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
         count: Over how many processes.
 
     Returns:
-        The part, or None when the stream cannot be divided.
+        The shard, or None when the stream cannot be sharded at its source.
     """
     if getattr(dataset, "is_split_for_process", False):
         return dataset
@@ -38,16 +38,16 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
 
 
 class SplitStream(IterableDataset[Any]):
-    """Marks a stream of which this process reads a part of its own; parts may differ in length.
+    """Marks a stream of which this process reads a shard of its own; shards may differ in length.
 
     Args:
-        part: What `find_split` returned.
+        shard: What `find_split` returned.
         batch_size (`int`): Of this process.
-        num_processes (`int`): Over how many processes the stream was divided.
+        num_processes (`int`): Over how many processes the stream is sharded.
     """
 
-    def __init__(self, part: Any, batch_size: int, num_processes: int) -> None:
-        self.dataset = part
+    def __init__(self, shard: Any, batch_size: int, num_processes: int) -> None:
+        self.dataset = shard
         self.batch_size = batch_size
         self.num_processes = num_processes
 
@@ -61,9 +61,9 @@ class SplitStream(IterableDataset[Any]):
 
 
 class UnevenBatches:
-    """Batches of this process's part, and when others have more, its first batch again.
+    """Batches of this process's shard, and when others have more, its first batch again.
 
-    Before each batch the processes tell one another whether they have one. Yields pairs: the batch, and how many of
+    Before each batch the processes gather whether each has one. Yields pairs: the batch, and how many of
     its samples are real: None for all, 0 for a repeated batch, which `gather_for_metrics` leaves out.
 
     Args:
@@ -90,7 +90,7 @@ class UnevenBatches:
             raise StopIteration
         if lacking:
             raise ValueError(
-                f"{lacking} of the processes that share a stream got no sample at all, so they cannot go along with "
+                f"{lacking} of the processes got no sample of the sharded stream at all, so they cannot stay in step with "
                 "the others: use fewer processes, or a stream with more shards."
             )
         return (self._first, 0) if batch is None else (batch, None)
