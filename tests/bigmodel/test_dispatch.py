@@ -1,4 +1,4 @@
-"""Models spread over main memory and the disk."""
+"""Models spread over CPU memory and the disk."""
 
 from __future__ import annotations
 

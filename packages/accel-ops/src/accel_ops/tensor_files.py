@@ -120,7 +120,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor at a time, so that at most one is copied to main memory.
+    """Write a safetensors file, one tensor at a time, so that at most one is copied to CPU memory.
 
     Written here rather than by the library because that can write only to a path: it could be neither checksummed on
     the way nor waited for.

@@ -45,7 +45,7 @@ def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = Non
 
     Args:
         checkpoint_file: A safetensors file, or one of `torch.save`, of which no code is run.
-        device_map: Device by name of module or tensor; what it does not name, or leaves on disk, is in main memory.
+        device_map: Device by name of module or tensor; what it does not name, or leaves on disk, is in CPU memory.
 
     Returns:
         On the CPU, views of the mapped file: read when they are used, and free to be written to without changing it.
@@ -89,17 +89,17 @@ def load_checkpoint_in_model(
         checkpoint: A weights file, an index of shards, a folder that holds one of these, or the name of a repository of
             the Hugging Face Hub.
         device_map: Device by name of module or tensor, "disk" among them. When None, a model that has memory keeps it
-            and gets the values; one that is (in part) on the meta device gets the checkpoint's tensors in main memory.
+            and gets the values; one that is (in part) on the meta device gets the checkpoint's tensors in CPU memory.
         offload_folder: Where what goes on disk is noted, and written if it cannot stay in the checkpoint.
         dtype (`torch.dtype`, *optional*): Of floating-point tensors, such as `torch.float16` or "float16"; as in the model
             when None.
         offload_state_dict (`bool`): Not used: nothing is read that would have to be put aside.
-        offload_buffers (`bool`): Leave buffers on disk too where the map says so; else they are in main memory.
+        offload_buffers (`bool`): Leave buffers on disk too where the map says so; else they are in CPU memory.
         keep_in_fp32_modules (`list[str]`, *optional*): Names of modules that stay in float32 when `dtype` is float16.
         offload_8bit_bnb (`bool`): Note the scales of 8-bit weights of bitsandbytes that are left on disk, too.
         strict (`bool`): Raise an error, not a warning, when the checkpoint has not exactly the names of the model.
         full_state_dict (`bool`): For a model that is sharded over processes: the checkpoint holds whole tensors.
-        broadcast_from_rank0 (`bool`): The first process reads the checkpoint, and sends it to the others.
+        broadcast_from_rank0 (`bool`): Rank 0 reads the checkpoint, and broadcasts it to the others.
 
     Returns:
         Where the weights that are left on disk can be read, by name, as `dispatch_model` takes it in `offload_index`.
