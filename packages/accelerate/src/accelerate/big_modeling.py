@@ -22,11 +22,14 @@ from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offlo
 from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
+from accel_bigmodel.replaceable import register_lookup
 from accel_bigmodel.streaming.settings import Streaming as Streaming
-from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
-from accel_bigmodel.tied import retie_parameters as retie_parameters
 from accel_integrations.parallel.recurrent import check_no_recurrent_layers
+from accel_ops.tied import find_tied_parameters as find_tied_parameters
+from accel_ops.tied import retie_parameters as retie_parameters
 from accelerate.neighbours import found_among_neighbours
 
 _refuse_recurrent_layers_under_sequence_parallelism = check_no_recurrent_layers
 __getattr__ = found_among_neighbours(__name__)  # what others import from here
+
+register_lookup("check_device_map", lambda: check_device_map)  # transformers replaces the name here

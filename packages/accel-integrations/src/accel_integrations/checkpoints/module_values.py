@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_ops.modules import customizes_loading
 from accel_ops.tensor_files import find_shared_names
 
 
@@ -63,15 +64,6 @@ def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
 
 
 def loads_itself(model: nn.Module) -> bool:
-    """True when only the model knows which names and shapes it takes."""
-    if type(model).load_state_dict is not nn.Module.load_state_dict:
-        return True
-    return any(
-        module._load_state_dict_pre_hooks
-        or type(module).set_extra_state is not nn.Module.set_extra_state
-        or type(module)._load_from_state_dict not in _USUAL_LOADING
-        for module in model.modules()
-    )
-
-
-_USUAL_LOADING = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict}
+    """Whether only the model knows which names and shapes it takes."""
+    keeps_extra_state = any(type(one).set_extra_state is not nn.Module.set_extra_state for one in model.modules())
+    return keeps_extra_state or customizes_loading(model)

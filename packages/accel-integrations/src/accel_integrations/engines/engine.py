@@ -184,7 +184,7 @@ class Engine(ABC):
         state = self.context.state
         config = state.parallelism_config
         if config is not None and config.sp_enabled and state.device_mesh is not None:
-            loader.cut = SequenceShard(state.device_mesh.get_local_rank("sp"), config.sp_size)
+            loader.sequence_shard = SequenceShard(state.device_mesh.get_local_rank("sp"), config.sp_size)
         return loader
 
     def unwrap(self, model: nn.Module) -> nn.Module:
