@@ -21,7 +21,7 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.checkpoint import naming
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.utils import load_state_dict
-from tests.support.keeping import Counter, Kept, make_kept
+from tests.support.keeping import Counter, Kept, ScaledPrecision, make_kept
 
 FILES = ["custom_checkpoint_0.pkl", "model.safetensors", "optimizer.bin", "random_states_0.pkl", "scheduler.bin"]
 
@@ -134,21 +134,21 @@ def test_the_epoch_of_data_that_shuffle_by_it_is_kept(tmp_path: Path) -> None:
 
 def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
     kept = make_kept()
-    kept.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    kept.scaler.scale(torch.ones(1))
+    kept.engine.precision = ScaledPrecision(torch.amp.GradScaler("cpu", init_scale=8.0))
+    kept.engine.precision.scaler.scale(torch.ones(1))
     kept.save_state(tmp_path / "state")
-    kept.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    kept.engine.precision = ScaledPrecision(torch.amp.GradScaler("cpu", init_scale=2.0))
     kept.load_state(tmp_path / "state")
-    assert kept.scaler.get_scale() == 8.0
+    assert kept.engine.precision.scaler.get_scale() == 8.0
 
 
 def test_a_missing_loss_scale_is_said(tmp_path: Path) -> None:
     kept = make_kept()
     kept.save_state(tmp_path / "state")
-    kept.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    kept.engine.precision = ScaledPrecision(torch.amp.GradScaler("cpu", init_scale=2.0))
     with pytest.warns(UserWarning, match=r"no 'scaler\.pt'"):
         kept.load_state(tmp_path / "state")
-    assert kept.scaler.get_scale() == 2.0
+    assert kept.engine.precision.scaler.get_scale() == 2.0
 
 
 class Tied(nn.Module):

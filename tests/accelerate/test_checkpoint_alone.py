@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import Accelerator
-from accelerate.checkpoint import attendance, keeper
+from accelerate.checkpoint import attendance, model_folder
 from accelerate.utils import ProjectConfiguration
 from tests.support.keeping import make_kept
 from tests.support.ranks import ranks
@@ -219,7 +219,7 @@ def test_models_are_saved_by_the_main_process_alone_or_on_all(
     accelerator.save_model(model, tmp_path / "all")
     assert os.listdir(tmp_path / "all") == ["model.safetensors"]  # on every rank, as soon as the call returns
     with monkeypatch.context() as patch:
-        patch.setattr(keeper, "write_model_folder", full_disk)  # which is asked on the main process only
+        patch.setattr(model_folder, "write_model_folder", full_disk)  # which is asked on the main process only
         with pytest.raises(OSError if rank == 0 else RuntimeError, match="No space left"):
             accelerator.save_model(model, tmp_path / "full")
     step()

@@ -18,7 +18,7 @@ from torch import nn
 import accelerate.utils
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.launch.command import launch_command_parser
-from accel_cli.questionnaire.mpi import MPI
+from accel_cli.questionnaire.machine import MPI
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedType, dispatch_model
 from accelerate.utils import (
     DeepSpeedEngineWrapper,

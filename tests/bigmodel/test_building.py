@@ -25,7 +25,8 @@ from accel_bigmodel import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_leaves, get_non_persistent_buffers, walk
+from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_leaves, get_non_persistent_buffers
+from accel_ops.modules import walk
 from accel_state.enums import CustomDtype
 from tests.bigmodel.test_device_map import small_model
 from tests.bigmodel.trees import models

@@ -23,7 +23,7 @@ from accel_bigmodel import (
     infer_auto_device_map,
 )
 from accel_bigmodel.device_map.check import check_device_same
-from accel_bigmodel.device_map.fallback import fallback_allocate
+from accel_bigmodel.device_map.parts import fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties
 from tests.bigmodel.trees import Block, Group, models
 
@@ -43,7 +43,7 @@ def small_model() -> nn.Module:
 @pytest.mark.parametrize(
     ("max_memory", "expected"),
     [
-        # on device 0 and in main memory there stays room for the 80 bytes of the largest part to come
+        # on device 0 and in CPU memory there stays room for the 80 bytes of the largest part to come
         ({0: 100, "cpu": 300}, {"0.p": 0, "0.a": "cpu", "0.n": "cpu", "0.b": "cpu", "1": "disk", "emb": "disk"}),
         ({0: 200, 1: 200, "cpu": 1000}, {"0.p": 0, "0.a": 0, "0.n": 1, "0.b": 1, "1": 1, "emb": "cpu"}),
         ({0: 350}, {"": 0}),
@@ -138,9 +138,9 @@ def test_shared_parameters_count_once_where_sizes_have_them_under_each_name() ->
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        ({0: 256, "cpu": 10_000}, "0: 256 bytes, where module.a needs 336 (160 of them to bring later parts to)"),
+        ({0: 256, "cpu": 10_000}, "0: 256 bytes, where module.a needs 336 (160 of them for running offloaded parts)"),
         ({0: 256, 1: 100, "cpu": 10_000}, "to); 1: 100 bytes, where module.a needs 176)"),
-        ({0: 500, "cpu": 0}, None),  # all fits before main memory is reached
+        ({0: 500, "cpu": 0}, None),  # all fits before CPU memory is reached
         ({0: 400, "cpu": 10}, "(cpu: 10 bytes, where module.b needs 240"),
         ({"cpu": 10_000}, None),
     ],

@@ -1,4 +1,4 @@
-"""Models spread over main memory and the disk."""
+"""Models spread over CPU memory and the disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel.checkpoint.write import write_model_folder
-from accel_bigmodel.device_map import room
+from accel_bigmodel.device_map import check
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
@@ -198,7 +198,7 @@ def test_without_a_map_weights_are_only_loaded(tmp_path: Path) -> None:
 def test_a_map_that_exceeds_memory_is_refused_before_anything_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda device: 50)
+    monkeypatch.setattr(check, "free_bytes", lambda device: 50)
     write_model_folder(new_model().state_dict(), tmp_path / "model")
     with init_empty_weights():
         model = new_model()
@@ -218,5 +218,5 @@ def test_a_map_that_exceeds_memory_is_refused_before_anything_moves(
 def test_only_what_is_elsewhere_has_to_move() -> None:
     model = new_model()
     size = sum(parameter.nbytes for parameter in model[2].parameters())
-    assert room.bytes_to_move(model, {"": "cpu"}) == {}
-    assert room.bytes_to_move(model, {"2": "meta", "1": "cpu"})[torch.device("meta")] >= size
+    assert check.bytes_to_move(model, {"": "cpu"}) == {}
+    assert check.bytes_to_move(model, {"2": "meta", "1": "cpu"})[torch.device("meta")] >= size

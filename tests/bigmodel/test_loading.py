@@ -23,7 +23,7 @@ from accel_bigmodel.checkpoint import placing, progress
 from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
 from accel_bigmodel.checkpoint.mapped import mapped_shard
-from accel_bigmodel.checkpoint.pinned import copy_by_lanes
+from accel_bigmodel.checkpoint.pinned import copy_staged
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from tests.bigmodel.trees import models
@@ -659,7 +659,7 @@ def test_a_bar_shows_only_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys:
     assert work() == ""
 
 
-class FakeLane:
+class FakeBuffer:
     """A lane whose bytes arrive only when it is waited for."""
 
     def __init__(self) -> None:
@@ -680,7 +680,7 @@ class FakeLane:
 def test_copies_piece_by_piece(count: int) -> None:
     source = torch.randn(count).bfloat16().view(count, 1)
     target = torch.zeros_like(source)
-    copy_by_lanes(source, target, [FakeLane(), FakeLane()])
+    copy_staged(source, target, [FakeBuffer(), FakeBuffer()])
     assert torch.equal(source, target)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
+from typing import Any
 
 from accel_cli.launch.command import launch_command_parser
+from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import Plan, make_plan
 from accel_cli.launch.resolve import resolve
+from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_flags, check_settings
 
 TAKEN_PORT = 29500
@@ -59,7 +61,14 @@ class Pretended(Machine):
         return FREE_PORT if wanted == 0 or self.usual_port_is_taken else usual
 
 
-def settings_of(*words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None) -> Namespace:
+def value_in(settings: LaunchSettings, name: str) -> Any:
+    """The value of an option, whoever declares it."""
+    return getattr(settings, name) if hasattr(settings, name) else value_of(settings, name)
+
+
+def settings_of(
+    *words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None
+) -> LaunchSettings:
     """Parse and complete; the last word is the script."""
     args = launch_command_parser().parse_args(list(words))
     return resolve(args, {"HF_HOME": "/nowhere"} | dict(environ or {}), machine or Pretended())
@@ -67,13 +76,13 @@ def settings_of(*words: str, machine: Machine | None = None, environ: Mapping[st
 
 def settled(
     *words: str, machine: Machine | None = None, environ: Mapping[str, str] | None = None
-) -> tuple[Namespace, Plan]:
+) -> tuple[LaunchSettings, Plan]:
     """Parse, check, complete and plan, as the command does."""
     environ = {"HF_HOME": "/nowhere"} | dict(environ or {})
     args = launch_command_parser().parse_args(list(words))
     check_flags(args)
     settings = resolve(args, environ, machine or Pretended())
-    check_settings(settings)
+    settings = settings.noting(*check_settings(settings))
     return settings, make_plan(settings, environ)
 
 

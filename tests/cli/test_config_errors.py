@@ -26,9 +26,9 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
         (START + "fsdp_version: 2\n", "Put fsdp_version into the section fsdp_config."),
         (START + "mixed_precision: bf61\n", "line 4: mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8. Did "
                                             "you mean 'bf16'?"),
-        (START + "num_machines: two\n", "line 4: num_machines: 'two' is not a whole number."),
-        (START + "main_process_port: true\n", "line 4: main_process_port: True is not a number."),
-        (START + "same_network: perhaps\n", "line 4: same_network: 'perhaps' is not a truth value"),
+        (START + "num_machines: two\n", "line 4: num_machines: 'two' is not an integer."),
+        (START + "main_process_port: true\n", "line 4: main_process_port: True is not an integer."),
+        (START + "same_network: perhaps\n", "line 4: same_network: 'perhaps' is not true or false"),
         (START + "fsdp_config:\n  fsdp_version: 3\n", "line 5: fsdp_config.fsdp_version: 3 is not one of 1, 2."),
         (START + "fsdp_config:\n  version: 3\n", "line 5: fsdp_config.version: 3 is not one of 1, 2."),
         (START + "fsdp_config: {fsdp_offload_params: maybe}\n",
@@ -40,7 +40,7 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
          "line 6: deepspeed_config.zero_stage: 4 is not one of 0, 1, 2, 3."),
         (START + "deepspeed_config:\n  offload_param_device: gpu\n", "'gpu' is not one of none, cpu, nvme."),
         (START + "fp8_config:\n  amax_history_length: long\n",
-         "line 5: fp8_config.amax_history_length: 'long' is not a whole number."),
+         "line 5: fp8_config.amax_history_length: 'long' is not an integer of at least 1."),
         (START + "fsdp_config: 3\n", "line 4: fsdp_config must hold `key: value` pairs, got 3."),
         ("num_processes: 2\ndistributed_type: MULTI_GPUS\n",
          "line 2: distributed_type: 'MULTI_GPUS' is not one of NO, MULTI_CPU, "),
@@ -130,7 +130,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == f"accelerate launch: error: Settings file {str(path)!r} has 5 mistakes:"
     for number, said in [
-        (1, "num_processes: 'two' is not a whole number."),
+        (1, "num_processes: 'two' is not an integer."),
         (2, "has unknown keys: ['mixed_precison'].*Did you mean 'mixed_precision'"),
         (4, "fsdp_config.fsdp_version: 7 is not one of 1, 2."),
         (5, "has unknown keys: ['gpu']"),

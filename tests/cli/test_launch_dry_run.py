@@ -53,10 +53,10 @@ def test_every_value_says_where_it_comes_from(
     )
     rows, command = printed("--config_file", "a.json", "--debug", "train.py", capsys=capsys)
     assert rows["debug"] == ["True", "flag"]
-    assert rows["mixed_precision"] == ["bf16", "settings file a.json"]
-    assert rows["use_fsdp"] == ["True", "settings file a.json"]
-    assert rows["cpu"] == ["True", "settings file a.json"]
-    assert rows["fsdp_version"] == ["2", "variable FSDP_VERSION"]
+    assert rows["mixed_precision"] == ["bf16", "config file a.json"]
+    assert rows["use_fsdp"] == ["True", "config file a.json"]
+    assert rows["cpu"] == ["True", "config file a.json"]
+    assert rows["fsdp_version"] == ["2", "environment variable FSDP_VERSION"]
     assert rows["num_cpu_threads_per_process"][1] == "guess"
     assert rows["fsdp_use_orig_params"] == ["true", "default"]
     assert "FSDP_VERSION=2" in command  # the command needs nothing of this shell
@@ -153,4 +153,4 @@ def test_files_are_private_and_links_are_not_followed(tmp_path: Path) -> None:
 def test_the_cpu_by_guess_is_shown() -> None:
     settings, plan = settled("--num_processes", "2", "train.py", environ={"ACCELERATE_USE_CPU": "true"})
     row = next(line for line in show(settings, plan).splitlines() if line.startswith("cpu"))
-    assert row.split(maxsplit=2) == ["cpu", "True", "variable ACCELERATE_USE_CPU"]
+    assert row.split(maxsplit=2) == ["cpu", "True", "environment variable ACCELERATE_USE_CPU"]

@@ -133,8 +133,8 @@ def test_what_has_no_effect_is_said_once(words: list[str], environ: dict[str, st
 
 
 def test_ordinary_launches_say_nothing() -> None:
-    assert settings_of(*TWO, "train.py").notes == []
-    assert settings_of("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "train.py").notes == []
+    assert settings_of(*TWO, "train.py").notes == ()
+    assert settings_of("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2", "train.py").notes == ()
 
 
 def test_old_flags_are_not_advertised(capsys: pytest.CaptureFixture[str]) -> None:

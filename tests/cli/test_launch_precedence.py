@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ from typing import Any
 import pytest
 
 from accel_cli.arguments import Option
-from accel_cli.configfile.allowed import WORDS
 from accel_cli.launch.flags.group import OptionGroup
-from accel_cli.launch.flags.table import GROUPS
+from accel_cli.launch.flags.table import GROUPS, value_of
 from accel_cli.launch.plan import make_plan
+from accel_cli.launch.settings import LaunchSettings
+from accel_state.settings.compile import MISSPELT_BACKENDS
+from accel_state.settings.option import BOOLEAN
 from tests.cli.pretended import Pretended, settings_of
 
 # what makes a group's options count
@@ -41,21 +42,20 @@ def candidates(option: Option) -> tuple[Any, Any, Any]:
     """Three values for the flag, the file and the variable; the first and last differ from the second."""
     if option.is_switch:
         return True, True, True
-    if option.name in WORDS:
-        words = WORDS[option.name]
+    if option.kind.closed and not (option.type is BOOLEAN.parse or option.kind.exact):
+        words = option.kind.choices
         last = "false" if words[0] == "true" else words[-1]
         return words[0], last, words[0]
     if option.choices:
-        choices = [choice for choice in option.choices if choice != "torhchxla_trace_once"]
+        choices = [choice for choice in option.choices if choice not in MISSPELT_BACKENDS]
         return choices[0], choices[-1], choices[len(choices) // 2]
     name = getattr(option.type, "__name__", "")
-    if option.type is None or option.name == "fp8_override_linear_precision":
+    if option.name == "fp8_override_linear_precision":
         return "true,false,true", "false,true,false", "true,true,false"
     return {
         "int": ("3", "4", "5"),
         "float": ("3.5", "4.5", "5.5"),
         "bool": ("true", "false", "true"),
-        "str_to_bool": ("true", "false", "true"),
     }.get(name, ("one", "two", "three"))
 
 
@@ -91,7 +91,7 @@ def variables_for(option: Option, value: Any) -> dict[str, str]:
     return dict(zip(names, texts, strict=True))
 
 
-def settle(group: OptionGroup, option: Option, *words: str, environ: dict[str, str]) -> Namespace:
+def settle(group: OptionGroup, option: Option, *words: str, environ: dict[str, str]) -> LaunchSettings:
     needed = [] if option.name == "mixed_precision" else NEEDED.get(group.title, [])
     sizes = SIZES if group.title.startswith("ParallelismConfig") else {}
     machine = Pretended(mpi="mpirun (Open MPI) 4.1.4")
@@ -114,7 +114,7 @@ def test_each_source_gives_way_to_the_one_before(
 
     settings = settle(group, option, environ=environ)
     assert settings.sources[name] == "environment", settings.sources
-    from_environment = getattr(settings, name)
+    from_environment = group.value(option, settings)
     variable_first = option.environment.split()[0]
     assert variable_first not in make_plan(settings, environ).environment  # reaches the script as it is
 
@@ -123,7 +123,7 @@ def test_each_source_gives_way_to_the_one_before(
         settings = settle(group, option, "--config_file", file, environ=environ)
         assert settings.sources[name] == "file"
         if by_file != by_variable:
-            assert getattr(settings, name) != from_environment
+            assert group.value(option, settings) != from_environment
 
     if option.flags:
         more = ["--config_file", file] if can_be_in_a_file else []
@@ -149,7 +149,7 @@ def test_each_source_gives_way_to_the_one_before(
 def test_ways_of_training(variable: str, switch: str) -> None:
     assert getattr(settings_of("x.py", environ={variable: "true"}), switch) is True
     assert getattr(settings_of("x.py", environ={variable: "false"}), switch) is False
-    with pytest.raises(ValueError, match=f"{variable}: 'perhaps' is not a truth value"):
+    with pytest.raises(ValueError, match=f"{variable}: 'perhaps' is not true or false"):
         settings_of("x.py", environ={variable: "perhaps"})
 
 
@@ -172,13 +172,14 @@ def test_hardware_on_the_command_line_counts_more_than_the_variable() -> None:
 def test_wrong_variables_are_named() -> None:
     with pytest.raises(ValueError, match=r"variable FSDP_VERSION: '3' is not one of 1, 2"):
         settings_of("--use_fsdp", "x.py", environ={"FSDP_VERSION": "3"})
-    assert settings_of("x.py", environ={"FSDP_VERSION": "3"}).fsdp_version == "1"  # nobody asks for it
+    assert value_of(settings_of("x.py", environ={"FSDP_VERSION": "3"}), "fsdp_version") == "1"  # nobody asks for it
 
 
 def test_numbers_that_deepspeed_finds_itself() -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto", "ACCELERATE_GRADIENT_CLIPPING": "auto"}
     settings = settings_of("--use_deepspeed", "x.py", environ=environ)
-    assert (settings.gradient_accumulation_steps, settings.gradient_clipping) == ("auto", "auto")
+    assert value_of(settings, "gradient_accumulation_steps") == "auto"
+    assert value_of(settings, "gradient_clipping") == "auto"
 
 
 @pytest.mark.parametrize("word", ["torhchxla_trace_once", "torchxla_trace_once"])

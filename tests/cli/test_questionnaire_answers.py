@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import accel_state.libraries
+from accel_cli.arguments import Option
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.configfile.write import write_config
 from accel_cli.errors import MissingFileError
-from accel_cli.launch.flags.table import OPTIONS
+from accel_cli.launch.flags.table import find, is_option
+from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_settings
 from accel_cli.launch.values import coerce
 from accel_cli.questionnaire.answer import Choice, Number, Text, Truth, Words
@@ -24,7 +25,7 @@ from accel_cli.questionnaire.answer import Path as PathKind
 from accel_cli.questionnaire.cluster import TOPICS, get_user_input
 from accel_cli.questionnaire.prompts import Prompts, Read
 from accel_cli.questionnaire.sagemaker import TOPICS as SAGEMAKER_TOPICS
-from tests.cli.pretended import Pretended, settings_of
+from tests.cli.pretended import Pretended, settings_of, value_in
 
 TYPED = (
     "", "1", "2", "4", "8", "0", "0.5", "A", "A, B", "0,1,2,3,4,5,6,7", "all", "10.0.0.1", "X=1", "false,true,no",
@@ -79,13 +80,19 @@ class Listed(Pretended):
         return "mpirun (Open MPI) 4.1.4"
 
 
-def differences(config: BaseConfig, resolved: Namespace) -> dict[str, tuple[Any, Any]]:
+def row_of(name: str) -> Option:
+    row = find(name)
+    assert row is not None, name
+    return row
+
+
+def differences(config: BaseConfig, resolved: LaunchSettings) -> dict[str, tuple[Any, Any]]:
     """What the file says and the launcher has not understood in the same way."""
     flat: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         flat |= value if isinstance(value, dict) else {key: value}
     wanted = {OTHER_NAMES.get(key, key): value for key, value in flat.items() if key not in NOT_OPTIONS}
-    found = {key: (coerce(OPTIONS[key], value, key), getattr(resolved, key)) for key, value in wanted.items()
+    found = {key: (coerce(row_of(key), value, key), value_in(resolved, key)) for key, value in wanted.items()
              if key != "use_cpu"}  # fmt: skip
     return {key: pair for key, pair in found.items() if pair[0] != pair[1]}
 
@@ -126,7 +133,7 @@ def test_every_saved_answer_is_a_setting(topics: Any) -> None:
         assert not topic.section or topic.section in fields
         for question in topic.questions:
             if question.is_saved:
-                assert question.key in (OPTIONS if topic.section else fields), question.key
+                assert is_option(question.key) if topic.section else question.key in fields, question.key
 
 
 @given(st.text(max_size=20))

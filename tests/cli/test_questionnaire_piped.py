@@ -64,7 +64,9 @@ def test_accelerators(ask: Ask, tmp_path: Path, kind: str) -> None:
 
 
 def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
-    written = ask({"What do you train on": "several CPU processes", "How many processes": "2", "number format": "1"})
+    written = ask(
+        {"What do you train on": "several CPU processes", "How many processes": "2", "Mixed precision dtype": "1"}
+    )
     assert written == written | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"}
     assert "mpirun_config" not in written
     settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
@@ -72,7 +74,7 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_mpirun(ask: Ask) -> None:
-    answers = {"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun?": "yes", "hostfile": "/h"}
+    answers = {"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun?": "yes", "Hostfile": "/h"}
     assert ask(answers)["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 1}
     assert ask({**answers, "oneCCL": "4"})["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 4}
 
@@ -84,7 +86,7 @@ def test_one_device(ask: Ask) -> None:
 
 def test_several_machines(ask: Ask) -> None:
     written = ask(SEVERAL_GPUS | PROCESSES | {
-        "How many machines": "2", "Which number has this machine": "1", "address of machine 0": "node-0.example",
+        "How many machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
         "Which port": "2222", "one local network": "no", "find one another": "c10d", "Compare shapes": "y",
     })  # fmt: skip
     assert written == written | {
@@ -97,29 +99,29 @@ def test_several_machines(ask: Ask) -> None:
     ("answers", "section", "content"),
     [
         (
-            {"Compile the model": "y", "Which backend": "eager", "Change how it compiles": "y",
-             "optimise for": "max-autotune", "several graphs": "y", "shapes that change": "y", "repeated block": "y"},
+            {"Compile the model": "y", "Backend of torch": "eager", "Change how it compiles": "y",
+             "optimizes for": "max-autotune", "several graphs": "y", "shapes that change": "y", "repeated block": "y"},
             "dynamo_config",
             {"dynamo_backend": "EAGER", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": True,
              "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True},
         ),
         (
-            {"How is the model trained": "DeepSpeed", "DeepSpeed JSON file": "y", "Where is it": "ds.json",
-             "mixture-of-experts layers": "y", "classes called": "A, B"},
+            {"How is the model trained": "DeepSpeed", "DeepSpeed JSON file": "y", "JSON config file": "ds.json",
+             "Has the model mixture": "y", "Class names of": "A, B"},
             "deepspeed_config",
             {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "A,B"},
         ),
         (
-            {"How is the model trained": "DEEPSPEED", "ZeRO shard": "1", "How many machines": "2",
-             "on the other machines": "pdsh", "list of machines": "hosts", "left out": "", "used alone": "a@b:0",
-             "address of machine 0": "a"},
+            {"How is the model trained": "DEEPSPEED", "ZeRO stage": "1", "How many machines": "2",
+             "on the other machines": "pdsh", "Hostfile": "hosts", "to leave out": "", "to use alone": "a@b:0",
+             "Address of machine 0": "a"},
             "deepspeed_config",
             {"zero_stage": 1, "gradient_accumulation_steps": 1, "deepspeed_multinode_launcher": "pdsh",
              "deepspeed_hostfile": "hosts", "deepspeed_inclusion_filter": "a@b:0"},
         ),
         (
-            {"How is the model trained": "DEEPSPEED", "Share sequences": "y", "every sequence": "4",
-             "How long are the": "512", "Does the length": "no", "implementation of attention": "flash_attention_2"},
+            {"How is the model trained": "DEEPSPEED", "with sequence parallelism": "y", "by exchanging heads": "4",
+             "Sequence length in": "512", "sequence lengths differ": "no", "Attention implementation": "flash_attention_2"},
             "parallelism_config",
             {"parallelism_config_sp_size": 4, "parallelism_config_sp_seq_length": 512,
              "parallelism_config_sp_seq_length_is_variable": False,
@@ -127,9 +129,9 @@ def test_several_machines(ask: Ask) -> None:
              "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1},
         ),
         (
-            {"How is the model trained": "FSDP", "implementations": "1", "What is sharded": "SHARD_GRAD_OP",
-             "sharded by themselves": "SIZE_BASED_WRAP", "how many parameters": "1000",
-             "gather the next parameters?": "BACKWARD_POST", "early in the forward": "y"},
+            {"How is the model trained": "FSDP", "FSDP implementation": "1", "Sharding strategy": "SHARD_GRAD_OP",
+             "units of their own": "SIZE_BASED_WRAP", "number of parameters": "1000",
+             "backward pass prefetches": "BACKWARD_POST", "during the forward pass": "y"},
             "fsdp_config",
             {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": False,
              "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 1000,
@@ -138,23 +140,23 @@ def test_several_machines(ask: Ask) -> None:
              "fsdp_sync_module_states": True, "fsdp_activation_checkpointing": False},
         ),
         (
-            {"How is the model trained": "FSDP", "Share layers": "y", "every sequence": "2", "keys and values": "1",
-             "copies of the model": "1"},
+            {"How is the model trained": "FSDP", "tensor or context parallelism": "y", "by ring attention": "2", "keys and values": "1",
+             "copy of the model": "1"},
             "parallelism_config",
             {"parallelism_config_tp_size": 1, "parallelism_config_cp_size": 2,
              "parallelism_config_cp_comm_strategy": "alltoall", "parallelism_config_dp_replicate_size": 1,
              "parallelism_config_dp_shard_size": 2},
         ),
         (
-            {"How is the model trained": "MEGATRON_LM", "every layer": "2", "pipeline": "2", "micro-batches": "3"},
+            {"How is the model trained": "MEGATRON_LM", "Tensor parallel size": "2", "Pipeline parallel size": "2", "Micro-batches": "3"},
             "megatron_lm_config",
             {"megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": True, "megatron_lm_pp_degree": 2,
              "megatron_lm_num_micro_batches": 3, "megatron_lm_recompute_activations": True,
              "megatron_lm_use_distributed_optimizer": True, "megatron_lm_gradient_clipping": 1.0},
         ),
         (
-            {"number format": "fp8", "computes in FP8": "TE", "steps are maxima": "16", "of the maxima": "max",
-             "higher precision": "true, false,no", "Margin": "2", "computed anew": "3", "Which format": "E4M3",
+            {"Mixed precision dtype": "fp8", "FP8 backend": "TE", "length of the amax": "16", "from the history": "max",
+             "higher precision": "true, false,no", "margin": "2", "updates of the scaling": "3", "FP8 format": "E4M3",
              "in evaluation": "y"},
             "fp8_config",
             {"fp8_backend": "TE", "fp8_use_autocast_during_eval": True, "fp8_margin": 2, "fp8_interval": 3,
@@ -162,12 +164,12 @@ def test_several_machines(ask: Ask) -> None:
              "fp8_override_linear_precision": "true, false,no"},
         ),
         (
-            {"number format": "fp8", "computes in FP8": "MS-AMP", "optimization level": "O1"},
+            {"Mixed precision dtype": "fp8", "FP8 backend": "MS-AMP", "optimization level": "O1"},
             "fp8_config",
             {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"},
         ),
         (
-            {"How is the model trained": "FSDP", "number format": "fp8", "computes in FP8": "ao", "in 8 bits": "n"},
+            {"How is the model trained": "FSDP", "Mixed precision dtype": "fp8", "FP8 backend": "ao", "all-gather FSDP": "n"},
             "fp8_config",
             {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": False, "fp8_pad_inner_dim": True},
         ),
@@ -183,8 +185,8 @@ def test_sections(ask: Ask, tmp_path: Path, answers: dict[str, str], section: st
 
 def test_rare_megatron_settings(ask: Ask) -> None:
     more = {
-        "in detail": "y", "What is computed again": "full", "How many layers?": "2", "share the experts": "2",
-        "Dropout in the attention": "0.1", "float32": "y", "optimizer's state in CPU": "y", "Copy it": "y",
+        "in detail": "y", "What is recomputed": "full", "recomputed at a time": "2", "Expert parallel": "2",
+        "Attention dropout": "0.1", "in float32": "y", "optimizer states to CPU": "y", "Overlap the copies": "y",
     }  # fmt: skip
     written = ask(SEVERAL_GPUS | PROCESSES | {"How is the model trained": "Megatron-LM"} | more)
     section = written["megatron_lm_config"]
@@ -200,12 +202,20 @@ def test_rare_megatron_settings(ask: Ask) -> None:
 def test_tpu(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "commands.sh"
     file.write_text("true\n")
-    one = ask({"What do you train on": "TPU", "TPU cores": "4", "Which function": "train", "float and double": "y"})
+    one = ask(
+        {"What do you train on": "TPU", "TPU cores": "4", "Function of the script": "train", "float and double": "y"}
+    )
     assert one == one | {
         "distributed_type": "XLA", "num_processes": 4, "main_training_function": "train", "downcast_bf16": True,
         "tpu_use_cluster": False,
     }  # fmt: skip
-    pod = {"What do you train on": "TPU", "pod of several": "y", "TPU called": "t", "which zone": "z", "sudo": "y"}
+    pod = {
+        "What do you train on": "TPU",
+        "pod of several": "y",
+        "Name of the pod": "t",
+        "Zone of the pod": "z",
+        "sudo": "y",
+    }
     typed = ask(pod | {"Which commands do": "2", "Which commands?": "echo a, b; ls", "Which machines of": "a,b",
                        "variables are set": "A=1,B=x=y"})  # fmt: skip
     assert typed == typed | {
@@ -243,16 +253,16 @@ def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
         ("What do you train on", "11", "'11' is not one of 0 (NO), 1 (MULTI_CPU)"),
         ("What do you train on", "MULTI_GPUS", "Did you mean 'MULTI_GPU'?"),
         ("How many machines", "0", "It must be at least 1, got 0."),
-        ("How many machines", "some", "'some' is not a whole number."),
-        ("Which number has this machine", "", "An answer is needed here."),
-        ("Which number has this machine", "2", "With 2 machines the last one has the number 1, got 2."),
-        ("address of machine 0", "a b", "'a b' must not have blanks in it."),
+        ("How many machines", "some", "'some' is not an integer."),
+        ("Rank of this machine", "", "An answer is needed here."),
+        ("Rank of this machine", "2", "With 2 machines the last one has the number 1, got 2."),
+        ("Address of machine 0", "a b", "'a b' must not have blanks in it."),
         ("Which port", "70000", "It must be at most 65535, got 70000."),
         ("one local network", "perhaps", "'perhaps' is neither yes nor no."),
         ("How many processes", "3", "3 processes cannot be shared equally by 2 machines."),
         ("Which devices", "a", "'a' is neither `all` nor different device numbers"),
         ("Which devices", "0", "2 processes on this machine need 2 devices, got 1."),
-        ("higher precision", "true,false", "'true,false' is not three truth values"),
+        ("higher precision", "true,false", "'true,false' is not three bools"),
         ("How is the model", "ddp?", "'ddp?' is not one of 0 (PLAIN)"),
     ],
 )
@@ -261,8 +271,8 @@ def test_wrong_answers_are_asked_again(
     question: str, wrong: str, reason: str,
 ) -> None:  # fmt: skip
     prepared = Prepared(SEVERAL_GPUS | PROCESSES | {
-        "How many machines": "2", "Which number has": "1", "address of": "a", "number format": "fp8",
-        "computes in FP8": "TE",
+        "How many machines": "2", "Rank of this": "1", "Address of": "a", "Mixed precision dtype": "fp8",
+        "FP8 backend": "TE",
     })  # fmt: skip
     get_user_input(prepared)
     place = next(index for index, asked in enumerate(prepared.questions) if question in asked)
@@ -274,10 +284,14 @@ def test_wrong_answers_are_asked_again(
 
 
 def test_sizes_that_do_not_fit(ask: Ask) -> None:
-    fsdp = SEVERAL_GPUS | {"How is the model trained": "FSDP", "processes are started": "8", "Share layers": "y"}
+    fsdp = SEVERAL_GPUS | {
+        "How is the model trained": "FSDP",
+        "processes are started": "8",
+        "tensor or context parallelism": "y",
+    }
     for answers, reason in (
         ({"every layer": "3"}, "8 processes are left, and 3 does not divide them"),
-        ({"every layer": "2", "copies": "4"}, "leave processes for the sharding"),
+        ({"every layer": "2", "hold a copy": "4"}, "leave processes for the sharding"),
     ):
         with pytest.raises(ValueError, match=reason):
             ask(fsdp | answers)

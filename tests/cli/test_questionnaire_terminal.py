@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.cli.pretended import settings_of
+from tests.cli.pretended import settings_of, value_in
 from tests.cli.terminal import BACKSPACE, CONTROL_C, CONTROL_D, DOWN, ENTER, UP, Terminal
 
 pytestmark = pytest.mark.launch
@@ -66,7 +66,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("Compute activations again", "y")
         terminal.answer("what remains of them", "y")
         terminal.answer("How many processes", "many", ENTER)
-        terminal.answer("'many' is not a whole number", BACKSPACE * 4, "4", ENTER)
+        terminal.answer("'many' is not an integer", BACKSPACE * 4, "4", ENTER)
         terminal.answer("Which devices", ENTER)
         terminal.answer("CPU cores near", ENTER)
         terminal.answer("Compare shapes", ENTER)
@@ -91,12 +91,12 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
     assert written["fsdp_config"] == fsdp
     assert written["parallelism_config"] == parallelism
     settings = settings_of("--config_file", str(path), "x.py")
-    assert settings.notes == []
+    assert settings.notes == ()
     assert (settings.use_fsdp, settings.num_processes, settings.mixed_precision) == (True, 4, "bf16")
-    assert settings.fsdp_version == "2"
-    assert settings.fsdp_reshard_after_forward == "False"
-    assert settings.fsdp_transformer_layer_cls_to_wrap == "LlamaDecoderLayer,Other"
-    assert {key: getattr(settings, key) for key in parallelism} == parallelism
+    assert value_in(settings, "fsdp_version") == "2"
+    assert value_in(settings, "fsdp_reshard_after_forward") == "False"
+    assert value_in(settings, "fsdp_transformer_layer_cls_to_wrap") == "LlamaDecoderLayer,Other"
+    assert {key: value_in(settings, key) for key in parallelism} == parallelism
     assert settings.use_parallelism_config is True
 
 
@@ -141,8 +141,8 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
         "num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 29500,
         "same_network": False, "rdzv_backend": "c10d", "num_processes": 16, "debug": True, "mixed_precision": "fp16",
     }  # fmt: skip
-    assert {name: getattr(settings, name) for name in wanted} == wanted
-    assert settings.notes == []
+    assert {name: value_in(settings, name) for name in wanted} == wanted
+    assert settings.notes == ()
 
 
 @pytest.mark.parametrize(

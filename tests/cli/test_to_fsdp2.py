@@ -94,7 +94,7 @@ def test_the_result_launches_without_a_word(key: str, strategy: str) -> None:
     assert section["fsdp_reshard_after_forward"] is ARGUMENT_VALUE_MAPPING[key][strategy]
     Path("train.py").touch()
     settings, plan = settled("--config_file", "new.yaml", "train.py")
-    assert settings.notes == []
+    assert settings.notes == ()
     assert plan.environment["FSDP_VERSION"] == "2"
     assert plan.environment["FSDP_RESHARD_AFTER_FORWARD"] == str(section["fsdp_reshard_after_forward"]).lower()
 

@@ -28,20 +28,20 @@ class SizedNumbers(Numbers):
         return self.length
 
 
-def whole_rounds(length: int, round_size: int, drop_last: bool) -> list[int]:
+def padded_samples(length: int, global_size: int, drop_last: bool) -> list[int]:
     """All samples in order, without the last round if it is not full, or that one filled up with the first samples."""
     samples = list(range(length))
     if drop_last:
-        return samples[: length // round_size * round_size]
-    return samples + list(islice(cycle(samples[:round_size]), -length % round_size)) if length else []
+        return samples[: length // global_size * global_size]
+    return samples + list(islice(cycle(samples[:global_size]), -length % global_size)) if length else []
 
 
-def share_of(samples: list[int], per_process: int, world: int, rank: int) -> list[list[int]]:
+def shard_of(samples: list[int], per_process: int, world: int, rank: int) -> list[list[int]]:
     """One process's consecutive part of every round."""
-    round_size = per_process * world
+    global_size = per_process * world
     return [
         samples[start + rank * per_process : start + (rank + 1) * per_process]
-        for start in range(0, len(samples), round_size)
+        for start in range(0, len(samples), global_size)
     ]
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from torch.utils.data import BatchSampler, SequentialSampler
 
 from accel_data.batch_shard import BatchSamplerShard
-from tests.data.sharing import share_of, sizes, whole_rounds
+from tests.data.sharing import padded_samples, shard_of, sizes
 
 
 def shards(case: dict, even: bool) -> list[BatchSamplerShard]:
@@ -19,9 +19,9 @@ def shards(case: dict, even: bool) -> list[BatchSamplerShard]:
 
 @given(sizes)
 def test_even_batches_fill_the_last_round_with_the_first_samples(case: dict) -> None:
-    samples = whole_rounds(case["length"], case["per_process"] * case["world"], case["drop_last"])
+    samples = padded_samples(case["length"], case["per_process"] * case["world"], case["drop_last"])
     for rank, shard in enumerate(shards(case, even=True)):
-        assert list(shard) == share_of(samples, case["per_process"], case["world"], rank)
+        assert list(shard) == shard_of(samples, case["per_process"], case["world"], rank)
         assert len(shard) == len(list(shard))
 
 
@@ -30,7 +30,7 @@ def test_uneven_batches_hold_every_sample_once(case: dict) -> None:
     found = [list(shard) for shard in shards(case, even=False)]
     every = sorted(sample for batches in found for batch in batches for sample in batch)
     assert every == (
-        whole_rounds(case["length"], case["per_process"] * case["world"], True)
+        padded_samples(case["length"], case["per_process"] * case["world"], True)
         if case["drop_last"]
         else list(range(case["length"]))
     )
@@ -51,11 +51,11 @@ def test_uneven_lengths_agree_unless_a_slice_is_empty(case: dict) -> None:
 @given(sizes)
 def test_dropping_the_remainder_gives_the_data_set(case: dict) -> None:
     case = case | {"drop_last": False}
-    round_size = case["per_process"] * case["world"]
+    global_size = case["per_process"] * case["world"]
     rounds = zip(*(list(shard) for shard in shards(case, even=True)), strict=True)
     gathered = [[sample for batch in batches for sample in batch] for batches in rounds]
-    if case["length"] % round_size:
-        gathered[-1] = gathered[-1][: case["length"] % round_size]
+    if case["length"] % global_size:
+        gathered[-1] = gathered[-1][: case["length"] % global_size]
     assert [sample for batch in gathered for sample in batch] == list(range(case["length"]))
 
 
@@ -78,9 +78,9 @@ def test_a_short_batch_in_the_middle_is_dealt_out_like_any_other() -> None:
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_the_way_out() -> None:
     sampler = BatchSampler(SequentialSampler(range(8)), 3, False)
-    with pytest.raises(ValueError, match="batches of 3 evenly between 2 processes.*multiple of 2"):
+    with pytest.raises(ValueError, match="batches of 3 evenly over 2 processes.*multiple of 2"):
         BatchSamplerShard(sampler, 2, 0, split_batches=True)
-    with pytest.raises(ValueError, match=r"split_batches=True cannot cut batches of unknown size .*no batch_size"):
+    with pytest.raises(ValueError, match=r"split_batches=True cannot split batches of unknown size .*no batch_size"):
         BatchSamplerShard([[0, 1], [2, 3]], 2, 0, split_batches=True)
 
 

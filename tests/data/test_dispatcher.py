@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from accel_data.dispatcher import DataLoaderDispatcher, _places_in
+from accel_data.dispatcher import DataLoaderDispatcher, _data_ranks_of
 from accel_data.prepare import prepare_data_loader
 from accel_data.skipping import skip_first_batches
 from accel_ops.collectives import gather
-from tests.data.sharing import Numbers, SizedNumbers, share_of, whole_rounds
+from tests.data.sharing import Numbers, SizedNumbers, padded_samples, shard_of
 from tests.data.test_prepare import Squares
 from tests.support.ranks import ranks
 
@@ -52,7 +52,7 @@ def test_every_length_is_shared_out_as_in_shard_mode(rank: int, world: int) -> N
         for drop_last in (False, True):
             for split in (False, True):
                 loader = make(Squares(length), 2 * (world if split else 1), drop_last=drop_last, split_batches=split)
-                full = share_of(whole_rounds(length, 2 * world, True), 2, world, rank)
+                full = shard_of(padded_samples(length, 2 * world, True), 2, world, rank)
                 assert lists(loader)[: len(full)] == full
                 whole = list(range(length - length % (2 * world) if drop_last else length))
                 assert for_metrics(loader) == whole
@@ -77,7 +77,7 @@ def test_an_empty_stream_has_no_batches(rank: int, world: int) -> None:
 
 
 @ranks(3)
-def test_processes_receive_their_share_of_the_bytes_and_the_structure_once(rank: int, world: int) -> None:
+def test_processes_receive_their_shard_of_the_bytes_and_the_structure_once(rank: int, world: int) -> None:
     received, objects = [], []
     recv, broadcast_object_list = dist.recv, dist.broadcast_object_list
 
@@ -146,7 +146,7 @@ def test_rounds_of_any_size_keep_every_sample(rank: int, world: int) -> None:
         return prepare_data_loader(plain, put_on_device=True, dispatch_batches=True, split_batches=True)
 
     assert lists(loader([[0, 1, 2], [3, 4], [5, 6, 7]])) == [[[0, 1], [3], [5, 6]], [[2], [4], [7, 0]]][rank]
-    with pytest.raises(ValueError, match="round of 1 samples in the middle of the data.*between 2 processes"):
+    with pytest.raises(ValueError, match="global batch of 1 samples in the middle of the data.*over 2 processes"):
         lists(loader([[0, 1], [2], [3, 4]]))
 
 
@@ -207,7 +207,7 @@ def test_epochs_shuffle_on_the_reader_and_may_be_left_early(rank: int, world: in
 
 
 @ranks(2)
-def test_skipping_leaves_out_whole_rounds(rank: int, world: int) -> None:
+def test_skipping_leaves_out_padded_samples(rank: int, world: int) -> None:
     data = Squares(14)
     whole = lists(make(data, 2))
     data.read.clear()
@@ -246,7 +246,7 @@ def test_processes_along_model_axes_share_their_data() -> None:
         mesh_dim_names = ("dp_replicate", "tp")
         mesh = torch.arange(4).view(2, 2)
 
-    assert _places_in(Mesh) == [0, 0, 1, 1]
+    assert _data_ranks_of(Mesh) == [0, 0, 1, 1]
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:

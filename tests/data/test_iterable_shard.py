@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from accel_data.iterable_shard import IterableDatasetShard
-from tests.data.sharing import Numbers, SizedNumbers, share_of, sizes, whole_rounds
+from tests.data.sharing import Numbers, SizedNumbers, padded_samples, shard_of, sizes
 
 
 def shards(case: dict, stream: type = Numbers) -> list[IterableDatasetShard]:
@@ -20,18 +20,18 @@ def shards(case: dict, stream: type = Numbers) -> list[IterableDatasetShard]:
 
 @given(sizes)
 def test_each_process_takes_its_part_of_every_round(case: dict) -> None:
-    samples = whole_rounds(case["length"], case["per_process"] * case["world"], case["drop_last"])
+    samples = padded_samples(case["length"], case["per_process"] * case["world"], case["drop_last"])
     for rank, shard in enumerate(shards(case)):
-        wanted = share_of(samples, case["per_process"], case["world"], rank)
+        wanted = shard_of(samples, case["per_process"], case["world"], rank)
         assert list(shard) == [sample for batch in wanted for sample in batch]
 
 
 @given(sizes)
 def test_the_end_of_the_stream_tells_how_much_of_the_last_round_is_real(case: dict) -> None:
     shard = shards(case)[0]
-    assert shard.last_round_size == -1
+    assert shard.last_batch_size == -1
     list(shard)
-    assert shard.last_round_size == case["length"] % (case["per_process"] * case["world"])
+    assert shard.last_batch_size == case["length"] % (case["per_process"] * case["world"])
 
 
 @given(sizes)
@@ -68,5 +68,5 @@ def test_a_stream_with_a_generator_is_seeded_by_the_epoch() -> None:
 
 
 def test_a_batch_that_cannot_be_cut_is_refused() -> None:
-    with pytest.raises(ValueError, match="batches of 3 evenly between 2 processes"):
+    with pytest.raises(ValueError, match="batches of 3 evenly over 2 processes"):
         IterableDatasetShard(Numbers(4), 3, num_processes=2, split_batches=True)

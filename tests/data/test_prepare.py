@@ -191,7 +191,7 @@ def test_the_given_settings_stay_as_they_are() -> None:
 def test_batches_that_cannot_be_cut_are_refused(size: int, data: Dataset, dispatch: bool) -> None:
     plain = DataLoader(data, batch_size=size)
     options = {"split_batches": True, "dispatch_batches": dispatch, "put_on_device": dispatch}
-    with pytest.raises(ValueError, match=f"batches of {size} evenly between 2 processes.*multiple of 2"):
+    with pytest.raises(ValueError, match=f"batches of {size} evenly over 2 processes.*multiple of 2"):
         prepare_data_loader(plain, num_processes=2, process_index=0, **options)
 
 
@@ -200,7 +200,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         prepare_data_loader(DataLoader(Squares(0)))
     with pytest.raises(ValueError, match="put_on_device=False"):
         prepare_data_loader(DataLoader(Squares(4)), dispatch_batches=True)
-    with pytest.raises(ValueError, match=r"batch_size=None.*Squares.*between 2 processes.*dispatch_batches=True"):
+    with pytest.raises(ValueError, match=r"batch_size=None.*Squares.*over 2 processes.*dispatch_batches=True"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), num_processes=2, process_index=0)
     with pytest.raises(ValueError, match="split_batches=True needs to know the batch size"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), split_batches=True)

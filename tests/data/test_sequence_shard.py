@@ -67,7 +67,7 @@ def test_padding_at_the_beginning_is_refused() -> None:
 
 
 def test_sequences_that_cannot_be_cut_evenly_are_refused() -> None:
-    with pytest.raises(ValueError, match="Sequences of 5 tokens cannot be cut into 2 .* pad_to_multiple_of=2"):
+    with pytest.raises(ValueError, match="Sequences of 5 tokens cannot be sharded into 2 .* pad_to_multiple_of=2"):
         SequenceShard(0, 2)({"input_ids": torch.zeros(1, 5, dtype=torch.long)})
 
 

@@ -130,7 +130,7 @@ def test_skipping_reads_on_in_the_same_part(rank: int, world: int) -> None:
 
 @ranks(2)
 def test_a_process_without_any_sample_is_an_error_on_all(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="1 of the processes that share a stream got no sample at all"):
+    with pytest.raises(ValueError, match="1 of the processes got no sample of the sharded stream"):
         list(prepare(Sharded(files([4, 0]))))
     assert list(prepare(Sharded(files([0, 0])))) == []
 
@@ -157,4 +157,4 @@ def test_unsplittable_streams_are_read_in_full_by_each(rank: int, world: int) ->
     loader = prepare_data_loader(DataLoader(stream, batch_size=2), dispatch_batches=False)
     assert [len(batch) for batch in loader] == [2, 2, 2]
     assert stream.num_read == 9
-    assert loader.dataset.last_round_size == 1  # type: ignore[attr-defined]
+    assert loader.dataset.last_batch_size == 1  # type: ignore[attr-defined]

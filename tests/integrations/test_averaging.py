@@ -11,7 +11,7 @@ from torch import nn
 from accel_integrations.engines.engine import Engine
 from accel_state.gradient_state import GradientState
 from accel_state.settings.accumulation import GradientAccumulationPlugin
-from tests.integrations.training import FEATURES, loss_of, new_batch, new_engine, new_model, prepare
+from tests.integrations.training import loss_of, new_batch, new_engine, new_model, prepare
 from tests.support.ranks import ranks
 
 
@@ -26,14 +26,14 @@ def run_window(engine: Engine, model: nn.Module, batches: list[torch.Tensor], we
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1
         state._set_sync_gradients(is_last)
-        engine.averaging.begin_batch()  # type: ignore[union-attr]
-        loss = engine.averaging.add(loss_of(model, batch), len(batch) if weighted else None)  # type: ignore[union-attr]
+        engine.averaging.begin_batch()
+        loss = engine.averaging.add(loss_of(model, batch), len(batch) if weighted else None)
         if is_last:
             engine.backward(loss)
         else:
             with engine.no_sync(model):
                 engine.backward(loss)
-        engine.averaging.end_batch()  # type: ignore[union-attr]
+        engine.averaging.end_batch()
 
 
 def big_batch_gradients(items: torch.Tensor) -> list[torch.Tensor]:
@@ -58,7 +58,7 @@ def test_any_split_gives_the_big_batchs_gradient(rank: int, world: int) -> None:
         sizes = torch.randint(1, 40, (world * num_batches,), generator=generator).tolist()
         items = new_batch(sum(sizes), seed=trial).double()
         run_window(engine, model, list(items.split(sizes))[rank::world], weighted=True)
-        engine.averaging.finish_window()  # type: ignore[union-attr]
+        engine.averaging.finish_window()
         assert_gradients(model, big_batch_gradients(items))
         optimizer.step()  # finds the window finished
         assert_gradients(model, big_batch_gradients(items))
@@ -86,7 +86,7 @@ def test_a_process_without_items_takes_part(rank: int, world: int) -> None:
     items = new_batch(5).double()
     for _ in range(2):
         loss = loss_of(model, items)
-        engine.backward(engine.averaging.add(loss, 5 if rank else 0))  # type: ignore[union-attr]
+        engine.backward(engine.averaging.add(loss, 5 if rank else 0))
         optimizer.step()
         assert_gradients(model, big_batch_gradients(items))
         optimizer.zero_grad()
@@ -97,7 +97,7 @@ def test_a_window_without_any_items_teaches_nothing(rank: int) -> None:
     engine = averaging_engine("weights")
     model, optimizer = prepare(engine, new_model(), torch.optim.SGD(new_model().parameters(), lr=1.0))
     prepare(engine, model.module if hasattr(model, "module") else model, torch.optim.SGD(model.parameters(), lr=1.0))
-    engine.backward(engine.averaging.add(loss_of(model, new_batch(3)), 0))  # type: ignore[union-attr]
+    engine.backward(engine.averaging.add(loss_of(model, new_batch(3)), 0))
     optimizer.step()
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
@@ -113,7 +113,7 @@ def test_tensors_may_be_weights() -> None:
     batches = list(new_batch(9).split([2, 7]))
     for batch in batches:
         weight = torch.tensor(len(batch))
-        engine.backward(engine.averaging.add(loss_of(model, batch), weight))  # type: ignore[union-attr]
+        engine.backward(engine.averaging.add(loss_of(model, batch), weight))
     optimizer.step()
     assert_gradients(model, big_batch_gradients(torch.cat(batches)))
 
@@ -168,7 +168,7 @@ def test_outside_of_micro_batches_every_loss_is_one() -> None:
     batches = list(new_batch(6).chunk(3))
     for _ in range(2):
         for batch in batches:
-            engine.backward(engine.averaging.add(loss_of(model, batch)))  # type: ignore[union-attr]
+            engine.backward(engine.averaging.add(loss_of(model, batch)))
         optimizer.step()
         assert_gradients(model, big_batch_gradients(torch.cat(batches)))
         optimizer.zero_grad()
@@ -189,7 +189,7 @@ def test_gradients_in_float16_do_not_overflow() -> None:
     model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.0))
     batch = new_batch(8)
     engine.precision.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    engine.backward(engine.averaging.add(loss_of(model, batch), 100_000))  # type: ignore[union-attr]
+    engine.backward(engine.averaging.add(loss_of(model, batch), 100_000))
     engine.unscale_gradients([optimizer.optimizer])
     optimizer.step()
     assert not optimizer.step_was_skipped
@@ -198,10 +198,9 @@ def test_gradients_in_float16_do_not_overflow() -> None:
 
 def test_the_default_costs_nothing() -> None:
     engine = new_engine()
-    assert engine.averaging is None
-    model = nn.Linear(FEATURES, 1)
-    _, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert optimizer._before_step is None
+    loss = torch.ones(())
+    assert engine.averaging.add(loss) is loss
+    assert not engine.averaging.is_by_window
 
 
 # ---- bad weights ------------------------------------------------------------------------------------------------
@@ -211,13 +210,13 @@ def test_the_default_costs_nothing() -> None:
 def test_impossible_weights_are_refused(weight: Any) -> None:
     engine = averaging_engine("weights")
     with pytest.raises(ValueError, match="backward"):
-        engine.averaging.add(torch.ones(()), weight)  # type: ignore[union-attr]
+        engine.averaging.add(torch.ones(()), weight)
 
 
 def test_weights_that_would_not_count_are_refused() -> None:
     engine = averaging_engine("window")
     with pytest.raises(ValueError, match="average_over='weights'"):
-        engine.averaging.add(torch.ones(()), 3)  # type: ignore[union-attr]
+        engine.averaging.add(torch.ones(()), 3)
 
 
 def test_two_weights_in_one_micro_batch_are_refused() -> None:

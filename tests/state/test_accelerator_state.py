@@ -1,4 +1,4 @@
-"""`AcceleratorState`: number format, plugins, and what a second one may say."""
+"""`AcceleratorState`: mixed precision, plugins, and what a second one may say."""
 
 from __future__ import annotations
 
@@ -56,9 +56,13 @@ class Speedy(Plugin):
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
     works_on: ClassVar[frozenset[str]] = frozenset({"cpu"})
+    starts_own_group: ClassVar[bool] = True
 
     deepspeed_config: dict[str, Any] = field(default_factory=dict)
     selected: bool = False
+
+    def mixed_precision_in_use(self) -> str:
+        return next((name for name, values in self.deepspeed_config.items() if values["enabled"]), "no")
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         assert _from_accelerator_state
@@ -116,10 +120,12 @@ def test_the_environment_gives_the_number_format(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unknown_number_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="mixed_precision='bf17' is no number format: use one of no, fp8, fp16, bf16"):
+    with pytest.raises(
+        ValueError, match="mixed_precision='bf17' is no mixed precision: use one of no, fp8, fp16, bf16"
+    ):
         make(mixed_precision="bf17")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
-    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='half' is no number format"):
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='half' is no mixed precision"):
         make()
     assert PartialState._shared_state == {}
 
@@ -171,7 +177,7 @@ def test_a_second_one_may_repeat_what_is_settled() -> None:
     ("arguments", "message"),
     [
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' contradicts mixed_precision='bf16'"),
-        ({"mixed_precision": "half"}, "mixed_precision='half' is no number format"),
+        ({"mixed_precision": "half"}, "mixed_precision='half' is no mixed precision"),
         ({"dynamo_plugin": TorchDynamoPlugin(backend="eager")}, "dynamo_backend='EAGER' contradicts .*='NO'"),
         ({"fsdp_plugin": Sharded()}, "fsdp_plugin=True contradicts fsdp_plugin=False"),
         ({"deepspeed_plugin": Speedy()}, "deepspeed_plugin=True contradicts deepspeed_plugin=False"),

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
+from accel_integrations.precision.autocast import FullPrecision
+from accel_integrations.precision.precision import Precision
+from accel_integrations.prepared.prepared import Prepared
 from accel_state.processes import PartialState
 from accel_state.settings.project import ProjectConfiguration
 from accelerate.checkpoint.keeper import CheckpointKeeper
+from accelerate.checkpoint.model_folder import save_model
 
 
 class PlainEngine(Engine):
@@ -20,11 +26,27 @@ class PlainEngine(Engine):
 
     name = "plain"
 
-    def __init__(self) -> None:
-        pass
+    def __init__(self, prepared: Prepared) -> None:
+        self.context: Any = SimpleNamespace(prepared=prepared)
+        self.precision = FullPrecision()
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         return model
+
+
+class ScaledPrecision(Precision):
+    """Nothing but a loss scale to be kept."""
+
+    name = "fp16"
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self.scaler = scaler
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scaler.load_state_dict(state)
 
 
 class Counter:
@@ -49,16 +71,16 @@ class Kept:
     _schedulers: list[Any] = field(default_factory=list)
     _dataloaders: list[Any] = field(default_factory=list)
     _custom_objects: list[Any] = field(default_factory=list)
-    scaler: Any = None
     project_configuration: ProjectConfiguration = field(default_factory=ProjectConfiguration)
     step: int = 0
     state: Any = field(default_factory=lambda: PartialState(cpu=True))
-    engine: Any = field(default_factory=PlainEngine)
 
     def __post_init__(self) -> None:
+        models = self._models
+        self.engine = PlainEngine(Prepared(models, models, self._optimizers, self._schedulers, self._dataloaders))
         self.keeper = CheckpointKeeper(self)  # type: ignore[arg-type]
         self.save_state, self.load_state = self.keeper.save_state, self.keeper.load_state
-        self.save_model = self.keeper.save_model
+        self.save_model = partial(save_model, self)  # type: ignore[arg-type]
 
     def get_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()

@@ -17,7 +17,6 @@ import torch
 from accel_state.enums import LoggerType
 from accel_state.processes import PartialState
 from accel_tracking import registry
-from accel_tracking.network import is_network_failure
 from accel_tracking.registry import (
     LOGGER_TYPE_TO_CLASS,
     SERVICES,
@@ -27,7 +26,7 @@ from accel_tracking.registry import (
     tracker_class,
 )
 from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.tracker_set import TrackerSet
+from accel_tracking.tracker_set import TrackerSet, is_network_failure
 from accel_tracking.values import plain_settings
 from tests.support.ranks import ranks
 from tests.tracking.memory_tracker import MemoryTracker

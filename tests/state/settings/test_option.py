@@ -77,7 +77,7 @@ def test_mutable_defaults_are_not_shared_and_none_means_the_default() -> None:
 
 
 def test_errors_name_key_value_and_what_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"^Brush\.width=0 is not valid: expected a whole number of at least 1\.$"):
+    with pytest.raises(ValueError, match=r"^Brush\.width=0 is not valid: expected an integer of at least 1\.$"):
         Brush(width=0)
     with pytest.raises(ValueError, match=r"Brush\.style='flatt' .* one of 'round', 'flat'\. Did you mean 'flat'\?"):
         Brush(style="flatt")

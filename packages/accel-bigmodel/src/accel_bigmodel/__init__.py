@@ -11,8 +11,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
         "accel_bigmodel.checkpoint.mapped": "MappedShard mapped_shard",
         "accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder",
-        "accel_bigmodel.device_map.check": "check_device_map",
-        "accel_bigmodel.device_map.clean": "clean_device_map",
+        "accel_bigmodel.device_map.check": (
+            "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"
+        ),
+        "accel_bigmodel.device_map.parts": "clean_device_map",
         "accel_bigmodel.device_map.plan": "infer_auto_device_map",
         "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
         "accel_bigmodel.empty": "init_empty_weights init_on_device",
@@ -37,9 +39,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_bigmodel.streaming.report": "OffloadReport offload_report",
         "accel_bigmodel.streaming.settings": "Streaming",
         "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
-        "accel_bigmodel.tied": (
-            "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters "
-            "retie_parameters"
-        ),
+        "accel_ops.tied": "find_tied_parameters retie_parameters",
     },
 )

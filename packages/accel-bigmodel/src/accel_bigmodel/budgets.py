@@ -78,7 +78,7 @@ def _free_memory() -> dict[Device, int]:
     kind = detect_device_kind()
     if kind.name == "cpu":
         return {"cpu": main_memory}
-    if kind.name == "mps":  # which shares main memory
+    if kind.name == "mps":  # which shares CPU memory
         return {"mps": main_memory}
     module: Any = kind.module()
     free: dict[Device, int] = {}
@@ -107,7 +107,7 @@ def get_balanced_memory(
         low_zero (`bool`): Put as little as possible on the first one, which needs room for other work.
 
     Returns:
-        Bytes by device. The last accelerator keeps its own limit, because the cuts are never quite even.
+        Bytes by device. The last accelerator keeps its own limit, because the shares are never quite even.
     """
     limits = get_max_memory(max_memory)
     accelerators = [device for device, size in limits.items() if device not in NOT_ACCELERATORS and size > 0]

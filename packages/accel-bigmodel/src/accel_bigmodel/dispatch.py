@@ -1,4 +1,4 @@
-"""Spreading a model over devices, main memory and the disk."""
+"""Dispatching a model over devices, CPU memory and the disk."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
-from accel_bigmodel.device_map.check import check_device_map
-from accel_bigmodel.device_map.places import check_places
+from accel_bigmodel.device_map.check import bytes_to_move, check_device_map, check_memory, check_places
 from accel_bigmodel.device_map.plan import infer_auto_device_map
-from accel_bigmodel.device_map.room import bytes_to_move, check_memory
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
@@ -24,29 +22,18 @@ from accel_bigmodel.offload.loader import (
     check_weights_are_stored,
     extract_submodules_state_dict,
 )
+from accel_bigmodel.replaceable import look_up
 from accel_bigmodel.sizes import compute_module_sizes
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.start import start_streaming
-from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_ops.nested import recursive_getattr
+from accel_ops.tied import find_tied_parameters, retie_parameters
 from accel_state.devices import default_device
 
 Device = int | str | torch.device
 Weights = Mapping[str, torch.Tensor]
 WAYS_TO_PLACE = ("auto", "balanced", "balanced_low_0", "sequential")
 MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
-
-_device_map_check: Callable[..., None] = check_device_map
-
-
-def use_device_map_check(check: Callable[..., None]) -> None:
-    """Have `dispatch_model` check device maps with another function.
-
-    Args:
-        check: Called as `check_device_map` is, with `strict` only when that is True.
-    """
-    global _device_map_check
-    _device_map_check = check
 
 
 def cpu_offload(
@@ -57,18 +44,18 @@ def cpu_offload(
     preload_module_classes: Sequence[str] | None = None,
     streaming: Streaming | None = None,
 ) -> nn.Module:
-    """Keep all weights in main memory, and bring those of each module to a device while it runs.
+    """Offload all weights to CPU memory, and copy those of each module to a device for its forward pass.
 
     Args:
         model: The model.
         execution_device: The device; that of the model's first parameter when None.
-        offload_buffers (`bool`): Keep buffers in main memory too.
+        offload_buffers (`bool`): Offload buffers too.
         state_dict: The weights; those of the model when None.
         preload_module_classes: Names of classes whose weights come all at once.
-        streaming: How far ahead weights are brought, and how much memory that may take.
+        streaming: How many blocks of weights are prefetched, and the device memory that may take.
 
     Returns:
-        The model; `offload_report()` says what each part waits for.
+        The model; `offload_report()` shows how long each part waits for its weights.
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
@@ -85,7 +72,7 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
     streaming: Streaming | None = None,
 ) -> nn.Module:
-    """Keep all weights in a folder, and bring those of each module to a device while it runs.
+    """Offload all weights to a folder, and copy those of each module to a device for its forward pass.
 
     Args:
         model: The model.
@@ -93,12 +80,12 @@ def disk_offload(
             (`init_empty_weights`), a safetensors checkpoint of it, from which weights are used as they are.
         execution_device: The device; that of the model's first parameter when None, or the default one of this machine
             for a model without memory.
-        offload_buffers (`bool`): Keep buffers there too.
+        offload_buffers (`bool`): Offload buffers too.
         preload_module_classes: Names of classes whose weights come all at once.
-        streaming: How far ahead weights are brought, and how much memory that may take.
+        streaming: How many blocks of weights are prefetched, and the device memory that may take.
 
     Returns:
-        The model; `offload_report()` says what each part waits for.
+        The model; `offload_report()` shows how long each part waits for its weights.
     """
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if execution_device is None:
@@ -166,20 +153,20 @@ def dispatch_model(
     Args:
         model: The model.
         device_map: The device of each part, by name: the number of an accelerator, "cpu" or "disk".
-        main_device: Where parts run that are in main memory or on disk; the first accelerator of the map when None.
-        state_dict: The weights of parts in main memory; those of the model when None.
+        main_device: Where offloaded parts run, in CPU memory or on disk; the first accelerator of the map when None.
+        state_dict: The weights of parts in CPU memory; those of the model when None.
         offload_dir: A folder for the weights of parts on disk.
         offload_index: Where weights on disk are already: as for `OffloadedWeightsLoader`.
         offload_buffers (`bool`): Whether buffers of parts that are not on an accelerator stay with them.
         skip_keys: Keyword arguments of forward passes that stay where they are.
         preload_module_classes: Names of classes whose weights come all at once.
         force_hooks (`bool`): Put hooks on the model even if there is one device only.
-        streaming: How far ahead weights are brought that are not on their device, and how much memory that may take; by
-            default as much as the largest of these parts, which is what `infer_auto_device_map` leaves free.
+        streaming: How many blocks of offloaded weights are prefetched, and the device memory that may take; by default
+            as much as the largest offloaded part, which is what `infer_auto_device_map` leaves free.
         strict (`bool`): Refuse a map that names what the model has not; a warning says so otherwise.
 
     Returns:
-        The model; `hf_device_map` says what is where, and `offload_report()` what each part waits for.
+        The model; `hf_device_map` says what is where, and `offload_report()` shows how long each waits for its weights.
 
     Raises:
         ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
@@ -314,8 +301,9 @@ def _chosen_map(
 
 
 def _check(model: nn.Module, device_map: Mapping[str, Device], strict: bool) -> None:
-    """Check the map; `strict` is passed only when it is set, because replacements of the check may not take it."""
-    _device_map_check(model, device_map, **({"strict": True} if strict else {}))
+    """Check the map; transformers replaces the check for some models, where a package has registered it."""
+    check = look_up("check_device_map", check_device_map)
+    check(model, device_map, **({"strict": True} if strict else {}))
 
 
 def _dispatch_parts(
@@ -374,7 +362,7 @@ def _dispatch_parts(
 
 
 def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:
-    """The bytes of the largest part that waits elsewhere."""
+    """The bytes of the largest offloaded part."""
     sizes = compute_module_sizes(model)
     return max((sizes[name] for name, waits in offload.items() if waits and name in sizes), default=None) or None
 
@@ -404,7 +392,7 @@ def _warn_when_moved(model: nn.Module, offloaded: bool) -> None:
             )
             if offloaded and any(parameter.is_meta for parameter in model.parameters()):
                 raise RuntimeError(
-                    f"{type(model).__name__} has weights in main memory or on disk and cannot be moved as a whole: make "
+                    f"{type(model).__name__} has weights in CPU memory or on disk and cannot be moved as a whole: make "
                     "another device map, or remove its hooks first (remove_hook_from_submodules)."
                 )
             return move(*args, **kwargs)

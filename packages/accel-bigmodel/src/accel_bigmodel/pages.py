@@ -12,7 +12,7 @@ PROBES = 4
 
 
 def read_ahead(address: int, num_bytes: int) -> None:
-    """Let the system read a range of a mapped file from the disk; returns when the reads are under way."""
+    """Let the system read a range of a mapped file from the disk; returns when the reads were started."""
     _advise(address, num_bytes, "MADV_WILLNEED")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_ops.modules import walk
 from accel_state.enums import CustomDtype
 
 Sizes = Mapping[str, int]
@@ -129,27 +130,6 @@ def compute_module_sizes(
         if path and path in sizes:
             sizes[path.rpartition(".")[0]] += sizes[path]
     return sizes
-
-
-def walk(model: nn.Module, repeat_shared: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names, as `named_modules` gives them, without its recursion.
-
-    Args:
-        model: The outermost module.
-        repeat_shared: Give a module under each of its names.
-    """
-    seen: set[nn.Module] = set()
-    coming = [("", model)]
-    while coming:
-        path, module = coming.pop()
-        if not repeat_shared:
-            if module in seen:
-                continue
-            seen.add(module)
-        yield path, module
-        if module._modules:
-            prefix = f"{path}." if path else ""
-            coming += [(prefix + key, child) for key, child in reversed(module._modules.items()) if child is not None]
 
 
 def _own_tensors(module: nn.Module, buffers_only: bool) -> Iterator[tuple[str, torch.Tensor]]:

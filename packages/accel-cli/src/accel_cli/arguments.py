@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_cli.errors import did_you_mean
-from accel_state.environment import str_to_bool
 from accel_state.public_names import known_as
+from accel_state.settings.option import BOOLEAN, TEXT, Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,32 +20,32 @@ class Option:
 
     Attributes:
         flags: Its spellings, the long one last (`"-q --quiet"`), separated by blanks; a bare word is a positional
-            argument. Empty for an option that only a configuration file can set.
-        help: What it does, for `--help`.
+            argument. Empty for an option that only a config file can set.
+        help: What it does, for `--help` and as the question of `accelerate config`.
         default: The value when nobody gives one.
-        type: Turns text into the value.
-        choices: The values that are allowed.
+        kind: What values it takes.
+        as_text: Whether the value stays the text that was given.
         action: As in argparse.
         nargs: As in argparse.
         dest: Name in the parsed result; made from the long flag when empty.
-        metavar: Placeholder in `--help`.
+        metavar: Placeholder in `--help`; that of the kind when None.
         environment: The variable that hands the value to the script, if there is one. Several names separated by
             blanks take the items of a sequence.
-        spelled: How the variable writes the value; an empty text leaves the variable alone.
+        spelled: How the variable writes the value, where not as the kind does; an empty text leaves the variable alone.
         required: Whether the option must be given.
     """
 
     flags: str
     help: str
     default: Any = None
-    type: Callable[[str], Any] | None = str
-    choices: tuple[str, ...] | None = None
+    kind: Kind = TEXT
+    as_text: bool = False
     action: str = "store"
     nargs: str | None = None
     dest: str = ""
     metavar: str | None = None
     environment: str = ""
-    spelled: Callable[[Any], str] = str
+    spelled: Callable[[Any], str] | None = None
     required: bool = False
 
     @property
@@ -59,9 +59,23 @@ class Option:
         return self.action in ("store_true", "store_false")
 
     @property
-    def usual(self) -> Any:
+    def type(self) -> Callable[[str], Any]:
+        """Turns text into the value, as argparse wants it."""
+        return str if self.as_text or self.kind.exact else self.kind.parse
+
+    @property
+    def choices(self) -> tuple[str, ...] | None:
+        """The only words that the flag takes, spelled exactly so; None for other values, too."""
+        return self.kind.choices if self.kind.exact else None
+
+    @property
+    def initial(self) -> Any:
         """The value when nobody gives one, as argparse sets it: a text is read as if it had been given."""
-        return self.type(self.default) if self.type is not None and isinstance(self.default, str) else self.default
+        return self.type(self.default) if not self.is_switch and isinstance(self.default, str) else self.default
+
+    def spell(self, value: Any) -> str:
+        """Write a value as the environment variable holds it; empty to leave the variable alone."""
+        return self.spelled(value) if self.spelled is not None else self.kind.spell(value)
 
     def add_to(self, container: Any) -> None:
         """Add the option to an argparse parser or group."""
@@ -69,7 +83,8 @@ class Option:
             return
         words: dict[str, Any] = {"help": self.help, "action": self.action, "default": self.default}
         if not self.is_switch:
-            wanted = {"type": self.type, "choices": self.choices, "nargs": self.nargs, "metavar": self.metavar}
+            metavar = self.metavar or self.kind.metavar
+            wanted = {"type": self.type, "choices": self.choices, "nargs": self.nargs, "metavar": metavar}
             words |= {key: value for key, value in wanted.items() if value is not None}
         if self.flags.startswith("-"):
             words |= {"dest": self.name, "required": self.required}
@@ -80,20 +95,7 @@ class Option:
 
 def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Option:
     """Row of a flag that takes no value and means yes."""
-    return Option(flags, help, default=default, type=None, action="store_true", **rest)
-
-
-def truth(text: str) -> bool:
-    """Read yes, true, on, 1 and their opposites; `bool("false")` would be True."""
-    return bool(str_to_bool(text, to_bool=True))
-
-
-truth.__name__ = "bool"  # argparse puts this word into its error message
-
-
-def lower(value: Any) -> str:
-    """Spell a value in lower case, as truth values are."""
-    return str(value).lower()
+    return Option(flags, help, default=default, kind=BOOLEAN, action="store_true", **rest)
 
 
 def only_if_on(word: str) -> Callable[[Any], str]:
@@ -170,12 +172,16 @@ class CommandParser(argparse.ArgumentParser):
         *args: As for `argparse.ArgumentParser`.
         shown_with: Group title -> the flag that makes `--help` show the group. Other groups are always shown.
         **kwargs: As for `argparse.ArgumentParser`.
+
+    Attributes:
+        late_options: Adds the options that take time to find; called once, when a flag is not known without them.
     """
 
     def __init__(self, *args: Any, shown_with: Mapping[str, str] | None = None, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", CommandHelp)
         super().__init__(*args, **kwargs)
         self.shown_with = dict(shown_with or {})
+        self.late_options: Callable[[], None] | None = None
         self._words: list[str] = []
         for word, action in NOTED_ACTIONS.items():
             self.register("action", word, action)
@@ -194,7 +200,35 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, remembering the words so that `--help` can show what fits them."""
         self._words = list(sys.argv[1:] if args is None else args)
+        if self.late_options is not None and (self._names_unknown_flag() or self._asks_for_group()):
+            self.add_late_options()
         return super().parse_known_args(args, namespace)
+
+    def add_late_options(self) -> None:
+        """Add the options of `late_options`, unless they are there."""
+        add, self.late_options = self.late_options, None
+        if add is not None:
+            add()
+
+    def _names_unknown_flag(self) -> bool:
+        """Whether one of the flags before the first positional argument is not known yet."""
+        words = iter(self._words)
+        for word in words:
+            name, equals, _ = word.partition("=")
+            if not word.startswith("-") or word in ("-", "--"):
+                return False  # what follows is for the script
+            action = self._option_string_actions.get(name)
+            if action is None:
+                return True
+            if action.nargs != 0 and not equals:
+                next(words, None)
+        return False
+
+    def _asks_for_group(self) -> bool:
+        """Whether `--help` will show a group that is hidden otherwise."""
+        given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
+        asks = bool(given & {"help", "h"})
+        return asks and any(flag.strip("-") in given for flag in self.shown_with.values())
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse flags that there are not, naming the one that each may stand for."""

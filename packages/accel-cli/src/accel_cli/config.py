@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.arguments import CommandParser, Option, make_parser
 from accel_cli.configfile.location import default_config_path, default_json_config_file
 from accel_cli.errors import without_traceback
+from accel_state.settings.option import one_of
 
 if TYPE_CHECKING:
     from accel_cli.configfile.schema import BaseConfig
@@ -25,7 +26,7 @@ SETTINGS_FILE = Option("--config_file", "The settings file; the default one if l
 DEFAULT_OPTIONS = (
     Option("--config_file", "The file to write.", dest="save_location", default=default_json_config_file,
            metavar="FILE"),
-    Option("--mixed_precision", "Number format to compute in.", default="no", choices=("no", "fp16", "bf16")),
+    Option("--mixed_precision", "Number format to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
 )  # fmt: skip
 
 

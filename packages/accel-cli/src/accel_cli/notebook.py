@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 from accel_cli.errors import UsageError, did_you_mean
-from accel_cli.launch.flags.general import PRECISIONS
 from accel_cli.launch.machine import free_port, is_free, network_variables
 from accel_cli.launch.plan import OWN_STORE
+from accel_cli.launch.settings import PRECISIONS
 from accel_state.enums import DistributedType
 from accel_state.environment import are_libraries_initialized, parse_flag_from_env, patch_environment
 from accel_state.public_names import known_as

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser, switch
 from accel_cli.errors import ExistingFileError, MissingFileError, UsageError, without_traceback
-from accel_cli.launch.flags.table import OPTIONS as KNOWN
+from accel_cli.launch.flags.table import is_option
 from accel_state.public_names import known_as
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome], list
     """
     from accel_cli.configfile.migrate import migrate
 
-    values, done = migrate(config, set(KNOWN))
+    values, done = migrate(config)
     before = values.get("fsdp_config") or {}
     outcomes = list(_outcomes(before))
     values["fsdp_config"] = {outcome.new: outcome.after for outcome in outcomes if outcome.new}
@@ -240,7 +240,7 @@ def _value(key: str, value: Any) -> Any:
 
 
 def _remark(key: str, value: Any) -> str:
-    if key not in KNOWN:
+    if not is_option(key):
         return "no setting of FSDP, has no effect"
     return REMARKS.get(str(value).upper(), "") if _value(key, value) != value else ""
 

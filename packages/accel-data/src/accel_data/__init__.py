@@ -1,4 +1,4 @@
-"""Data loaders that give every process its share, exactly once, and resume where they stopped."""
+"""Data loaders that yield every process its shard of the dataset, exactly once, and resume where they stopped."""
 
 from accel_state.lazy import lazy_exports
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
@@ -75,8 +74,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         make: Any = _stateful_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
-        if use_stateful_dataloader:
-            self.__class__ = _stateful_twin(_plain_class(type(self)))  # an instance of torchdata's class, too
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The class that `isinstance` sees beside the object's own: torchdata's, for a loader that reads through it."""
+        return type(self.base_dataloader) if self.__dict__.get("use_stateful_dataloader") else type(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":  # while a copy is being restored
@@ -109,7 +111,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return {**self.dl_state_dict, ORDER_KEY: self.epoch_order.state_dict(self)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after the last batch, in the same order; only with a stateful loader."""
+        """Resume after the last batch, in the same order; only with a stateful loader."""
         self.base_dataloader.load_state_dict({key: value for key, value in state_dict.items() if key != ORDER_KEY})
         self._loaded_position = self.dl_state_dict = state_dict
         if self.epoch_order is not None and ORDER_KEY in state_dict:
@@ -157,7 +159,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.base_dataloader.next_iter_state = None  # which torchdata keeps
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Correct `dl_state_dict` for batches that were read but not handed out.
+        """Correct `dl_state_dict` for batches that were read but not yielded.
 
         There are none, because the state is taken before the loader reads ahead. Subclasses may need to.
         """
@@ -172,7 +174,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __reduce__(self) -> Any:
         kept = {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
-        return _restore, (_plain_class(type(self)), self.use_stateful_dataloader, kept)
+        return _restore, (type(self), kept)
 
 
 @known_as("accelerate.data_loader.DataLoaderStateMixin")
@@ -187,6 +189,16 @@ class DataLoaderStateMixin:
     end_of_dataloader: bool = False
     remainder: int = -1
     gradient_state: GradientState
+    if TYPE_CHECKING:  # of the loader that this is mixed into
+        _drop_last: bool
+
+        @property
+        def total_dataset_length(self) -> int:
+            """Samples over all processes."""
+
+        @property
+        def total_batch_size(self) -> int:
+            """Samples of one batch over all processes."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -202,8 +214,8 @@ class DataLoaderStateMixin:
         """Start an iteration."""
         self.reset()
         with contextlib.suppress(Exception):  # streams have no length
-            if not self._drop_last:  # type: ignore[attr-defined]
-                self.remainder = self.total_dataset_length % self.total_batch_size  # type: ignore[attr-defined]
+            if not self._drop_last:
+                self.remainder = self.total_dataset_length % self.total_batch_size
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -219,19 +231,8 @@ def _stateful_class() -> Any:
     return StatefulDataLoader
 
 
-@cache
-def _stateful_twin(cls: Any) -> type:
-    return type(cls.__name__, (cls, _stateful_class()), {"__module__": cls.__module__})
-
-
-def _plain_class(cls: type) -> type:
-    """The class of this module that a twin was made from."""
-    stateful = is_torchdata_stateful_dataloader_available() and issubclass(cls, _stateful_class())
-    return cls.__mro__[1] if stateful else cls
-
-
-def _restore(cls: type, use_stateful_dataloader: bool, attributes: dict[str, Any]) -> Any:
-    loader: Any = object.__new__(_stateful_twin(cls) if use_stateful_dataloader else cls)
+def _restore(cls: type, attributes: dict[str, Any]) -> Any:
+    loader: Any = object.__new__(cls)
     loader.__dict__.update(attributes)
     if isinstance(loader, DataLoaderStateMixin):
         loader.gradient_state = GradientState()

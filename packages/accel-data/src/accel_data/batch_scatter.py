@@ -1,8 +1,8 @@
-"""How a batch travels from the process that reads to the others: each gets its share of the bytes, and no more.
+"""How the main process scatters batches: each rank is sent its local batch, and nothing of the others.
 
-In every round the reader sends each other process one message: a header, then that process's packed tensors. Both know
-how long it is, because structure, dtypes and shapes are agreed on before; when they change, the reader sends the new
-terms first.
+For every global batch the main process sends each rank one message: a header, then that rank's packed tensors. Both ends
+know how long it is, because the spec (structure, dtypes and shapes) was broadcast before; when it changes, the new one is
+broadcast first.
 """
 
 from __future__ import annotations
@@ -24,103 +24,103 @@ from accel_ops.transport import transport_of
 from accel_state.processes import PartialState
 
 HEADER_WORDS = 4
-HEADER_BYTES = HEADER_WORDS * 8  # of int64: what it is, is it the last, samples of the round
-DATA, TERMS, END, ERROR = range(4)
-MAX_IN_FLIGHT = 2  # rounds that the reader may be ahead of a slow process
+HEADER_BYTES = HEADER_WORDS * 8  # of int64: kind of message, whether it is the last, samples of the global batch
+DATA, SPEC, END, ERROR = range(4)
+MAX_IN_FLIGHT = 2  # global batches that the main process may be ahead of a slow rank
 
 
 @dataclass(frozen=True, slots=True)
 class ScatteredBatch:
-    """What one process gets in a round."""
+    """What one process gets of a global batch."""
 
     batch: Any
     is_last: bool
-    num_samples: int  # of the whole round
+    num_samples: int  # of the global batch, without padding
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """What receivers must know to unpack: structure around the tensors, and dtype and shape of each, per process."""
+    """What ranks must know to unpack: the structure around the tensors, and dtype and shape of each, per rank."""
 
     skeleton: Any
     signatures: tuple[Signature, ...]
 
 
 class BatchScatter:
-    """Both ends of the line; every process makes one for each iteration.
+    """Both ends of the scatter; every process makes one for each iteration.
 
     Args:
-        state: The process; the first one reads.
+        state: The process; the main one reads.
     """
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
-        self._wire = transport_of(state).collective_device(state)
-        self._terms = BatchSpec(None, ((),) * state.num_processes)
-        self._agreed: Any = None  # what the reader compares a round with
+        self._device = transport_of(state).collective_device(state)
+        self._spec = BatchSpec(None, ((),) * state.num_processes)
+        self._signatures: Any = None  # of the last global batch, on the main process
         self._in_flight: deque[list[Any]] = deque()
 
-    # ---- reading side -------------------------------------------------------------------------------------------
+    # ---- sending side -------------------------------------------------------------------------------------------
 
-    def send(self, shares: Sequence[Any], is_last: bool, num_samples: int) -> ScatteredBatch:
-        """Send every process its share; returns the reader's own.
+    def send(self, local_batches: Sequence[Any], is_last: bool, num_samples: int) -> ScatteredBatch:
+        """Send every process its local batch; returns that of this one.
 
         Args:
-            shares: Nested tensors, one for each process.
-            is_last: Whether the stream ends with this round.
-            num_samples: Real samples of all shares together.
+            local_batches: Nested tensors, one for each rank.
+            is_last: Whether the data end with this global batch.
+            num_samples: Samples of all local batches together, without padding.
 
         Raises:
-            TypeError: When a share holds something other than tensors.
+            TypeError: When a batch holds something other than tensors.
         """
         with self.errors_for_all():
-            flat = [flatten(share, "the dispatching data loader") for share in shares]
-        agreed = [(structure, signature_of(leaves)) for leaves, structure in flat]
-        if agreed != self._agreed:
-            self._send_terms(shares, agreed)
+            flat = [flatten(batch, "the dispatching data loader") for batch in local_batches]
+        signatures = [(structure, signature_of(leaves)) for leaves, structure in flat]
+        if signatures != self._signatures:
+            self._broadcast_spec(local_batches, signatures)
         header = _header(DATA, int(is_last), num_samples)
         messages = {}
-        for rank, (leaves, _), (_, signature) in zip(range(len(flat)), flat, agreed, strict=True):
+        for rank, (leaves, _), (_, signature) in zip(range(len(flat)), flat, signatures, strict=True):
             if rank != self._state.process_index:
-                moved = [leaf.to(self._wire) for leaf in leaves]
-                messages[rank] = torch.cat([header.to(self._wire), *grouped_bytes(moved, layout_of(signature))])
+                moved = [leaf.to(self._device) for leaf in leaves]
+                messages[rank] = torch.cat([header.to(self._device), *grouped_bytes(moved, layout_of(signature))])
         self._start(messages)
-        return ScatteredBatch(shares[self._state.process_index], is_last, num_samples)
+        return ScatteredBatch(local_batches[self._state.process_index], is_last, num_samples)
 
-    def _send_terms(self, shares: Sequence[Any], agreed: list[Any]) -> None:
-        skeleton = rebuild(shares[0], iter(range(len(agreed[0][1]))))
-        terms = BatchSpec(skeleton, tuple(signature for _, signature in agreed))
-        self._announce(TERMS)
-        dist.broadcast_object_list([terms], src=self._state.process_index, device=self._wire)
-        self._terms = terms
-        self._agreed = agreed
+    def _broadcast_spec(self, local_batches: Sequence[Any], signatures: list[Any]) -> None:
+        skeleton = rebuild(local_batches[0], iter(range(len(signatures[0][1]))))
+        spec = BatchSpec(skeleton, tuple(signature for _, signature in signatures))
+        self._announce(SPEC)
+        dist.broadcast_object_list([spec], src=self._state.process_index, device=self._device)
+        self._spec = spec
+        self._signatures = signatures
 
     def send_end(self) -> None:
-        """Say that there is nothing (more) to read."""
+        """Tell the other ranks that the data have ended."""
         self._announce(END)
 
     @contextmanager
     def errors_for_all(self) -> Iterator[None]:
-        """Let what is raised inside be raised by the other processes too: they are waiting for a round."""
+        """Raise an exception from inside on the other ranks too: they are waiting to receive."""
         try:
             yield
         except Exception as error:
             self._announce(ERROR)
             sent = [_sendable(error)]
-            dist.broadcast_object_list(sent, src=self._state.process_index, device=self._wire)
+            dist.broadcast_object_list(sent, src=self._state.process_index, device=self._device)
             raise
 
-    def _announce(self, what: int) -> None:
+    def _announce(self, kind: int) -> None:
         """Send messages without tensors, as long as those with them."""
         messages = {}
-        for rank, signature in enumerate(self._terms.signatures):
+        for rank, signature in enumerate(self._spec.signatures):
             if rank != self._state.process_index:
-                messages[rank] = torch.zeros(_length(signature), dtype=torch.uint8, device=self._wire)
-                messages[rank][:HEADER_BYTES] = _header(what)
+                messages[rank] = torch.zeros(_length(signature), dtype=torch.uint8, device=self._device)
+                messages[rank][:HEADER_BYTES] = _header(kind)
         self._start(messages)
 
     def _start(self, messages: dict[int, torch.Tensor]) -> None:
-        """Begin to send; the reader goes on reading meanwhile."""
+        """Begin to send asynchronously, so that reading overlaps with it."""
         self._in_flight.append([dist.isend(message, dst=rank) for rank, message in messages.items()])
         while len(self._in_flight) > MAX_IN_FLIGHT:
             self._wait_for_oldest()
@@ -133,7 +133,7 @@ class BatchScatter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until everything that was sent has left, also when the loop over the batches was broken off."""
+        """Wait for all sends, also after a `break` out of the loop over the batches."""
         with nullcontext() if kind is None else suppress(RuntimeError):  # the others may be gone by then
             while self._in_flight:
                 self._wait_for_oldest()
@@ -141,26 +141,29 @@ class BatchScatter:
     # ---- receiving side -----------------------------------------------------------------------------------------
 
     def receive(self, reader: int = 0) -> ScatteredBatch | None:
-        """This process's share of the next round; None when there is none.
+        """This process's local batch of the next global one; None at the end of the data.
+
+        Args:
+            reader: The rank that sends.
 
         Raises:
-            Exception: What the reader raised while reading.
+            Exception: What that rank raised while reading.
         """
         while True:
-            signature = self._terms.signatures[self._state.process_index]
-            message = torch.empty(_length(signature), dtype=torch.uint8, device=self._wire)
+            signature = self._spec.signatures[self._state.process_index]
+            message = torch.empty(_length(signature), dtype=torch.uint8, device=self._device)
             dist.recv(message, src=reader)
             header = message[:HEADER_BYTES].view(torch.int64).tolist()
             if header[0] == DATA:
                 leaves = unpack(message[HEADER_BYTES:], layout_of(signature))
-                return ScatteredBatch(_fill(self._terms.skeleton, leaves), bool(header[1]), header[2])
+                return ScatteredBatch(_fill(self._spec.skeleton, leaves), bool(header[1]), header[2])
             if header[0] == END:
                 return None
             received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=reader, device=self._wire)
+            dist.broadcast_object_list(received, src=reader, device=self._device)
             if header[0] == ERROR:
                 raise received[0]
-            self._terms = received[0]
+            self._spec = received[0]
 
 
 @lru_cache(maxsize=8)
@@ -174,7 +177,7 @@ def _length(signature: Signature) -> int:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or its text where it cannot travel: classes with arguments of their own are written, but not read."""
+    """The exception, or a RuntimeError with its text where it cannot be unpickled, as with constructors of their own."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -183,7 +186,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _fill(skeleton: Any, leaves: list[torch.Tensor]) -> Any:
-    """Put leaves where the skeleton has their numbers."""
+    """Replace the numbers in the skeleton by the leaves."""
     from accel_ops.nested import recursively_apply
 
     return recursively_apply(lambda number: leaves[number], skeleton, test_type=lambda item: isinstance(item, int))

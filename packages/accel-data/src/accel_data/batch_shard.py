@@ -1,4 +1,4 @@
-"""Sharing out the batches of a batch sampler."""
+"""Sharding the batches of a batch sampler."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from accel_state.public_names import known_as
 class BatchSamplerShard(BatchSampler):
     """The batches of one process out of many.
 
-    Batches are handed out in rounds of one per process; with `split_batches` every batch is cut into one slice per
-    process instead. When the last round (or batch) is not full, and `even_batches` is set, it is filled up with the
-    first samples, so that all processes get equally many batches of equal size; otherwise processes may get less.
-    Where the sampler has no `batch_size`, because its batches have different sizes, the last round is filled up with
-    the first batches as they are. With `drop_last` of the sampler, what does not make a full round is left out.
+    A global batch is one batch per process; with `split_batches` it is one batch, sliced into a local one per process.
+    When the last global batch is not full, and `even_batches` is set, it is padded with the first samples, so that all
+    processes get equally many batches of equal size; otherwise processes may get less. Where the sampler has no
+    `batch_size`, because its batches have different sizes, the last global batch is padded with the first batches as
+    they are. With `drop_last` of the sampler, a global batch that is not full is left out.
 
     Args:
         batch_sampler (`torch.utils.data.Sampler`): Yields lists of indices.
         num_processes (`int`): Over how many processes.
         process_index (`int`): Which of them.
-        split_batches (`bool`): Cut batches instead of dealing them out.
-        even_batches (`bool`): Fill up what is not full.
+        split_batches (`bool`): Slice each batch instead of yielding every `num_processes`-th one.
+        even_batches (`bool`): Pad what is not full.
 
     Raises:
-        ValueError: When a batch cannot be cut evenly, or its size is unknown and it is to be cut.
+        ValueError: When a batch cannot be sliced evenly, or its size is unknown and it is to be sliced.
     """
 
     batch_sampler: Any
@@ -58,8 +58,8 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and (self.batch_size is None or self.batch_size % num_processes != 0):
             size = "unknown size (the sampler has no batch_size)" if self.batch_size is None else str(self.batch_size)
             raise ValueError(
-                f"split_batches=True cannot cut batches of {size} evenly between {num_processes} processes: choose a batch "
-                f"size that is a round multiple of {num_processes}."
+                f"split_batches=True cannot split batches of {size} evenly over {num_processes} processes: choose a batch "
+                f"size that is a multiple of {num_processes}."
             )
 
     @property
@@ -70,13 +70,13 @@ class BatchSamplerShard(BatchSampler):
     def __len__(self) -> int:
         if self.split_batches:
             return len(self.batch_sampler)
-        rounds, left = divmod(len(self.batch_sampler), self.num_processes)
+        num_full, left = divmod(len(self.batch_sampler), self.num_processes)
         if left == 0 or self.drop_last:
-            return rounds
-        return rounds + 1 if self.even_batches or self.process_index < left else rounds
+            return num_full
+        return num_full + 1 if self.even_batches or self.process_index < left else num_full
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._slices() if self.split_batches else self._rounds()
+        return self._slices() if self.split_batches else self._own_batches()
 
     def _slices(self) -> Iterator[list[int]]:
         """This process's slice of every batch."""
@@ -90,15 +90,15 @@ class BatchSamplerShard(BatchSampler):
                 if self.drop_last:
                     continue
                 if self.even_batches:
-                    batch = _filled_up(list(batch), self.batch_size, cycle(first))
-            share = batch[own]
-            if share:
-                yield share
+                    batch = _padded(list(batch), self.batch_size, cycle(first))
+            local_batch = batch[own]
+            if local_batch:
+                yield local_batch
 
-    def _rounds(self) -> Iterator[list[int]]:
-        """This process's batch of every round."""
-        first: list[list[int]] = []  # the batches of the first round
-        waiting: list[list[int]] = []  # the batches of a round, until all of them are known
+    def _own_batches(self) -> Iterator[list[int]]:
+        """This process's batch of every global batch."""
+        first: list[list[int]] = []  # the batches of the first global batch
+        waiting: list[list[int]] = []  # the batches of a global batch, until all of them are known
         for batch in self.batch_sampler:
             if len(waiting) == self.num_processes:  # its last batch was short, but not the last of all
                 yield waiting[self.process_index]
@@ -112,19 +112,19 @@ class BatchSamplerShard(BatchSampler):
         if self.drop_last or not any(first) or not waiting:
             return
         if self.even_batches:
-            yield self._fill_round(waiting, first)
+            yield self._pad_global_batch(waiting, first)
         elif self.process_index < len(waiting):
             yield waiting[self.process_index]
 
-    def _fill_round(self, waiting: list[list[int]], first: list[list[int]]) -> list[int]:
+    def _pad_global_batch(self, waiting: list[list[int]], first: list[list[int]]) -> list[int]:
         if self.batch_size is None:
             return [*waiting, *islice(cycle(first), self.num_processes)][self.process_index]
-        filling = cycle(chain.from_iterable(first))
+        padding = cycle(chain.from_iterable(first))
         for position in range(self.process_index + 1):
             batch = list(waiting[position]) if position < len(waiting) else []
-            batch = _filled_up(batch, self.batch_size, filling)
+            batch = _padded(batch, self.batch_size, padding)
         return batch
 
 
-def _filled_up(batch: list[int], size: int, filling: Iterator[int]) -> list[int]:
-    return batch + [next(filling) for _ in range(size - len(batch))]
+def _padded(batch: list[int], size: int, padding: Iterator[int]) -> list[int]:
+    return batch + [next(padding) for _ in range(size - len(batch))]

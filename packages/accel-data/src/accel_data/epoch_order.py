@@ -31,7 +31,7 @@ class Rewound:
     lent: list[tuple[Any, torch.Generator]]
 
     def settle(self) -> None:
-        """Go on drawing where the process stood before: call this once the first batch has been read."""
+        """Restore the random states from before: call this once the first batch has been read."""
         restore_rng_state(self.states)
         for sampler, generator in self.lent:
             sampler.generator = generator

@@ -1,4 +1,4 @@
-"""Sharing out a stream that every process reads in full."""
+"""Sharding a stream that every process reads in full."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from accel_state.public_names import known_as
 class IterableDatasetShard(IterableDataset[Any]):
     """The samples of one process out of a stream that each process reads from the start.
 
-    Samples are taken in rounds: of every `num_processes * batch_size` samples (or of `batch_size`, with
-    `split_batches`) each process yields its consecutive part. The last round is filled up with the first samples,
-    unless `drop_last` leaves it out.
+    Of every global batch of `num_processes * batch_size` samples (or of `batch_size`, with `split_batches`) each
+    process yields its consecutive shard. The last one is padded with the first samples, unless `drop_last` leaves it out.
 
     Args:
         dataset (`torch.utils.data.IterableDataset`): The stream; must be the same on all processes.
         batch_size (`int`): Of each process, or of all together with `split_batches`.
-        drop_last (`bool`): Leave the last round out when it is not full.
+        drop_last (`bool`): Leave the last global batch out when it is not full.
         num_processes (`int`): Over how many processes.
         process_index (`int`): Which of them.
         split_batches (`bool`): Whether `batch_size` is that of all processes together.
 
     Raises:
-        ValueError: When `split_batches` cannot divide the batch evenly.
+        ValueError: When `split_batches` cannot split the batch evenly.
     """
 
     dataset: Any
@@ -50,7 +49,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     ) -> None:
         if split_batches and batch_size > 1 and batch_size % num_processes != 0:
             raise ValueError(
-                f"split_batches=True cannot cut batches of {batch_size} evenly between {num_processes} processes: "
+                f"split_batches=True cannot split batches of {batch_size} evenly over {num_processes} processes: "
                 f"choose a batch size that is a multiple of {num_processes}."
             )
         self.dataset = dataset
@@ -60,8 +59,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.process_index = process_index
         self.split_batches = split_batches
         self.epoch = 0
-        self.last_round_size = -1
-        """Real samples of the last round over all processes, once the stream has ended; 0 for a full one."""
+        self.last_batch_size = -1
+        """Samples of the last global batch without padding, once the stream has ended; 0 for a full one."""
 
     @property
     def total_length(self) -> int:
@@ -75,28 +74,28 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        num_rounds, left = divmod(len(self.dataset), self.batch_size * self.num_processes)
-        return (num_rounds + (left > 0 and not self.drop_last)) * self.batch_size
+        num_full, left = divmod(len(self.dataset), self.batch_size * self.num_processes)
+        return (num_full + (left > 0 and not self.drop_last)) * self.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         generator = getattr(self.dataset, "generator", None)
         if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
             generator.manual_seed(self.epoch)
-        round_size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
-        share = round_size // self.num_processes
-        own = slice(share * self.process_index, share * (self.process_index + 1))
+        global_size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        size = global_size // self.num_processes
+        own = slice(size * self.process_index, size * (self.process_index + 1))
         first: list[Any] | None = None
         current: list[Any] = []
-        self.last_round_size = -1
+        self.last_batch_size = -1
         for sample in self.dataset:
             current.append(sample)
-            if len(current) == round_size:
+            if len(current) == global_size:
                 yield from current[own]
                 first = current if first is None else first
                 current = []
-        self.last_round_size = len(current)
+        self.last_batch_size = len(current)
         if current and not self.drop_last:
             first = list(current) if first is None else first
-            while len(current) < round_size:
+            while len(current) < global_size:
                 current += first
             yield from current[own]

@@ -1,4 +1,4 @@
-"""This process's part of the sequences of a batch, with right positions and labels."""
+"""This process's shard of the sequences of a batch, with right positions and labels."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """Cuts batches along the sequence, for processes that work on one batch together.
+    """Shards batches along the sequence dimension, for sequence parallel processes, which share a batch.
 
-    Tensors of shape (batch, sequence, ...) are cut; those without a dimension as long as the sequence stay whole. In a
-    dictionary as transformers' models take it, two entries are made before: `position_ids`, because a part does not
-    begin at position 0, and, from `labels`, `shift_labels`, of which each belongs to the token at its own place: the
-    label of a part's last token is in the next part. `labels` itself is left out, so that no model shifts it again. A
+    Tensors of shape (batch, sequence, ...) are sharded; those without a dimension as long as the sequence are replicated.
+    In a dictionary as transformers' models take it, two entries are made before: `position_ids`, because a shard does
+    not begin at position 0, and, from `labels`, `shift_labels`, of which each belongs to the token at its own place: the
+    label of a shard's last token is in the next shard. `labels` itself is left out, so that no model shifts it again. A
     padding mask stays out too where it says nothing but that sequences are padded at their end.
 
     Args:
-        index: Which part, from 0.
-        count: How many parts.
+        index: Which shard, from 0.
+        count: How many shards.
 
     Example:
         ```python
-        cut = SequenceShard(index=1, count=2)
-        cut({"input_ids": torch.arange(8).view(1, 8)})["position_ids"]  # tensor([[4, 5, 6, 7]])
+        shard = SequenceShard(index=1, count=2)
+        shard({"input_ids": torch.arange(8).view(1, 8)})["position_ids"]  # tensor([[4, 5, 6, 7]])
         ```
     """
 
@@ -39,24 +39,24 @@ class SequenceShard:
     count: int
 
     def __call__(self, batch: Any) -> Any:
-        """The part of a batch.
+        """This process's shard of a batch.
 
         Raises:
-            ValueError: When sequences cannot be cut evenly.
+            ValueError: When sequences cannot be sharded evenly.
         """
         length = _sequence_length(batch)
         if length is None:
             return batch
         if length % self.count:
             raise ValueError(
-                f"Sequences of {length} tokens cannot be cut into {self.count} equal parts: pad them, for example with "
+                f"Sequences of {length} tokens cannot be sharded into {self.count} equal parts: pad them, for example with "
                 f"pad_to_multiple_of={self.count} of the tokenizer or collator."
             )
         if isinstance(batch, Mapping):
             batch = _with_positions_and_labels(dict(batch), length)
-        return recursively_apply(lambda tensor: self._part(tensor, length), batch)
+        return recursively_apply(lambda tensor: self._shard(tensor, length), batch)
 
-    def _part(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
+    def _shard(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != length:
             return tensor
         size = length // self.count
@@ -93,7 +93,7 @@ def _with_positions_and_labels(batch: dict[str, Any], length: int) -> dict[str, 
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise ValueError(
                 "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
-                "over parts of sequences cannot take into account: pad at the end (padding_side='right')."
+                "over shards of sequences cannot take into account: pad at the end (padding_side='right')."
             )
         del batch["attention_mask"]
     return batch

@@ -31,7 +31,7 @@ class SkipBatchSampler(BatchSampler):
         self.kept: list[list[int]] = []
 
     def keep_first(self, num_batches: int) -> None:
-        """Keep the first batches of every epoch in `kept`, skipped or not: a last round is padded with them."""
+        """Keep the first batches of every epoch in `kept`, skipped or not: the last global batch is padded with them."""
         self.num_kept = num_batches
 
     def __getattr__(self, name: str) -> Any:
@@ -58,7 +58,7 @@ class SkipBatchSampler(BatchSampler):
 
 @known_as("accelerate.data_loader.SkipDataLoader")
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that reads its first batches without handing them out, for streams.
+    """A loader that reads its first batches without yielding them, for streams.
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
@@ -113,7 +113,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     kind = _kind(dataloader)
     if isinstance(dataloader, DataLoaderDispatcher):
-        rounds = 1 if dataloader.split_batches else len(set(dataloader._places()))
+        per_global_batch = 1 if dataloader.split_batches else len(set(dataloader._data_ranks()))
         kwargs |= {
             "split_batches": dataloader.split_batches,
             "slice_fn": dataloader.slice_fn,
@@ -122,7 +122,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             "_non_blocking": dataloader._non_blocking,
             "iteration": dataloader.iteration,
         }
-        num_to_skip = num_batches * rounds
+        num_to_skip = num_batches * per_global_batch
     else:
         num_to_skip = num_batches
     if isinstance(dataloader, DataLoaderShard):
@@ -141,7 +141,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     else:
         skipping = SkipBatchSampler(batch_sampler_of(dataloader), skip_batches=num_to_skip)
         if isinstance(dataloader, DataLoaderDispatcher) and dataloader.keeps_first is None:
-            skipping.keep_first(rounds)
+            skipping.keep_first(per_global_batch)
         if isinstance(dataloader.sampler, BatchSampler):
             kwargs |= {"sampler": skipping, "batch_size": dataloader.batch_size}
         else:
@@ -154,16 +154,17 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, DataLoaderDispatcher) and not is_stream:
         rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
-        rest.cut = dataloader.cut
+        rest.sequence_shard = dataloader.sequence_shard
         rest.epoch_order = order = dataloader.epoch_order
+        start, continued = rest.epoch_start, dataloader.epoch_start
         if num_batches > 0:
-            rest.rest_of = dataloader
+            start.rest_of = dataloader
             dataloader.forget_position()
             if order.is_restored and order.at_end and _has_at_most(dataloader, num_batches):
                 rest.iteration = order.epoch
         else:
-            rest.rest_of = dataloader.rest_of
-        rest.goes_on = dataloader.goes_on or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
+            start.rest_of = continued.rest_of
+        start.continues = continued.continues or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
     return rest
 
 

@@ -1,20 +1,23 @@
-"""Streams that can be divided where they come from, so that each sample is read once."""
+"""Streams that can be sharded at their source, so that each sample is read once; shards may differ in length."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
+
+from accel_ops.collectives import gather
 
 
 def find_split(dataset: Any, index: int, count: int) -> Any:
-    """The part of a stream that one process reads, if the stream can be divided at its source.
+    """The shard of a stream that one process reads, if the stream can be sharded at its source.
 
-    Three kinds can. One with a method `split_for_process(index, count)`, which returns the part of process `index` of
+    Three kinds can. One with a method `split_for_process(index, count)`, which returns the shard of process `index` of
     `count`. One made of at least `count` shards, a multiple of it, with `shard(num_shards, index)` and `num_shards`
     (or `n_shards`), such as `datasets.IterableDataset`. And one that says `is_split_for_process = True`: it yields
-    each process's own part already.
+    each process's own shard already.
 
     Args:
         dataset: The stream.
@@ -22,7 +25,7 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
         count: Over how many processes.
 
     Returns:
-        The part, or None when the stream cannot be divided.
+        The shard, or None when the stream cannot be sharded at its source.
     """
     if getattr(dataset, "is_split_for_process", False):
         return dataset
@@ -35,16 +38,16 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
 
 
 class SplitStream(IterableDataset[Any]):
-    """Marks a stream of which this process reads a part of its own; parts may differ in length.
+    """Marks a stream of which this process reads a shard of its own; shards may differ in length.
 
     Args:
-        part: What `find_split` returned.
+        shard: What `find_split` returned.
         batch_size (`int`): Of this process.
-        num_processes (`int`): Over how many processes the stream was divided.
+        num_processes (`int`): Over how many processes the stream is sharded.
     """
 
-    def __init__(self, part: Any, batch_size: int, num_processes: int) -> None:
-        self.dataset = part
+    def __init__(self, shard: Any, batch_size: int, num_processes: int) -> None:
+        self.dataset = shard
         self.batch_size = batch_size
         self.num_processes = num_processes
 
@@ -55,3 +58,39 @@ class SplitStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.dataset)
+
+
+class UnevenBatches:
+    """Batches of this process's shard, and when others have more, its first batch again.
+
+    Before each batch the processes gather whether each has one. Yields pairs: the batch, and how many of
+    its samples are real: None for all, 0 for a repeated batch, which `gather_for_metrics` leaves out.
+
+    Args:
+        batches: This process's batches.
+    """
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self._first: Any = None
+        self._finished = False
+
+    def __iter__(self) -> UnevenBatches:
+        return self
+
+    def __next__(self) -> tuple[Any, int | None]:
+        batch = None if self._finished else next(self._batches, None)
+        self._finished = batch is None
+        if self._first is None:
+            self._first = batch
+        have, lacking = (
+            gather(torch.tensor([[int(batch is not None), int(self._first is None)]])).view(-1, 2).sum(0).tolist()
+        )
+        if have == 0:
+            raise StopIteration
+        if lacking:
+            raise ValueError(
+                f"{lacking} of the processes got no sample of the sharded stream at all, so they cannot stay in step with "
+                "the others: use fewer processes, or a stream with more shards."
+            )
+        return (self._first, 0) if batch is None else (batch, None)

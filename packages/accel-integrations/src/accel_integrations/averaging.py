@@ -3,18 +3,76 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 
+from accel_integrations.prepared.prepared import Prepared
 from accel_ops.modules import to_local
+from accel_state.gradient_state import GradientState
 
-if TYPE_CHECKING:
-    from accel_integrations.engines.engine import Engine
+
+class AveragesGradients(Protocol):
+    """What is asked of an engine: over how many ranks it averages gradients, and the sum of a number over these."""
+
+    @property
+    def num_averaged(self) -> int:
+        """How many ranks."""
+        ...
+
+    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
+        """The sum of a weight (0-dim float32) over them."""
+        ...
+
+
+class StepAverage:
+    """Divides each loss by the number of micro-batches in an accumulation window; nothing is left to do at its end.
+
+    Args:
+        gradient_state: Knows that number.
+        divides: False where the engine's own library divides losses in backward.
+    """
+
+    communicates = False
+    """Whether ranks exchange weights, so that all must take part in every window."""
+    is_by_window = False
+    """Whether gradients are divided at the end of a window."""
+
+    def __init__(self, gradient_state: GradientState, divides: bool = True) -> None:
+        self._gradient_state = gradient_state
+        self._divides = divides
+
+    def begin_batch(self) -> None:
+        """A micro-batch begins."""
+
+    def end_batch(self) -> None:
+        """The micro-batch ends."""
+
+    def add(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
+        """The loss (0-dim) to call backward on.
+
+        Raises:
+            ValueError: For a weight, which would have no effect.
+        """
+        if weight is not None:
+            raise _unexpected(weight)
+        if self._divides and (num_steps := self._gradient_state.num_steps) > 1:
+            return loss / num_steps
+        return loss
+
+    def finish_window(self) -> None:
+        """Divide what is left to be divided: nothing."""
+
+
+def _unexpected(weight: Any) -> ValueError:
+    return ValueError(
+        f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') takes into "
+        "account: choose that, or leave the weight out."
+    )
 
 
 @final
-class WindowAverage:
+class WindowAverage(StepAverage):
     """Divides a window's gradient at its end, when it is known what the window held.
 
     Every micro-batch has a weight: 1 under "window", the number of its items under "weights". Losses are multiplied by
@@ -23,12 +81,16 @@ class WindowAverage:
     applied. A loss that follows in the same micro-batch (of another model, say) is divided beforehand.
 
     Args:
-        engine: Knows the optimizers, and over how many processes it averages.
+        engine: Knows over how many ranks it averages.
+        prepared: Knows the optimizers.
         average_over (`"window"` or `"weights"`): What counts.
     """
 
-    def __init__(self, engine: Engine, average_over: str) -> None:
+    is_by_window = True
+
+    def __init__(self, engine: AveragesGradients, prepared: Prepared, average_over: str) -> None:
         self._engine = engine
+        self._prepared = prepared
         self._weighted = average_over == "weights"
         self._unit: float | None = None if self._weighted else 1.0
         """Weights are counted in this unit, the same on all processes, so that gradients keep their usual size."""
@@ -41,7 +103,7 @@ class WindowAverage:
         self._factor: Any = None  # set once gradients were divided
 
     @property
-    def communicates(self) -> bool:
+    def communicates(self) -> bool:  # type: ignore[override] # known only with the mesh
         """Whether processes exchange weights, so that all must take part in every window."""
         return self._weighted and self._engine.num_averaged > 1
 
@@ -95,10 +157,7 @@ class WindowAverage:
     def _checked(self, weight: float | torch.Tensor | None) -> Any:
         if not self._weighted:
             if weight is not None:
-                raise ValueError(
-                    f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') "
-                    "takes into account: choose that, or leave the weight out."
-                )
+                raise _unexpected(weight)
             return 1.0
         if weight is None:
             raise ValueError(
@@ -150,7 +209,7 @@ class WindowAverage:
     def _by_device(self, factor: Any) -> Iterator[tuple[list[torch.Tensor], Any]]:
         """Each gradient once, with the factor where it is needed."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for optimizer in self._engine.context.prepared.optimizers:
+        for optimizer in self._prepared.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -18,5 +18,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_ops.modules": "has_compiled_regions is_compiled_module model_has_dtensor",
         "accel_ops.files": "load save",
         "accel_ops.durable": "write_atomically",
+        "accel_ops.tied": "find_tied_parameters retie_parameters",
     },
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 # A training state. "_1", "_2", ... is added to the stem for the second, third, ... object of a kind.
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -24,3 +26,22 @@ SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+
+
+def numbered(name: str, index: int) -> str:
+    """The file of the object at `index` of its kind: `optimizer.bin`, `optimizer_1.bin`, ..."""
+    stem, dot, extension = name.partition(".")
+    return f"{stem}_{index}{dot}{extension}" if index else name
+
+
+def weights_file(index: int, safe_serialization: bool) -> str:
+    """The weights file of the model at `index`."""
+    return numbered(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME, index)
+
+
+def count_files(names: Collection[str], *patterns: str) -> int:
+    """How many objects of a kind a checkpoint holds: the first index for which no pattern names a file."""
+    index = 0
+    while any(numbered(pattern, index) in names for pattern in patterns):
+        index += 1
+    return index

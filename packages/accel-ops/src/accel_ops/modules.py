@@ -1,4 +1,4 @@
-"""Questions about models: compiled? made of repeated blocks? holding distributed tensors?"""
+"""Questions about models: compiled? made of repeated blocks? holding distributed tensors? loading by themselves?"""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import nn
+
+PLAIN_LOADING = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+"""Where the `_load_from_state_dict` is defined that takes tensors under their own names and shapes."""
 
 
 def is_compiled_module(module: nn.Module) -> bool:
@@ -62,6 +65,21 @@ def is_on(model: nn.Module, device: torch.device) -> bool:
     return all(tensor.device == device for tensor in chain(model.parameters(), model.buffers()))
 
 
+def customizes_loading(model: nn.Module) -> bool:
+    """Whether loading a state dict does something of the model's own, such as renaming tensors.
+
+    Then only the model itself knows which names and shapes it takes. That is so with hooks of `load_state_dict`, and where
+    a module overrides `load_state_dict` or `_load_from_state_dict`.
+    """
+    return any(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or type(module).load_state_dict is not nn.Module.load_state_dict
+        or type(module)._load_from_state_dict.__module__ not in PLAIN_LOADING
+        for module in model.modules()
+    )
+
+
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is one of the peft library's, also inside a compiled or a replicated model."""
     peft = sys.modules.get("peft")  # whoever has made one has imported it
@@ -84,6 +102,27 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     of_config = noted.get("tp_size") if isinstance(noted, Mapping) else getattr(noted, "tp_size", None)
     sizes = (getattr(model, "tp_size", None), of_config)
     return next((size for size in sizes if isinstance(size, int)), None)
+
+
+def walk(model: nn.Module, repeat_shared: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """All modules with their names, as `named_modules` gives them, without its recursion.
+
+    Args:
+        model: The outermost module.
+        repeat_shared: Give a module under each of its names.
+    """
+    seen: set[nn.Module] = set()
+    coming = [("", model)]
+    while coming:
+        path, module = coming.pop()
+        if not repeat_shared:
+            if module in seen:
+                continue
+            seen.add(module)
+        yield path, module
+        if module._modules:
+            prefix = f"{path}." if path else ""
+            coming += [(prefix + key, child) for key, child in reversed(module._modules.items()) if child is not None]
 
 
 @overload

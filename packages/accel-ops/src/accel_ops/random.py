@@ -10,7 +10,7 @@ import torch
 
 from accel_ops.collectives import broadcast
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.devices import DEVICE_KINDS, DeviceKind
+from accel_state.devices import DeviceKind, device_kinds
 from accel_state.enums import RNGType
 from accel_state.libraries import is_numpy_available
 from accel_state.processes import PartialState
@@ -65,7 +65,7 @@ def _num_alike() -> int:
 
 def _generators() -> list[DeviceKind]:
     """The available kinds of devices with a generator of their own."""
-    return [kind for kind in DEVICE_KINDS if kind.name != "cpu" and kind.is_available() and kind.rng_module()]
+    return [kind for kind in device_kinds() if kind.name != "cpu" and kind.is_available() and kind.rng_module()]
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
@@ -101,7 +101,7 @@ def _owner(name: Any, generator: torch.Generator | None) -> Any:
         return generator
     if name == RNGType.TORCH.value:
         return torch
-    for kind in DEVICE_KINDS:
+    for kind in device_kinds():
         if kind.name == name and kind.is_available() and kind.rng_module() is not None:
             return kind.rng_module()
     raise ValueError(f"rng_type={name!r} names a device that this machine does not have: leave it out of rng_types.")

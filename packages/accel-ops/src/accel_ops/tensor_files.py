@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops.modules import to_local
+from accel_ops.safetensors_header import encode_header
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
             ...
 
 
-HEADER_ALIGNMENT_BYTES = 8
 DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -121,7 +120,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file, one tensor at a time, so that at most one is copied to main memory.
+    """Write a safetensors file, one tensor at a time, so that at most one is copied to CPU memory.
 
     Written here rather than by the library because that can write only to a path: it could be neither checksummed on
     the way nor waited for.
@@ -136,21 +135,18 @@ def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata:
     """
     check_tensors(tensors)
     order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all stay aligned
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name in order:
-        tensor = tensors[name]
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
-    file.write(len(text).to_bytes(8, "little") + text)
+    described = (
+        (name, DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, _num_bytes(tensors[name])) for name in order
+    )
+    file.write(encode_header(described, metadata))
     for name in order:
         tensor = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-        if num_bytes := tensor.numel() * tensor.element_size():
+        if num_bytes := _num_bytes(tensor):
             file.write((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def read_tensors(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
@@ -24,8 +25,10 @@ if TYPE_CHECKING:
     from accel_state.settings.compile import TorchDynamoPlugin
     from accel_state.settings.plugin import Plugin
 
-STARTS_ITS_OWN_GROUP = frozenset({DistributedType.DEEPSPEED})
-"""Ways of training whose library joins the processes itself, so that none need be there yet."""
+PLUGINS = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "torch_tp_plugin")
+"""The attributes that hold plugins."""
+PRECISIONS = "accelerate.precisions"
+"""The entry points by which other packages bring further values of `mixed_precision`."""
 
 
 @known_as("accelerate.state.AcceleratorState")
@@ -163,7 +166,7 @@ class AcceleratorState(ProcessPlace):
                         f"{', '.join(sorted(plugin.works_on))}."
                     )
         for argument, plugin in ways.items():
-            if self.backend is None and plugin.distributed_type not in STARTS_ITS_OWN_GROUP:
+            if self.backend is None and not plugin.starts_own_group:
                 warn_user(
                     f"{argument} has no effect: it divides work between processes, and this process stands alone. "
                     "Start the script with `accelerate launch` or torchrun."
@@ -175,18 +178,14 @@ class AcceleratorState(ProcessPlace):
         for given in plugins.values():
             for plugin in _each(given):
                 plugin.attach(self)
-        if isinstance(self.deepspeed_plugins, dict):
-            next(iter(self.deepspeed_plugins.values())).select(_from_accelerator_state=True)
-        elif self.deepspeed_plugins is not None:
-            self.deepspeed_plugins.select(_from_accelerator_state=True)
+        for given in plugins.values():
+            for plugin in _each(given)[:1]:
+                plugin.select(_from_accelerator_state=True)
 
     def _check_parallelism(self, config: ParallelismConfig) -> None:
         config.check_world_size(self.num_processes)
-        if config.cp_enabled and self.distributed_type == DistributedType.FSDP and not self.is_fsdp2:
-            raise ValueError(
-                f"cp_size={config.cp_size} cannot be combined with version 1 of FSDP, which knows no other axes: pass "
-                "FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for whole parameters."
-            )
+        if self.plugin is not None:
+            self.plugin.check_mesh(config)
 
     def _use_xla_bf16(self) -> None:
         self.downcast_bfloat = bool(os.environ.get("ACCELERATE_DOWNCAST_BF16"))
@@ -230,11 +229,21 @@ class AcceleratorState(ProcessPlace):
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of the run; under DeepSpeed, what the configuration in use says."""
-        if self.distributed_type == DistributedType.DEEPSPEED and self.deepspeed_plugin is not None:
-            config = self.deepspeed_plugin.deepspeed_config
-            return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
-        return self._mixed_precision
+        """The mixed precision of the run: what the configuration of the plugin in use says, or else what was asked for."""
+        own = None if self.plugin is None else self.plugin.mixed_precision_in_use()
+        return self._mixed_precision if own is None else own
+
+    @property
+    def plugin(self) -> Plugin | None:
+        """The plugin in use that chose the training engine; None where none did."""
+        plugins = (plugin for name in PLUGINS for plugin in _each(self.__dict__.get(name)) if plugin.selected)
+        return next((plugin for plugin in plugins if plugin.distributed_type == self.distributed_type), None)
+
+    @property
+    def engine_name(self) -> str:
+        """The training engine's name in the table of engines, or that of one which another package brings."""
+        own = None if self.plugin is None else self.plugin.engine
+        return os.environ.get("ACCELERATE_ENGINE") or own or self.distributed_type.value
 
     @property
     def is_fsdp2(self) -> bool:
@@ -303,11 +312,12 @@ class AcceleratorState(ProcessPlace):
 
 def _read_precision(name: str, given: str | PrecisionType) -> str:
     value = str(given).lower()
-    if value not in PrecisionType:
-        guess = closest(value, PrecisionType.list())
-        hint = f" Did you mean {guess!r}?" if guess else ""
-        raise ValueError(f"{name}={given!r} is no number format: use one of {', '.join(PrecisionType.list())}.{hint}")
-    return value
+    if value in PrecisionType or entry_points(group=PRECISIONS, name=value):
+        return value
+    known = [*PrecisionType.list(), *sorted(entry_points(group=PRECISIONS).names)]
+    guess = closest(value, known)
+    hint = f" Did you mean {guess!r}?" if guess else ""
+    raise ValueError(f"{name}={given!r} is no mixed precision: use one of {', '.join(known)}.{hint}")
 
 
 def _each(given: Any) -> list[Any]:

@@ -7,6 +7,7 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, final
@@ -265,7 +266,23 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
     ),
     DeviceKind("cpu", DistributedType.MULTI_CPU, "gloo", numbered=False, bf16=True),
 )
-_BY_NAME = {kind.name: kind for kind in DEVICE_KINDS}
+ENTRY_POINTS = "accelerate.devices"
+"""The entry points by which other packages bring further rows."""
+
+
+def device_kinds() -> tuple[DeviceKind, ...]:
+    """All rows in the order of preference: those of other packages, then the table's.
+
+    Other packages are asked only where a library has named torch's `privateuse1` backend, as each device outside torch must.
+    """
+    return _device_kinds(torch._C._get_privateuse1_backend_name())
+
+
+@functools.cache
+def _device_kinds(privateuse1: str) -> tuple[DeviceKind, ...]:
+    if privateuse1 == "privateuseone":
+        return DEVICE_KINDS
+    return (*(entry.load() for entry in entry_points(group=ENTRY_POINTS)), *DEVICE_KINDS)
 
 
 def device_kind(name: str) -> DeviceKind:
@@ -274,15 +291,16 @@ def device_kind(name: str) -> DeviceKind:
     Raises:
         ValueError: When there is no such row.
     """
-    try:
-        return _BY_NAME[name]
-    except KeyError:
-        raise ValueError(f"{name!r} is no device kind: use one of {', '.join(_BY_NAME)}.") from None
+    kinds = device_kinds()
+    for kind in kinds:
+        if kind.name == name:
+            return kind
+    raise ValueError(f"{name!r} is no device kind: use one of {', '.join(kind.name for kind in kinds)}.")
 
 
 def detect_device_kind() -> DeviceKind:
     """The kind of device that this machine computes on: the first available one of the table."""
-    return next(kind for kind in DEVICE_KINDS if kind.is_available())
+    return next(kind for kind in device_kinds() if kind.is_available())
 
 
 def default_device() -> torch.device:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel_state import process_group, shutdown, supervision
 from accel_state.clusters import ClusterPlace, detect_cluster
-from accel_state.devices import DEVICE_KINDS, DeviceKind, default_device, detect_device_kind, device_kind
+from accel_state.devices import DeviceKind, default_device, detect_device_kind, device_kind, device_kinds
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
 from accel_state.numa import set_numa_affinity
@@ -347,7 +347,8 @@ class PartialState(ProcessPlace):
 
 def kind_of(device: torch.device) -> DeviceKind:
     """The row of a device; that of the CPU for those without a row of their own, such as "meta"."""
-    return next((kind for kind in DEVICE_KINDS if kind.name == device.type), DEVICE_KINDS[-1])
+    kinds = device_kinds()
+    return next((kind for kind in kinds if kind.name == device.type), kinds[-1])
 
 
 def _place_in_group(announced: ClusterPlace | None) -> ClusterPlace:

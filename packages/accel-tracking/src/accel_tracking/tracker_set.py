@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from reprlib import repr as shorten
@@ -11,9 +12,12 @@ from typing import Any
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 from accel_tracking import termination
-from accel_tracking.network import is_network_failure
 from accel_tracking.registry import is_service, tracker_class
 from accel_tracking.tracker import GeneralTracker
+
+NETWORK_ERRORS = frozenset({"CommError", "ConnectionError", "ConnectTimeout", "ConnectError", "NewConnectionError",
+                   "MaxRetryError", "NameResolutionError", "ReadTimeout", "Timeout", "TimeoutException"})  # fmt: skip
+"""Error classes of HTTP libraries and trackers, by name: recognised without importing any of them."""
 
 
 class TrackerSet:
@@ -199,3 +203,16 @@ def _no_name(project_name: Any) -> TypeError:
 def _warn(what: str, error: Exception | None = None) -> None:
     why = f": {type(error).__name__}: {error}" if error is not None else "."
     warn_user(what + why, RuntimeWarning)
+
+
+def is_network_failure(error: BaseException) -> bool:
+    """Whether an error, or what caused it, is a failure to reach another machine."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror, socket.herror)):
+            return True
+        if any(kind.__name__ in NETWORK_ERRORS for kind in type(error).__mro__):
+            return True
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__  # type: ignore[assignment]
+    return False

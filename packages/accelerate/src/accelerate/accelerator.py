@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_data.skipping import skip_first_batches
+from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
-from accel_integrations.engines.late_sync import sync_next_backward
-from accel_integrations.engines.registry import make_engine
+from accel_integrations.engines.registry import engine_of, make_engine
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
@@ -48,7 +48,15 @@ from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
-from accelerate.preparing import Preparer, is_dispatched
+from accelerate.preparing import (
+    Preparer,
+    check_placement,
+    check_quantized,
+    in_order,
+    is_dispatched,
+    method_for,
+    refuse_dispatched,
+)
 from accelerate.stepping import Accumulation, StepController
 
 if TYPE_CHECKING:
@@ -401,11 +409,11 @@ class Accelerator:
     @property
     def deepspeed_engine_wrapped(self) -> Any:
         """What runs backward through DeepSpeed's engine; None before a model is prepared, and without DeepSpeed."""
-        return self.engine.library_engine
+        return getattr(self.engine, "library_engine", None)
 
     @deepspeed_engine_wrapped.setter
     def deepspeed_engine_wrapped(self, wrapped: Any) -> None:
-        self.engine.library_engine = wrapped
+        self.engine.library_engine = wrapped  # type: ignore[attr-defined]
 
     # ---- the mesh of processes ----------------------------------------------------------------------------------
 
@@ -565,7 +573,26 @@ class Accelerator:
             args = self._prepare_cp(*args)
         if self.is_fsdp2:
             args = self._prepare_fsdp2(*args)
-        return self._preparer.prepare(args, device_placement, self)
+        placement = check_placement(device_placement, args)
+        for model in (item for item in args if isinstance(item, torch.nn.Module)):
+            self._check_device_map(model)
+        results = self.engine.before_prepare(args)
+        for index in in_order(results):
+            results[index] = self._prepare_one(results[index], placement[index])
+        results = self.engine.after_prepare(results)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
+        method = method_for(item)
+        if method is None:
+            return item  # nothing to prepare: comes back as it is
+        options = {} if method == "prepare_scheduler" else {"device_placement": device_placement}
+        return getattr(self, method)(item, **options)
+
+    def _check_device_map(self, model: nn.Module) -> None:
+        check_quantized(model)
+        if self.num_processes > 1 and self.verify_device_map(model):
+            refuse_dispatched(model, self.num_processes)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """What is to be prepared, under context parallelism; other libraries put a function of theirs in its place."""
@@ -587,14 +614,19 @@ class Accelerator:
         """
         replaced = globals().get("fsdp2_prepare_model") if self.is_fsdp2 else None  # libraries set their own here
         shard = None if replaced is None else partial(replaced, self)
-        return self._preparer.prepare_model(model, device_placement, evaluation_mode, self, shard)
+        known = self._preparer.prepared_model(model)
+        if known is not None:
+            return known
+        self._check_device_map(model)
+        return self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Make one optimizer ready; it then steps only where a window of accumulation ends."""
         prepared = self._preparer.prepare_optimizer(optimizer, device_placement)
-        self._stepping.has_lomo_optimizer |= is_lomo_optimizer(prepared.optimizer)
+        if is_lomo_optimizer(prepared.optimizer):
+            self._stepping.step_in_backward()
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
@@ -626,7 +658,8 @@ class Accelerator:
             dl: A prepared loader.
             model (`torch.nn.Module`): Prepared with DeepSpeed.
         """
-        return self.engine.share_sequences(dl)
+        shard_sequences = getattr(self.engine, "shard_sequences", None)  # DeepSpeed's has one
+        return dl if shard_sequences is None else shard_sequences(dl)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Whether `device_map` spread the model, or a part of it, over several devices."""
@@ -734,7 +767,8 @@ class Accelerator:
                 accelerator.backward(losses[-1])
             ```
         """
-        return sync_next_backward(model)
+        engine = engine_of(model)
+        return sync_next_backward(model) if engine is None else engine.sync_next_backward(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
@@ -1005,7 +1039,9 @@ class Accelerator:
             max_shard_size (`int` of bytes or `str`): Size of a shard at most, for instance "5GB".
             safe_serialization (`bool`): Write safetensors; False for `torch.save`.
         """
-        self._checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+        from accelerate.checkpoint.model_folder import save_model
+
+        save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
     def save_state(
         self,

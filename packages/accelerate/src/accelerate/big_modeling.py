@@ -8,7 +8,6 @@ from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
 from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accel_bigmodel.dispatch import use_device_map_check
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
@@ -23,13 +22,14 @@ from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offlo
 from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
+from accel_bigmodel.replaceable import register_lookup
 from accel_bigmodel.streaming.settings import Streaming as Streaming
-from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
-from accel_bigmodel.tied import retie_parameters as retie_parameters
 from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
+from accel_ops.tied import find_tied_parameters as find_tied_parameters
+from accel_ops.tied import retie_parameters as retie_parameters
 from accelerate.compat.legacy import legacy_getattr
-from accelerate.compat.seams import late_bound
 
 _refuse_recurrent_layers_under_sequence_parallelism = check_no_recurrent_layers
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
-use_device_map_check(late_bound(__name__, "check_device_map"))
+
+register_lookup("check_device_map", lambda: check_device_map)  # a seam: transformers sets its own

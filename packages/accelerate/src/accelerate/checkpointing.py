@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from accel_integrations.checkpoints.full_states import FullStatesLoad, PlainOptimizers, write_full_states
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.durable import make_folder
 from accel_ops.filenames import MODEL_NAME as MODEL_NAME
@@ -25,14 +26,8 @@ from accel_ops.filenames import SCHEDULER_NAME as SCHEDULER_NAME
 from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ops.files import load
 from accel_state.processes import PartialState
-from accelerate.checkpoint.apply import (
-    apply_compared_modules,
-    apply_models_with_own_way,
-    apply_objects,
-    apply_random_states,
-    check_objects,
-)
-from accelerate.checkpoint.load import Checkpoint, Receivers, check_weights, read_state
+from accelerate.checkpoint.apply import apply_objects, apply_random_states, check_objects
+from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState, read_state, read_verified
 from accelerate.checkpoint.restore import optimizer_location
 from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FolderWriter
@@ -79,7 +74,8 @@ def save_accelerator_state(
     """
     files = FolderWriter(make_folder(output_dir))
     if _writes_shared(save_on_each_node):
-        write_shared_state(files, model_states, optimizers, schedulers, dataloaders, scaler, safe_serialization)
+        write_full_states(files, model_states, [one.state_dict() for one in optimizers], safe_serialization)
+        write_shared_state(files, schedulers, dataloaders, None if scaler is None else scaler.state_dict())
     write_own_state(files, dataloaders, process_index, step)
     return Path(output_dir)
 
@@ -119,23 +115,22 @@ def load_accelerator_state(
     """
     location = optimizer_location(map_location, PartialState().device)
     checkpoint = Checkpoint.open(Path(input_dir))
-    receivers = Receivers(optimizers, schedulers, dataloaders, scaler)
-    state = read_state(
-        checkpoint,
-        receivers,
-        process_index,
-        map_location=location,
-        load_kwargs=load_kwargs,
-        verify=checkpoint.verify,
-    )
-    plain_models = [extract_model_from_parallel(model) for model in models]
-    check_weights(checkpoint, plain_models, state, load_model_func_kwargs.get("strict", True))
+    receivers = Receivers(schedulers, dataloaders, scaler)
+    options = load_kwargs or {}
+
+    def read() -> tuple[FullStatesLoad, TrainingState]:
+        pending = FullStatesLoad(checkpoint, optimizers, location, PlainOptimizers(), options, load_model_func_kwargs)
+        return pending, read_state(checkpoint, receivers, process_index, load_kwargs=options)
+
+    pending, state = read_verified(read, checkpoint.verify)
+    pending.check_models([extract_model_from_parallel(model) for model in models])
+    pending.check()
     check_objects(checkpoint, receivers, state)
     undo = Undo()
     try:
         apply_objects(receivers, state, undo)
-        apply_models_with_own_way(plain_models, state, undo, **load_model_func_kwargs)
-        apply_compared_modules(plain_models, receivers, state, **load_model_func_kwargs)
+        pending.apply_undoable(undo)
+        pending.apply()
     except BaseException:
         undo.roll_back()
         raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from reprlib import repr as shorten
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,9 +13,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_data.prepare import prepare_data_loader
+from accel_integrations.engines.registry import note_engine
 from accel_integrations.parallel.transform import make_transforms
 from accel_integrations.prepared.parameters import ReplacedParameters
-from accel_integrations.prepared.prepared import PREPARED_MARK
+from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
@@ -32,23 +33,13 @@ if TYPE_CHECKING:
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
 
 
-class PreparesEach(Protocol):
-    """What prepares objects of one kind each: the accelerator, whose methods a subclass may have overridden."""
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model is spread over several devices."""
-
-    def prepare_model(self, model: nn.Module, device_placement: bool | None = None) -> nn.Module:
-        """Prepare a model."""
-
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer."""
-
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler."""
-
-    def prepare_data_loader(self, data_loader: DataLoader[Any], device_placement: bool | None = None) -> Any:
-        """Prepare a data loader."""
+KINDS: tuple[tuple[Any, str], ...] = (
+    (DataLoader, "prepare_data_loader"),
+    (nn.Module, "prepare_model"),
+    (torch.optim.Optimizer, "prepare_optimizer"),
+    (SCHEDULERS, "prepare_scheduler"),
+)
+"""Which method of an accelerator prepares an object of which class, the first that fits."""
 
 
 class Preparer:
@@ -84,50 +75,24 @@ class Preparer:
             make_transforms(state.parallelism_config) if engine.accepts_transforms else ()
         )
 
-    def prepare(
-        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None, each: PreparesEach
-    ) -> Any:
-        """Prepare any number of objects together; see `Accelerator.prepare`."""
-        placement = _check_placement(device_placement, objects)
-        for item in objects:
-            if isinstance(item, nn.Module):
-                self.check_device_map(item, each)
-
-        def prepare_each(items: Sequence[Any]) -> list[Any]:
-            results = list(items)
-            for late in (False, True):  # schedulers last: they look for their prepared optimizers
-                for index, item in enumerate(items):
-                    if isinstance(item, SCHEDULERS) is late:
-                        results[index] = _prepare_one(item, placement[index], each)
-            return results
-
-        results = self.engine.prepare(objects, prepare_each)
-        return results[0] if len(results) == 1 else tuple(results)
-
     def prepare_model(
         self,
         model: nn.Module,
         device_placement: bool | None,
         evaluation: bool,
-        each: PreparesEach,
         shard: Callable[[nn.Module], nn.Module] | None = None,
     ) -> nn.Module:
         """The order of the steps from a plain model to one that trains here.
 
         Args:
             model: The model.
-            device_placement: Whether it is moved to the device; None for the usual.
+            device_placement: Whether it is moved to the device; None for the accelerator's own setting.
             evaluation: Whether it will not be trained.
-            each: Says whether the model is spread over devices.
             shard: Does the engine's work before it; then nothing is left for the engine to shard.
         """
-        _check_type("prepare_model", model, nn.Module)
-        known = _find(self.prepared.wrapped, model, _inner_model)
+        known = self.prepared_model(model)
         if known is not None:
             return known
-        if getattr(model, PREPARED_MARK, False):
-            return self._keep_model(model)
-        self.check_device_map(model, each)
         place = self._placed(device_placement) and not is_dispatched(model)
 
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
@@ -146,31 +111,42 @@ class Preparer:
         model = self.engine.compile_model(model, self.state.dynamo_plugin)
         return self._keep_model(model)
 
+    def prepared_model(self, model: nn.Module) -> nn.Module | None:
+        """What `prepare` made of a model, here or in another accelerator; None when there is something left to do.
+
+        Raises:
+            TypeError: It is no module.
+        """
+        _check_type("prepare_model", model, nn.Module)
+        known: nn.Module | None = find(self.prepared.wrapped, model, _inner_model)
+        return known if known is not None or not is_prepared(model) else self._keep_model(model)
+
     def _keep_model(self, model: nn.Module) -> nn.Module:
-        self.prepared.models.append(_inner_model(model))
-        return _keep(self.prepared.wrapped, model)
+        note_engine(model, self.engine)
+        kept: nn.Module = self.prepared.keep_model(_inner_model(model), model)
+        return kept
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None
     ) -> AcceleratedOptimizer:
         """Wrap an optimizer once."""
         _check_type("prepare_optimizer", optimizer, torch.optim.Optimizer)
-        known = _find(self.prepared.optimizers, optimizer, lambda known: known.optimizer)
+        known = find(self.prepared.optimizers, optimizer, lambda known: known.optimizer)
         if known is not None:
             return known
         self.replaced.rebind(optimizer)
-        if not getattr(optimizer, PREPARED_MARK, False):
+        if not is_prepared(optimizer):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
-        return _keep(self.prepared.optimizers, optimizer)
+        return keep(self.prepared.optimizers, optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler once."""
-        known = _find(self.prepared.schedulers, scheduler, lambda known: known.scheduler)
+        known = find(self.prepared.schedulers, scheduler, lambda known: known.scheduler)
         if known is not None:
             return known
-        if not getattr(scheduler, PREPARED_MARK, False):
+        if not is_prepared(scheduler):
             scheduler = self.engine.prepare_scheduler(scheduler)
-        return _keep(self.prepared.schedulers, scheduler)
+        return keep(self.prepared.schedulers, scheduler)
 
     def prepare_data_loader(
         self,
@@ -179,7 +155,7 @@ class Preparer:
         slice_fn_for_dispatch: Callable[..., Any] | None,
     ) -> Any:
         """Make a data loader read this process's share."""
-        if not getattr(data_loader, PREPARED_MARK, False):
+        if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
             place, settings = self.engine.data_place(), self.loader_settings
             data_loader = prepare_data_loader(
@@ -199,33 +175,8 @@ class Preparer:
                 use_stateful_dataloader=settings.use_stateful_dataloader,
                 torch_device_mesh=self.state.device_mesh,
             )
-            data_loader = self._cut_sequences(self.engine.finish_loader(data_loader))
-        return _keep(self.prepared.dataloaders, data_loader)
-
-    def _cut_sequences(self, data_loader: Any) -> Any:
-        """Have a loader hand out this process's part of sequences, where processes trade them for heads."""
-        config = self.state.parallelism_config
-        if config is not None and config.sp_enabled and self.state.device_mesh is not None:
-            from accel_data.sequence_shard import SequenceShard
-
-            data_loader.cut = SequenceShard(self.state.device_mesh.get_local_rank("sp"), config.sp_size)
-        return data_loader
-
-    def check_device_map(self, model: nn.Module, each: PreparesEach) -> None:
-        """Refuse to train, on several processes, a model whose layers were put on several devices.
-
-        Raises:
-            ValueError: Naming the devices.
-        """
-        check_quantized(model)
-        if self.state.num_processes == 1 or not each.verify_device_map(model):
-            return
-        if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
-            raise ValueError(
-                f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, which "
-                f"cannot be trained on {self.state.num_processes} processes: launch one process, or load the model "
-                "without device_map (set ACCELERATE_BYPASS_DEVICE_MAP=true if you know that it fits)."
-            )
+            data_loader = self.engine.finish_loader(data_loader)
+        return keep(self.prepared.dataloaders, data_loader)
 
     def _placed(self, device_placement: bool | None) -> bool:
         return self.device_placement if device_placement is None else device_placement
@@ -247,24 +198,41 @@ def check_quantized(model: nn.Module) -> None:
         )
 
 
+def refuse_dispatched(model: nn.Module, num_processes: int) -> None:
+    """Refuse to train, on several processes, a model whose layers `device_map` put on several devices.
+
+    Raises:
+        ValueError: Unless the environment variable `ACCELERATE_BYPASS_DEVICE_MAP` is true.
+    """
+    if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
+        raise ValueError(
+            f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, which cannot be "
+            f"trained on {num_processes} processes: launch one process, or load the model without device_map (set "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that it fits)."
+        )
+
+
 def is_dispatched(model: nn.Module) -> bool:
     """Whether `device_map` spread the model, or a part of it, over several devices."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
-def _prepare_one(item: Any, placement: bool | None, each: PreparesEach) -> Any:
-    if isinstance(item, DataLoader):
-        return each.prepare_data_loader(item, device_placement=placement)
-    if isinstance(item, nn.Module):
-        return each.prepare_model(item, device_placement=placement)
-    if isinstance(item, torch.optim.Optimizer):
-        return each.prepare_optimizer(item, device_placement=placement)
-    if isinstance(item, SCHEDULERS):
-        return each.prepare_scheduler(item)
-    return item  # nothing to prepare: comes back as it is
+def in_order(objects: Sequence[Any]) -> list[int]:
+    """Positions in the order of preparation: schedulers last, because they look for their prepared optimizers."""
+    return sorted(range(len(objects)), key=lambda index: isinstance(objects[index], SCHEDULERS))
 
 
-def _check_placement(placement: Sequence[bool | None] | None, objects: Sequence[Any]) -> Sequence[bool | None]:
+def method_for(item: Any) -> str | None:
+    """The method of an accelerator that prepares an object; None for one that comes back as it is."""
+    return next((method for kind, method in KINDS if isinstance(item, kind)), None)
+
+
+def check_placement(placement: Sequence[bool | None] | None, objects: Sequence[Any]) -> Sequence[bool | None]:
+    """What was said about the device placement of each object.
+
+    Raises:
+        ValueError: There are not as many entries as objects.
+    """
     if placement is None:
         return [None] * len(objects)
     if len(placement) != len(objects):
@@ -284,19 +252,3 @@ def _check_type(method: str, item: Any, wanted: type) -> None:
 
 def _inner_model(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def _find(record: list[Any], item: Any, inner: Callable[[Any], Any]) -> Any:
-    """The recorded object that is `item`, or was made from it."""
-    for known in record:
-        if known is item or inner(known) is item:
-            return known
-    return None
-
-
-def _keep(record: list[Any], item: Any) -> Any:
-    """Mark an object as prepared and record it once."""
-    setattr(item, PREPARED_MARK, True)
-    if _find(record, item, lambda known: known) is None:
-        record.append(item)
-    return item

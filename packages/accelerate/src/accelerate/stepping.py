@@ -13,7 +13,7 @@ from torch import nn
 
 from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.prepared import PREPARED_MARK
+from accel_integrations.prepared.prepared import is_prepared
 from accel_ops.collectives import reduce
 from accel_state import supervision
 
@@ -71,6 +71,8 @@ class StepController:
             TypeError: For something that is no model.
             RuntimeError: When nothing was prepared at all.
         """
+        if given == self._checked:
+            return given
         found = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else (entry,)))
         if found == self._checked:
             return found
@@ -81,7 +83,7 @@ class StepController:
                     "`with accelerator.accumulate(model):`."
                 )
         known = self.prepared
-        if not (known.models or known.optimizers or known.dataloaders or any(map(_is_prepared, found))):
+        if not (known.models or known.optimizers or known.dataloaders or any(map(is_prepared, found))):
             raise RuntimeError(
                 f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has "
                 "prepared nothing: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
@@ -104,20 +106,20 @@ class StepController:
         """Accumulate the gradients of `loss`; see `Accelerator.backward`."""
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
-        averaging = self.engine.averaging
-        if averaging is not None:
-            loss = averaging.add(loss, weight)
-        elif weight is not None:
-            raise ValueError(
-                f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') takes "
-                "into account: choose that, or leave the weight out."
-            )
-        elif (num_steps := self.gradient_state.num_steps) > 1 and self.engine.divides_losses:
-            loss = loss / num_steps
-        if self.has_lomo_optimizer and "learning_rate" in kwargs:
-            self.lomo_backward(loss, kwargs["learning_rate"])
+        self.engine.backward(self.engine.averaging.add(loss, weight), **kwargs)
+
+    def step_in_backward(self) -> None:
+        """Let backward update parameters, from now on, whenever it is given a learning rate: for LOMO optimizers."""
+        self.has_lomo_optimizer = True
+        self.backward = self._backward_or_step  # type: ignore[method-assign] # others need not ask in every step
+
+    def _backward_or_step(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        if "learning_rate" in kwargs:
+            self.lomo_backward(self.engine.averaging.add(loss, weight), kwargs["learning_rate"])
         else:
-            self.engine.backward(loss, **kwargs)
+            StepController.backward(self, loss, weight, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Backward and update in one go, by the prepared LOMO optimizers; see `Accelerator.lomo_backward`."""
@@ -134,7 +136,7 @@ class StepController:
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size; see `Accelerator.unscale_gradients`."""
         self.engine.unscale_gradients(self.plain_optimizers(optimizer))
-        if self.engine.averaging is not None and self.gradient_state.sync_gradients:
+        if self.engine.averaging.is_by_window and self.gradient_state.sync_gradients:
             self.engine.averaging.finish_window()
 
     def clip_grad_norm_(
@@ -167,6 +169,7 @@ class StepController:
         """Start over, holding on to no model."""
         self.step = 0
         self.has_lomo_optimizer = False
+        vars(self).pop("backward", None)
         self._checked = ()
 
 
@@ -186,7 +189,7 @@ class Accumulation(ContextDecorator):
     def __enter__(self) -> None:
         controller = self._controller
         models = controller.models_among(self._given)
-        if controller.engine.averaging is not None:
+        if controller.engine.averaging.is_by_window:
             controller.engine.averaging.begin_batch()
         if controller.begin_batch():
             self._held = None
@@ -197,15 +200,10 @@ class Accumulation(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._controller.engine.averaging is not None:
+        if self._controller.engine.averaging.is_by_window:
             self._controller.engine.averaging.end_batch()
         if self._held is not None:
             self._held.__exit__(kind, error, trace)
-
-
-def _is_prepared(model: nn.Module) -> bool:
-    """Whether any accelerator prepared a model."""
-    return bool(getattr(model, PREPARED_MARK, False))
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:

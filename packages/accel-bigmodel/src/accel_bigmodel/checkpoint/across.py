@@ -32,11 +32,11 @@ def load_across_processes(
 
     Args:
         model: The model, on all processes.
-        checkpoint: As for `load_checkpoint_in_model`; it is read by the first process only where that broadcasts.
+        checkpoint: As for `load_checkpoint_in_model`; read by rank 0 only where that broadcasts.
         dtype: Of floating-point tensors; None leaves them as stored.
         strict: Names have to be the same.
         full_state_dict: The checkpoint holds whole tensors, not one process's parts.
-        broadcast_from_rank0: The first process reads, and sends to the others.
+        broadcast_from_rank0: Rank 0 reads, and broadcasts to the others.
 
     Raises:
         RuntimeError: On all processes, when the one that reads cannot, or without a process group.
@@ -59,7 +59,7 @@ def load_across_processes(
         reasons = [None if problem is None else f"{type(problem).__name__}: {problem}"]
         dist.broadcast_object_list(reasons, src=0)
         if problem is None and reasons[0] is not None:
-            raise RuntimeError(f"The first process could not load the checkpoint: {reasons[0]}")
+            raise RuntimeError(f"Rank 0 could not load the checkpoint: {reasons[0]}")
     if problem is not None:
         raise problem
     options = StateDictOptions(

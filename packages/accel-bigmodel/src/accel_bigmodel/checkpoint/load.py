@@ -24,18 +24,16 @@ from accel_bigmodel.checkpoint.placing import (
     device_of,
     plan_placements,
 )
-from accel_bigmodel.device_map.check import check_device_map
-from accel_bigmodel.device_map.places import check_places
-from accel_bigmodel.device_map.room import check_memory
-from accel_bigmodel.offload.folder import Index
-from accel_bigmodel.tied import (
+from accel_bigmodel.device_map.check import (
+    check_device_map,
+    check_memory,
+    check_places,
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
-    find_tied_parameters,
-    retie_parameters,
 )
-
-LOADING_AS_EVER = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch.nn.modules.instancenorm")
+from accel_bigmodel.offload.folder import Index
+from accel_ops.modules import customizes_loading
+from accel_ops.tied import find_tied_parameters, retie_parameters
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
@@ -47,7 +45,7 @@ def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = Non
 
     Args:
         checkpoint_file: A safetensors file, or one of `torch.save`, of which no code is run.
-        device_map: Device by name of module or tensor; what it does not name, or leaves on disk, is in main memory.
+        device_map: Device by name of module or tensor; what it does not name, or leaves on disk, is in CPU memory.
 
     Returns:
         On the CPU, views of the mapped file: read when they are used, and free to be written to without changing it.
@@ -91,17 +89,17 @@ def load_checkpoint_in_model(
         checkpoint: A weights file, an index of shards, a folder that holds one of these, or the name of a repository of
             the Hugging Face Hub.
         device_map: Device by name of module or tensor, "disk" among them. When None, a model that has memory keeps it
-            and gets the values; one that is (in part) on the meta device gets the checkpoint's tensors in main memory.
+            and gets the values; one that is (in part) on the meta device gets the checkpoint's tensors in CPU memory.
         offload_folder: Where what goes on disk is noted, and written if it cannot stay in the checkpoint.
         dtype (`torch.dtype`, *optional*): Of floating-point tensors, such as `torch.float16` or "float16"; as in the model
             when None.
         offload_state_dict (`bool`): Not used: nothing is read that would have to be put aside.
-        offload_buffers (`bool`): Leave buffers on disk too where the map says so; else they are in main memory.
+        offload_buffers (`bool`): Leave buffers on disk too where the map says so; else they are in CPU memory.
         keep_in_fp32_modules (`list[str]`, *optional*): Names of modules that stay in float32 when `dtype` is float16.
         offload_8bit_bnb (`bool`): Note the scales of 8-bit weights of bitsandbytes that are left on disk, too.
         strict (`bool`): Raise an error, not a warning, when the checkpoint has not exactly the names of the model.
         full_state_dict (`bool`): For a model that is sharded over processes: the checkpoint holds whole tensors.
-        broadcast_from_rank0 (`bool`): The first process reads the checkpoint, and sends it to the others.
+        broadcast_from_rank0 (`bool`): Rank 0 reads the checkpoint, and broadcasts it to the others.
 
     Returns:
         Where the weights that are left on disk can be read, by name, as `dispatch_model` takes it in `offload_index`.
@@ -137,7 +135,7 @@ def load_checkpoint_in_model(
         check_places(device_map)
         check_device_map(model, device_map)
     contents = CheckpointContents(find_checkpoint(checkpoint))
-    if device_map is None and _loads_itself(model):
+    if device_map is None and customizes_loading(model):
         _leave_to_model(model, contents, wished_dtype, strict)
         return {}
     compare(model, contents).judge(strict)
@@ -172,17 +170,6 @@ def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if found is not None and not isinstance(found, torch.dtype) or (found is None and dtype is not None):
         raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
     return found
-
-
-def _loads_itself(model: nn.Module) -> bool:
-    """Whether a part of a model does something of its own when a state dict is loaded, such as to rename tensors."""
-    return any(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or type(module).load_state_dict is not nn.Module.load_state_dict
-        or type(module)._load_from_state_dict.__module__ not in LOADING_AS_EVER
-        for module in model.modules()
-    )
 
 
 def _leave_to_model(model: nn.Module, contents: CheckpointContents, dtype: torch.dtype | None, strict: bool) -> None:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from accel_bigmodel import pages
+from accel_ops.safetensors_header import TensorHeader, check_layout, raise_damaged, read_header
 from accel_ops.tensor_files import DTYPE_NAMES
 
-LENGTH_BYTES = 8
-MAX_HEADER_BYTES = 100_000_000  # as the library that defines the format has it
-METADATA = "__metadata__"
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
 
 StrPath = str | os.PathLike[str]
@@ -64,12 +59,11 @@ class MappedShard:
 
     def __init__(self, path: StrPath) -> None:
         self.path = os.fspath(path)
-        header, data_begin, file_bytes = _read_header(self.path)
-        metadata = header.pop(METADATA, {})
-        self.metadata: dict[str, str] = metadata if isinstance(metadata, dict) else {}
-        self._entries = {name: _entry(self.path, name, said, data_begin) for name, said in header.items()}
-        _check_layout(self.path, self._entries, data_begin, file_bytes)
-        self._storage = torch.UntypedStorage.from_file(self.path, shared=False, nbytes=file_bytes)
+        header = read_header(self.path)
+        self.metadata = header.metadata
+        self._entries = {name: _entry(self.path, tensor) for name, tensor in header.tensors.items()}
+        check_layout(self.path, header)
+        self._storage = torch.UntypedStorage.from_file(self.path, shared=False, nbytes=header.file_bytes)
 
     def names(self) -> list[str]:
         """The names of its tensors, as its header lists them."""
@@ -144,73 +138,13 @@ def mapped_shard(path: StrPath) -> MappedShard:
         return shard
 
 
-def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
-    """The header, where the data begin, and the bytes of the file."""
-    with open(path, "rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-        if file_bytes < LENGTH_BYTES or not 1 < length <= MAX_HEADER_BYTES:
-            _refuse(path, "it does not begin with the length of a header")
-        if LENGTH_BYTES + length > file_bytes:
-            _refuse(path, f"it is cut off within its header: of {length} bytes {file_bytes - LENGTH_BYTES} are there")
-        text = file.read(length)
-    try:
-        header = json.loads(text, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
-        _refuse(path, f"its header cannot be read ({error})")
-    if not isinstance(header, dict):
-        _refuse(path, "its header is not a table of tensors")
-    return header, LENGTH_BYTES + length, file_bytes
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
-    return found
-
-
-def _entry(path: str, name: str, said: Any, data_begin: int) -> TensorEntry:
-    try:
-        dtype_name, shape, (begin, end) = said["dtype"], said["shape"], said["data_offsets"]
-    except (TypeError, KeyError, ValueError):
-        _refuse(path, f"of the tensor {name!r} it does not say dtype, shape and data_offsets")
-    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+def _entry(path: str, header: TensorHeader) -> TensorEntry:
+    dtype = DTYPES.get(header.dtype)
     if dtype is None:
-        _refuse(path, f"the tensor {name!r} has the dtype {dtype_name!r}; known are {', '.join(DTYPES)}")
-    if not (isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(begin) and _is_count(end)):
-        _refuse(path, f"the tensor {name!r} has the shape {shape!r} and the data_offsets {[begin, end]!r}")
-    if prod(shape) * dtype.itemsize != end - begin:
-        _refuse(
-            path,
-            f"the tensor {name!r} of shape {tuple(shape)} and dtype {dtype_name} takes "
-            f"{prod(shape) * dtype.itemsize} bytes, but {end - begin} are given to it",
+        raise_damaged(
+            path, f"the tensor {header.name!r} has the dtype {header.dtype!r}; torch has {', '.join(DTYPES)}"
         )
-    return TensorEntry(dtype, tuple(shape), data_begin + begin, data_begin + end)
-
-
-def _check_layout(path: str, entries: Mapping[str, TensorEntry], data_begin: int, file_bytes: int) -> None:
-    """Tensors lie one behind the other, without gaps, up to the end of the file."""
-    position = data_begin
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.end > file_bytes:
-            _refuse(path, f"it is cut off: the tensor {name!r} ends {entry.end - file_bytes} bytes behind its end")
-        if entry.begin < position:
-            _refuse(path, f"the tensor {name!r} overlaps another one")
-        if entry.begin > position:
-            _refuse(path, f"there are {entry.begin - position} bytes of nothing before the tensor {name!r}")
-        position = entry.end
-    if position != file_bytes:
-        _refuse(path, f"{file_bytes - position} bytes at its end belong to no tensor")
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def _refuse(path: str, problem: str) -> NoReturn:
-    raise ValueError(f"{path} is damaged or no safetensors file: {problem}. Download or write it again.")
+    return TensorEntry(dtype, header.shape, header.begin, header.end)
 
 
 __all__ = ["MappedShard", "TensorEntry", "mapped_shard"]

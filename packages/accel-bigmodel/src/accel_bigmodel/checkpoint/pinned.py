@@ -1,4 +1,4 @@
-"""Copies from mapped files to an accelerator, at the speed of its bus."""
+"""Copies from mapped files to an accelerator through pinned buffers, at the speed of the bus."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ BUFFER_BYTES = 1 << 24
 SMALL_BYTES = 1 << 20  # which the driver copies well by itself
 
 
-class Lane(Protocol):
-    """A page-locked buffer, from which an accelerator fetches on its own while the next one is filled."""
+class StagingBuffer(Protocol):
+    """A pinned buffer that a device copies from asynchronously, while the next one is filled."""
 
     buffer: torch.Tensor
 
@@ -24,8 +24,8 @@ class Lane(Protocol):
         """Begin to copy the first bytes of the buffer."""
 
 
-class CudaLane:
-    """A lane to one CUDA device.
+class CudaStagingBuffer:
+    """A pinned buffer that is copied to one CUDA device on a CUDA stream of its own.
 
     Args:
         device: Which.
@@ -49,13 +49,13 @@ class CudaLane:
 
 
 class DeviceCopier:
-    """Copies tensors to CUDA devices; each thread that uses it has two lanes to each device."""
+    """Copies tensors to CUDA devices; each thread that uses it has two pinned buffers for each device."""
 
     def __init__(self) -> None:
         self._here = threading.local()
 
     def copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A tensor in main memory, on a device; it is there when this returns.
+        """Copy a tensor in CPU memory to a device; the copy has ended when this returns.
 
         Args:
             value: The tensor.
@@ -64,27 +64,27 @@ class DeviceCopier:
         if value.numel() * value.element_size() < SMALL_BYTES:
             return value.to(device, copy=True)
         made = torch.empty(value.shape, dtype=value.dtype, device=device)
-        copy_by_lanes(value.contiguous(), made, self._lanes(device))
+        copy_staged(value.contiguous(), made, self._buffers(device))
         return made
 
-    def _lanes(self, device: torch.device) -> Sequence[Lane]:
-        if not hasattr(self._here, "lanes"):
-            self._here.lanes = {}
-        lanes: dict[torch.device, Sequence[Lane]] = self._here.lanes
-        if device not in lanes:
-            lanes[device] = CudaLane(device), CudaLane(device)
-        return lanes[device]
+    def _buffers(self, device: torch.device) -> Sequence[StagingBuffer]:
+        if not hasattr(self._here, "buffers"):
+            self._here.buffers = {}
+        buffers: dict[torch.device, Sequence[StagingBuffer]] = self._here.buffers
+        if device not in buffers:
+            buffers[device] = CudaStagingBuffer(device), CudaStagingBuffer(device)
+        return buffers[device]
 
 
-def copy_by_lanes(source: torch.Tensor, target: torch.Tensor, lanes: Sequence[Lane]) -> None:
-    """Copy a contiguous tensor piece by piece, filling one lane while the others are under way."""
+def copy_staged(source: torch.Tensor, target: torch.Tensor, buffers: Sequence[StagingBuffer]) -> None:
+    """Copy a contiguous tensor piece by piece, filling one buffer while the others are copied."""
     source_bytes, target_bytes = (each.reshape(-1).view(torch.uint8) for each in (source, target))
-    step = lanes[0].buffer.numel()
+    step = buffers[0].buffer.numel()
     for number, begin in enumerate(range(0, source_bytes.numel(), step)):
-        lane = lanes[number % len(lanes)]
+        staging = buffers[number % len(buffers)]
         piece = source_bytes[begin : begin + step]
-        lane.wait()
-        lane.buffer[: piece.numel()].copy_(piece)
-        lane.send(target_bytes[begin : begin + step])
-    for lane in lanes:
-        lane.wait()
+        staging.wait()
+        staging.buffer[: piece.numel()].copy_(piece)
+        staging.send(target_bytes[begin : begin + step])
+    for staging in buffers:
+        staging.wait()

@@ -61,7 +61,7 @@ class Wishes:
     """What a caller asked for.
 
     Args:
-        device_map: Device by name of module or tensor; None leaves each tensor where it is, in main memory if nowhere.
+        device_map: Device by name of module or tensor; None leaves each tensor where it is, in CPU memory if nowhere.
         dtype: Of floating-point tensors; as in the model when None, or as stored where the model has no values yet and
             there is no map.
         keep_in_fp32: Names of modules that stay in float32 when the others become float16.

@@ -1,14 +1,20 @@
-"""Does a device map fit a model?"""
+"""Does a device map fit the model, the devices of this machine, and their memory?"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from accel_bigmodel.sizes import named_module_tensors
+from accel_state.devices import detect_device_kind
 from accel_state.warning import warn_user
+
+ALWAYS_USABLE = ("cpu", "meta")  # devices that every machine has
+logger = logging.getLogger("accelerate.utils.modeling")
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bool = False) -> None:
@@ -66,3 +72,163 @@ def _is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(map(repr, names[:5]))
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def check_places(device_map: Mapping[str, Any]) -> None:
+    """Refuse a device map whose keys are no names, or whose values are no devices of this machine.
+
+    Args:
+        device_map: Device by name of module or tensor; `"disk"` counts as one.
+
+    Raises:
+        TypeError: It is no mapping.
+        ValueError: Naming the first entry that cannot be used, and why.
+    """
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"device_map={device_map!r} is no mapping from names of modules to devices. To put the whole model on one "
+            "device, pass {'': device}."
+        )
+    usable: set[torch.device] = set()
+    for name, place in device_map.items():
+        if not isinstance(name, str):
+            raise ValueError(f"The device map has the key {name!r}: keys are names of modules or tensors, as str.")
+        if place == "disk":
+            continue
+        device = _device_of(name, place)
+        if device not in usable:
+            check_usable(device, name)
+            usable.add(device)
+
+
+def check_usable(device: torch.device, name: str = "") -> None:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        device: The device.
+        name: What of the model the device map puts there, for the error.
+
+    Raises:
+        ValueError: Naming the device, and what there is instead.
+    """
+    if device.type in ALWAYS_USABLE:
+        return
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        kind = detect_device_kind()
+        count = 0 if kind.name == "cpu" else kind.device_count()
+        here = f"{count} {kind.name} device{'s' * (count != 1)}" if count else "no accelerator"
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"The device map names {str(device)!r}{f' for {name!r}' if name else ''}, which this machine cannot use: it "
+            f"has {here} ({reason}). Use 'cpu' or 'disk', or let device_map='auto' choose."
+        ) from error
+
+
+def _device_of(name: str, place: Any) -> torch.device:
+    wrong = f"The device map puts {name!r} on {place!r}, which is no device"
+    advice = "give the number of an accelerator, 'cpu', 'disk', or what torch.device takes."
+    if isinstance(place, bool) or not isinstance(place, int | str | torch.device):
+        raise ValueError(f"{wrong}: {advice}")
+    try:
+        return torch.device(place)
+    except RuntimeError as error:
+        raise ValueError(f"{wrong} ({str(error).partition(chr(10))[0][:60]}): {advice}") from None
+
+
+def check_memory(needed: Mapping[torch.device, int]) -> None:
+    """Refuse a map before anything moves.
+
+    Args:
+        needed: Bytes that are to come to each device.
+
+    Raises:
+        ValueError: Naming the devices that cannot take it, and by how much.
+    """
+    lacking = []
+    for device, num_bytes in needed.items():
+        free = free_bytes(device) if num_bytes else None
+        if free is not None and num_bytes > free:
+            lacking.append(
+                f"{num_bytes / 1e9:.2f} GB are to go to {device}, where {free / 1e9:.2f} GB are free: "
+                f"{(num_bytes - free) / 1e9:.2f} GB too many"
+            )
+    if lacking:
+        raise ValueError(
+            f"The device map does not fit into memory: {'; '.join(lacking)}. Let infer_auto_device_map make a map for "
+            "what is free (max_memory), or give more parts to 'disk' or to another device."
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a device can still take; None where it does not say."""
+    if device.type == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().available + psutil.swap_memory().free)
+    module: Any = torch.get_device_module(device) if device.type != "meta" else None
+    if not hasattr(module, "mem_get_info") or not module.is_available():
+        return None
+    unused = module.memory_reserved(device) - module.memory_allocated(device)  # which torch keeps for new tensors
+    return int(module.mem_get_info(device)[0] + unused)
+
+
+def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.device, int]:
+    """What has to come to each device when parts of a model go where they are to be; shared tensors count once.
+
+    Args:
+        model: The model, in memory.
+        devices: Device by name of part; those left out stay where they are.
+    """
+    found: dict[torch.device, int] = {}
+    seen: set[tuple[int, torch.device]] = set()
+    for name, tensor in named_module_tensors(model, recurse=True):
+        place = name
+        while place and place not in devices:
+            place = place.rpartition(".")[0]
+        if place not in devices or tensor.is_meta:
+            continue
+        device = torch.device(devices[place])
+        if device != tensor.device and (tensor.data_ptr(), device) not in seen:
+            seen.add((tensor.data_ptr(), device))
+            found[device] = found.get(device, 0) + tensor.nbytes
+    return found
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether the configuration of a transformers model says that it shares parameters."""
+    if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
+        return False
+    config: Any = getattr(model, "config", None)
+    decoder = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    embeddings = getattr(decoder, "tie_word_embeddings", False) and callable(
+        getattr(model, "get_output_embeddings", None)
+    )
+    if embeddings and model.get_output_embeddings() is None:  # type: ignore[operator]
+        embeddings = False
+    encoder_decoder = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return bool(embeddings or encoder_decoder or any(hasattr(part, "_tie_weights") for part in model.modules()))
+
+
+def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
+    """Warn about parameters that share memory but are to be put on several devices.
+
+    Args:
+        tied_params: What `find_tied_parameters` gave.
+        device_map: Where each part of the model goes.
+    """
+    for group in tied_params:
+        places = {name: _place_of(name, device_map) for name in group}
+        if len(set(places.values())) > 1:
+            logger.warning(
+                "These names share one parameter, but the device map puts them on several devices, where each gets a "
+                "copy of its own: %s. Give their modules one device.",
+                places,
+            )
+
+
+def _place_of(name: str, device_map: Mapping[str, Any]) -> Any:
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)

@@ -1,14 +1,17 @@
-"""The parts of a model while devices are chosen for them."""
+"""The modules of a model while devices are chosen for them: taken apart, waiting, allocated, and merged again in a map."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from accel_bigmodel.sizes import convert_file_size_to_int
+
 Part = nn.Module | torch.Tensor
+Map = TypeVar("Map", bound=MutableMapping[str, Any])
 
 
 def parts_of(module: nn.Module, name: str) -> list[tuple[str, Part]]:
@@ -117,3 +120,71 @@ class Waiting:
             if name and name not in found:
                 found.append(name)
         return found
+
+
+def fallback_allocate(
+    modules: Sequence[tuple[str, Part]],
+    module_sizes: Mapping[str, int],
+    size_limit: float | str,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: Sequence[Sequence[str]] | None = None,
+) -> tuple[str | None, Part | None, list[tuple[str, Part]]]:
+    """Find a part that fits into what is left, taking larger ones apart; parts that share parameters are left alone.
+
+    Args:
+        modules: Names and parts, in order.
+        module_sizes: Bytes by name.
+        size_limit: Bytes that are left.
+        no_split_module_classes: Names of classes that are not taken apart.
+        tied_parameters: What `find_tied_parameters` gave.
+
+    Returns:
+        Name and part, both None when nothing fits, and all other parts in order.
+    """
+    limit = convert_file_size_to_int(size_limit)
+    whole = set(no_split_module_classes or ())
+    shared = [name for group in tied_parameters or () for name in group]
+
+    def fits(name: str) -> bool:
+        return module_sizes.get(name, 0) <= limit and not any(is_inside(other, name) for other in shared)
+
+    def search(parts: Sequence[tuple[str, Part]]) -> list[tuple[str, Part]] | None:
+        """The parts, of which the one that fits comes first and those around it are taken apart."""
+        for position, (name, part) in enumerate(parts):
+            others = [*parts[:position], *parts[position + 1 :]]
+            if fits(name):
+                return [(name, part), *others]
+            if can_be_taken_apart(part, whole):
+                inner = search(parts_of(part, name))  # type: ignore[arg-type]
+                if inner is not None:
+                    return [inner[0], *parts[:position], *inner[1:], *parts[position + 1 :]]
+        return None
+
+    found = search(modules)
+    if found is None:
+        return None, None, list(modules)
+    return (*found[0], found[1:])
+
+
+def clean_device_map(device_map: Map, module_name: str = "") -> Map:
+    """Name a module instead of all its parts where these are on one device.
+
+    Args:
+        device_map: Device by name; it is changed.
+        module_name: Where to begin.
+
+    Returns:
+        The same map.
+    """
+    prefix = f"{module_name}." if module_name else ""
+    inside = {name: device for name, device in device_map.items() if name.startswith(prefix)}
+    devices = set(inside.values())
+    if len(devices) == 1 and len(inside) > 1:
+        for name in inside:
+            del device_map[name]
+        device_map[module_name] = devices.pop()
+        return device_map
+    for child in dict.fromkeys(name[len(prefix) :].partition(".")[0] for name in inside if name != module_name):
+        if prefix + child not in device_map:
+            clean_device_map(device_map, prefix + child)
+    return device_map

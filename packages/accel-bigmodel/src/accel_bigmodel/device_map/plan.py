@@ -12,15 +12,18 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budgets import NOT_ACCELERATORS, Device, get_max_memory
-from accel_bigmodel.device_map.clean import clean_device_map
-from accel_bigmodel.device_map.fallback import fallback_allocate
-from accel_bigmodel.device_map.parts import Part, Waiting, can_be_taken_apart, is_inside, parts_of
-from accel_bigmodel.sizes import compute_module_sizes
-from accel_bigmodel.tied import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    find_tied_parameters,
+from accel_bigmodel.device_map.check import check_tied_parameters_in_config, check_tied_parameters_on_same_device
+from accel_bigmodel.device_map.parts import (
+    Part,
+    Waiting,
+    can_be_taken_apart,
+    clean_device_map,
+    fallback_allocate,
+    is_inside,
+    parts_of,
 )
+from accel_bigmodel.sizes import compute_module_sizes
+from accel_ops.tied import find_tied_parameters
 from accel_state.warning import warn_user
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -37,10 +40,10 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> OrderedDict[str, Device]:
-    """Choose a device for each part of a model: accelerators first, then main memory, then the disk.
+    """Choose a device for each part of a model: accelerators first, then CPU memory, then the disk.
 
-    On the first accelerator, and in main memory, there stays room for the largest of the parts to come: those that do
-    not fit anywhere else have to be brought there when they run.
+    On the first accelerator, and in CPU memory, there stays room for the largest of the later parts: those that do
+    not fit anywhere else are copied there when they run.
 
     Args:
         model: The model, which may be on the meta device.
@@ -101,7 +104,7 @@ class _Filling:
         """Place all parts."""
         devices = list(self.limits)
         accelerators = [device for device in devices if device not in NOT_ACCELERATORS]
-        self.brought_to = {accelerators[0], "cpu"} if accelerators else {"cpu"}
+        self.runs_offloaded = {accelerators[0], "cpu"} if accelerators else {"cpu"}
         self.waiting = Waiting(parts, self.sizes, self.whole)
         self.partners = _partners(self.tied)
         self.devices = iter(devices)
@@ -116,7 +119,7 @@ class _Filling:
         if self.device == "disk":
             return None
         room = self.limits[self.device] - self.used.get(self.device, 0)
-        return room - self.waiting.largest_later if self.device in self.brought_to else room
+        return room - self.waiting.largest_later if self.device in self.runs_offloaded else room
 
     def _place_next(self) -> None:
         name, part = self.waiting.first
@@ -138,8 +141,8 @@ class _Filling:
     def _leave_device(self, name: str, needed: int) -> None:
         """Go on to the next device, because a part of so many bytes does not fit on this one."""
         if self.device not in self.used:
-            kept = self.waiting.largest_later if self.device in self.brought_to else 0
-            beside = f" ({kept} of them to bring later parts to)" if kept else ""
+            kept = self.waiting.largest_later if self.device in self.runs_offloaded else 0
+            beside = f" ({kept} of them for running offloaded parts)" if kept else ""
             self.too_small[self.device] = (
                 f"{self.limits[self.device]} bytes, where {name} needs {needed + kept}{beside}"
             )
@@ -170,7 +173,7 @@ class _Filling:
 
     def _fill_gap(self, room: int) -> bool:
         """Where nothing could be placed in order, place a later part that fits, if that is wanted."""
-        if not self.fallback or self.device not in self.brought_to or self.used.get(self.device):
+        if not self.fallback or self.device not in self.runs_offloaded or self.used.get(self.device):
             return False
         name, part, rest = fallback_allocate(list(self.waiting), self.sizes, room, sorted(self.whole), self.tied)
         if name is None:

@@ -32,7 +32,7 @@ class WeightSlot:
 
 
 class Stream(Protocol):
-    """What brings weights before they are needed."""
+    """What prefetches weights."""
 
     def fetch(self, hook: AlignDevicesHook) -> bool:
         """Fill the slots of a hook; False when the hook has to do it itself."""
@@ -43,14 +43,14 @@ class Stream(Protocol):
 
 @known_as("accelerate.hooks.AlignDevicesHook")
 class AlignDevicesHook(ModelHook):
-    """Brings inputs, and weights that wait elsewhere, to a module's device before it runs.
+    """Moves inputs, and offloaded weights, to a module's device before its forward pass.
 
     Args:
         execution_device: The device; when None, nothing is moved there.
-        offload (`bool`): Whether weights wait elsewhere between forward passes.
+        offload (`bool`): Whether weights are offloaded between forward passes.
         io_same_device (`bool`): Put outputs on the device from which inputs came.
-        weights_map: The weights by name; when None, those of the module, in main memory.
-        offload_buffers (`bool`): Whether buffers wait elsewhere too.
+        weights_map: The weights by name; when None, those of the module, in CPU memory.
+        offload_buffers (`bool`): Whether buffers are offloaded too.
         place_submodules (`bool`): Whether the weights of all modules inside are meant.
         skip_keys (`str` or list of `str`, *optional*): Keyword arguments that stay where they are.
         tied_params_map: Copies of shared parameters, by address and device.
@@ -74,7 +74,7 @@ class AlignDevicesHook(ModelHook):
     slots: Sequence[WeightSlot] | None = None
     """Where weights come and go; None before it is known."""
     stream: Stream | None = None
-    """What brings weights before they are needed, if something does."""
+    """What prefetches weights, if something does."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class AlignDevicesHook(ModelHook):
                 self._place(module, name)
 
     def _waiting(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """The weights that wait elsewhere between forward passes."""
+        """The weights that are offloaded between forward passes."""
         return dict(
             named_module_tensors(
                 module, self.offload_buffers, recurse=self.place_submodules, remove_non_persistent=True

@@ -26,7 +26,7 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let all modules inside that hold weights, and have no hook, bring their inputs to a device.
+    """Let all modules inside that hold weights, and have no hook, move their inputs to a device.
 
     Args:
         module: The module.
@@ -55,17 +55,17 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let every module that has tensors of its own bring them, and its inputs, to a device.
+    """Let every module that has tensors of its own move them, and its inputs, to a device.
 
     Args:
         module: The module.
         execution_device: The device.
-        offload (`bool`): Whether weights wait elsewhere between forward passes.
+        offload (`bool`): Whether weights are offloaded between forward passes.
         weights_map: The weights by name.
-        offload_buffers (`bool`): Whether buffers wait elsewhere too.
+        offload_buffers (`bool`): Whether buffers are offloaded too.
         module_name: The name of the module in `weights_map`.
         skip_keys: Keyword arguments that stay where they are.
-        preload_module_classes: Names of classes whose weights come all at once, because they use those of modules
+        preload_module_classes: Names of classes whose weights are loaded all at once, because they use those of modules
             inside without calling these.
         tied_params_map: Copies of shared parameters, by address and device.
     """
@@ -109,17 +109,17 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Hook a model that is cut into blocks, each with its device and either there or waiting elsewhere.
+    """Hook a model block by block; each block has its device and may be offloaded.
 
     Args:
         module: The model.
         execution_device: The device of each block, by name, or of the whole model.
-        offload: Whether a block's weights wait elsewhere, by name, or those of the whole model.
+        offload: Whether a block's weights are offloaded, by name, or those of the whole model.
         weights_map: The weights by name.
-        offload_buffers (`bool`): Whether buffers of blocks that wait elsewhere do too.
+        offload_buffers (`bool`): Whether buffers of offloaded blocks are offloaded too.
         module_name: The name of the module.
         skip_keys: Keyword arguments that stay where they are.
-        preload_module_classes: Names of classes whose weights come all at once.
+        preload_module_classes: Names of classes whose weights are loaded all at once.
         tied_params_map: Copies of shared parameters, by address and device.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -184,7 +184,7 @@ class _Blocks:
         attach_execution_device_hook(module, device, **self.shared)
 
     def _offload(self, module: nn.Module, name: str, device: Device) -> None:
-        """A block whose weights wait elsewhere."""
+        """A block whose weights are offloaded."""
         attach_align_device_hook(
             module,
             device,

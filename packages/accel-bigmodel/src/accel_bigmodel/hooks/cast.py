@@ -1,4 +1,4 @@
-"""Weights that are stored in one number format and computed with in another."""
+"""Weights that are stored in one dtype and computed with in another."""
 
 from __future__ import annotations
 

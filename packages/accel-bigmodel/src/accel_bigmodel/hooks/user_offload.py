@@ -37,7 +37,7 @@ class CpuOffload(ModelHook):
         self.prev_module_hook = prev_module_hook
 
     def init_hook(self, module: Module) -> Module:
-        """Send the model back to main memory."""
+        """Offload the model to CPU memory."""
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -68,7 +68,7 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to main memory."""
+        """Offload the model to CPU memory."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
@@ -81,7 +81,7 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a model in main memory until it runs; then it stays on the device until `offload` is called.
+    """Keep a model in CPU memory until it runs; then it stays on the device until `offload` is called.
 
     Models that run one after the other are chained: each is given the hook of the one before, and sends it back.
 

@@ -1,1 +1,1 @@
-"""Weights that wait in main memory or on disk."""
+"""Offloaded weights: in CPU memory or on disk."""

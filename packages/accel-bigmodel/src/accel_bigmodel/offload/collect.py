@@ -1,4 +1,4 @@
-"""All weights of a model whose parts wait elsewhere."""
+"""The full state dict of a model with offloaded weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_bigmodel.tensors import align_module_device, set_module_tensor_to_dev
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of a model, with the weights that wait elsewhere in place of empty ones.
+    """The state dict of a model, with offloaded weights in place of those on the meta device.
 
     Args:
         model: The model.
@@ -55,7 +55,7 @@ def get_state_dict_from_offload(
     state_dict: dict[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> dict[str, Any]:
-    """Put the weights of one module, which wait elsewhere, into a state dict.
+    """Put the offloaded weights of one module into a state dict.
 
     Args:
         module: The module.
@@ -77,7 +77,7 @@ def get_state_dict_from_offload(
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put weights of a folder into a model, in main memory.
+    """Load the weights of a folder into a model, in CPU memory.
 
     Args:
         model: The model.
@@ -92,7 +92,7 @@ def load_offloaded_weights(
 
 
 def waits_elsewhere(model: nn.Module) -> bool:
-    """Whether weights of any part of a model wait elsewhere between forward passes."""
+    """Whether weights of any part of a model are offloaded between forward passes."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     return any(True for hook in hooks for _ in _offloading(hook))
 

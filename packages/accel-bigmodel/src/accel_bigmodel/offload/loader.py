@@ -16,7 +16,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.utils.offload.OffloadedWeightsLoader")
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Weights in main memory, in checkpoint files and in a folder, as one mapping.
+    """Weights in CPU memory, in checkpoint files and in a folder, as one mapping.
 
     Files are mapped into memory on first use and stay mapped: a weight that is used again is not read again, nor
     copied.
@@ -26,7 +26,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         save_folder: A folder of offloaded weights.
         index: What is known of weights on disk, by name: `dtype` and `shape`; or `safetensors_file` and `weight_name`
             (the name itself if left out), and `dtype` where it is to be another. That of the folder when None.
-        device: Where weights from checkpoint files are put; as they are, in main memory, when None.
+        device: Where weights from checkpoint files are put; as they are, in CPU memory, when None.
 
     Raises:
         ValueError: When all are left out.

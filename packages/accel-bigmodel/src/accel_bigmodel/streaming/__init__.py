@@ -1,1 +1,1 @@
-"""Weights that are on their way before they are needed."""
+"""Prefetching of offloaded weights."""

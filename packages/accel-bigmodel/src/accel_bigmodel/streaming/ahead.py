@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.hooks.align import AlignDevicesHook
 
 WINDOW_BYTES = 256 << 20
-SMALL_BYTES = 1 << 16  # which come with their neighbours
+SMALL_BYTES = 1 << 16  # which are read with the pages around them
 STEP_BYTES = 1 << 23
 
 

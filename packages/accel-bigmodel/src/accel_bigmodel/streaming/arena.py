@@ -26,7 +26,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """Bytes that were given back while a computation with them may still be under way."""
+    """Bytes that were given back while a kernel may still use them."""
 
     begin: int
     end: int
@@ -38,7 +38,7 @@ class Arena:
 
     Args:
         memory: The memory (uint8, one dimension).
-        busy_until: Marks of what may still be under way with it.
+        busy_until: Events behind the last work that uses it.
     """
 
     def __init__(self, memory: torch.Tensor, busy_until: Iterable[Any] = ()) -> None:

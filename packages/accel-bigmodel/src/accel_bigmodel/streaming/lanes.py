@@ -1,4 +1,7 @@
-"""How blocks get from main memory or from files to a device while it computes."""
+"""Copies of blocks from CPU memory or files to a device, overlapped with its compute: one kind of lane per device.
+
+A lane is a stream of copies: a CUDA stream (or another accelerator's), or a thread where the CPU itself computes.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from typing import Any
 import torch
 
 from accel_bigmodel.streaming.arena import Region
-from accel_bigmodel.streaming.pinned import pinned
 from accel_bigmodel.streaming.units import Block, Piece
+from accel_state.warning import warn_user
 
-NUM_STAGES = 3  # buffers in which weights from files are put together for one copy
+NUM_STAGES = 3  # pinned buffers in which weights from files are staged for one copy
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one arrival of a block cost.
+    """What one copy of a block cost.
 
     Args:
         moved_seconds: How long the copy took.
-        waited_seconds: How long the computation stood still for it.
+        waited_seconds: How long compute was stalled by it.
     """
 
     moved_seconds: float
@@ -33,7 +36,7 @@ class Timing:
 
 
 class Lane(ABC):
-    """A way to one device. Its methods are called by the thread that computes.
+    """A stream of copies to one device. Its methods are called by the thread that computes.
 
     Args:
         device: The device.
@@ -52,27 +55,27 @@ class Lane(ABC):
 
     @abstractmethod
     def settle(self, arrival: Any) -> None:
-        """See that no copy which is begun later can overtake this one."""
+        """Return once the copy is enqueued, so that no later one can overtake it."""
 
     @abstractmethod
     def wait(self, arrival: Any) -> None:
-        """See that what is computed from now on finds the block."""
+        """Have everything computed from now on wait for the block."""
 
     @abstractmethod
     def mark(self, before: list[Any]) -> list[Any]:
-        """Marks behind everything that was begun so far, in place of earlier ones."""
+        """Events behind everything that was enqueued so far, in place of earlier ones."""
 
     @abstractmethod
     def timing(self, arrival: Any) -> Timing:
-        """What an arrival cost that was waited for."""
+        """What a copy cost that was waited for."""
 
 
 def fill(pieces: Iterable[Piece], target: torch.Tensor) -> None:
-    """Put weights together, each in its final dtype.
+    """Pack weights, each in its final dtype.
 
     Args:
         pieces: The weights.
-        target: The block's bytes, in main memory.
+        target: The block's bytes, in CPU memory.
     """
     with torch.no_grad():
         for piece in pieces:
@@ -80,7 +83,7 @@ def fill(pieces: Iterable[Piece], target: torch.Tensor) -> None:
 
 
 def _helper_of(owner: object) -> Callable[..., Future[Any]]:
-    """A thread that does one thing after the other and ends with its owner."""
+    """The `submit` of a thread that runs one task after the other and ends with its owner."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="weights")
     weakref.finalize(owner, pool.shutdown, wait=False)
     return pool.submit
@@ -88,21 +91,21 @@ def _helper_of(owner: object) -> Callable[..., Future[Any]]:
 
 @dataclass(slots=True)
 class _Filling:
-    """A block that a thread puts together, and how long it took."""
+    """A block that a thread converts, and how long it took."""
 
     done: Future[float]
     waited_seconds: float = 0.0
 
 
 class ThreadLane(Lane):
-    """To the CPU itself, for weights that are of another dtype where they wait: a thread converts them in advance."""
+    """The lane of the CPU itself, for weights stored in another dtype: a thread converts them in advance."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._submit = _helper_of(self)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Main memory."""
+        """CPU memory (uint8, one dimension)."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def begin(self, block: Block, region: Region) -> _Filling:
@@ -135,20 +138,20 @@ def _timed_fill(pieces: list[Piece], target: torch.Tensor) -> float:
 
 @dataclass(slots=True)
 class _Copying:
-    """A copy that a device makes by itself: events around it, and around the wait for it."""
+    """An asynchronous copy: events around it, and around the wait for it."""
 
     begun: Any
     ended: Any
     wait_begun: Any
     wait_ended: Any
-    handed_over: Future[None] | None = None  # when a thread has to put the block together before
+    handed_over: Future[None] | None = None  # when a thread has to pack or stage the block before
 
 
 class StreamLane(Lane):
-    """To an accelerator, on a stream of its own, out of page-locked memory: it copies while it computes.
+    """The lane of an accelerator: copies from pinned memory on a CUDA stream of its own, overlapped with compute.
 
-    Weights in main memory are packed once, block by block, and travel in one copy from then on; those in files are put
-    together in one of a few page-locked buffers each time. A thread does both.
+    Weights in CPU memory are packed into pinned memory once, block by block, and take one copy from then on; those in
+    files are staged in one of a few pinned buffers each time. A thread does both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -164,10 +167,10 @@ class StreamLane(Lane):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def begin(self, block: Block, region: Region) -> _Copying:
-        """Enqueue the copy behind the last computation with this memory."""
+        """Enqueue the copy behind the last kernel that uses this memory."""
         arrival = _Copying(*[self._event() for _ in range(4)])
         marks = region.busy_until
-        if region.begin is None:  # new memory, which the stream that computes may have used for something else
+        if region.begin is None:  # new memory, which the compute stream may have used for something else
             marks = self.mark([])
             region.memory.record_stream(self._stream)
         if self._is_packed(block):
@@ -179,7 +182,7 @@ class StreamLane(Lane):
         return arrival
 
     def _is_packed(self, block: Block) -> bool:
-        """Whether all weights are where the block was packed; somebody may have put others in their place."""
+        """Whether all weights are where the block was packed; a program may have replaced some."""
         if block.packed is None:
             return False
         address, size = block.packed.data_ptr(), block.packed.numel()
@@ -192,7 +195,7 @@ class StreamLane(Lane):
         )
 
     def _pack(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
-        """In the thread: put the weights into page-locked memory, let who held them have views of it, and copy them."""
+        """In the thread: pack the weights into pinned memory, replace them by views of it, and copy them."""
         guests = [piece for piece in block.pieces if piece.source.data_ptr() in self._addresses]  # tied to packed ones
         own = [piece for piece in block.pieces if piece not in guests]
         block.lay_out([*own, *guests])
@@ -205,7 +208,7 @@ class StreamLane(Lane):
         self._copy(block.packed, block, target, marks, arrival)
 
     def _stage(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
-        """In the thread: put weights from files together and begin to copy them."""
+        """In the thread: stage weights from files in a pinned buffer and begin to copy them."""
         stage = self._next_stage(block.num_bytes)
         stage.sent.synchronize()
         fill(block.pieces, stage.memory)
@@ -242,7 +245,7 @@ class StreamLane(Lane):
             arrival.handed_over.result()
 
     def wait(self, arrival: _Copying) -> None:
-        """Let the stream that computes wait for the copy."""
+        """Let the compute stream wait for the copy."""
         self.settle(arrival)
         computing = self._module.current_stream(self.device)
         arrival.wait_begun.record(computing)
@@ -268,7 +271,7 @@ class StreamLane(Lane):
 
 
 def _replace(piece: Piece, view: torch.Tensor) -> None:
-    """Put a packed weight in the place of the one it was made of, under all names that this has."""
+    """Replace a weight by its view in pinned memory, under all names that it has."""
     assert piece.home is not None
     mapping, address = piece.home[0], piece.source.data_ptr()
     for name, tensor in mapping.items():
@@ -277,16 +280,46 @@ def _replace(piece: Piece, view: torch.Tensor) -> None:
     piece.look_again()
 
 
+def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Pinned memory of exactly this size (uint8, one dimension).
+
+    CUDA memory is registered by hand, because PyTorch's allocator rounds up to a power of two, which for a large
+    model may be half of it again.
+
+    Args:
+        num_bytes: Its size.
+        device: The accelerator that reads it.
+
+    Returns:
+        The memory; pageable memory, with a warning, if the system cannot pin that much.
+    """
+    if device.type != "cuda" or torch.version.hip is not None or num_bytes == 0:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    runtime: Any = torch.cuda.cudart()
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    address = memory.data_ptr()
+    with torch.cuda.device(device):
+        error = int(runtime.cudaHostRegister(address, num_bytes, 0))
+    if error == 0:
+        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
+    else:
+        warn_user(
+            f"CUDA could not pin {num_bytes:,} bytes of CPU memory (error {error}), so weights are copied more slowly: raise "
+            "the limit of locked memory (ulimit -l), or leave more memory free."
+        )
+    return memory
+
+
 @dataclass(slots=True)
 class _Stage:
-    """Page-locked memory, and the end of the last copy from it."""
+    """A pinned buffer, and an event behind the last copy from it."""
 
     memory: torch.Tensor
     sent: Any
 
 
 def make_lane(device: torch.device) -> Lane | None:
-    """The lane to a device; None when it cannot copy while it computes."""
+    """The lane of a device; None when it cannot overlap copies with compute."""
     if device.type == "cpu":
         return ThreadLane(device)
     if device.type == "meta" or not hasattr(torch.get_device_module(device), "Stream"):

@@ -1,4 +1,4 @@
-"""Where the parts of a model are, and what it costs to bring them to where they run."""
+"""Where the parts of a model are, and what copying the offloaded ones to where they run costs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class OffloadReport:
     """Where a model is and what it waits for; `print` shows it as tables.
 
     Args:
-        parts: Where everything is, neighbours in one place taken together.
+        parts: Where everything is, one row for consecutive modules in one place.
         blocks: What travels, in the order in which it first ran.
     """
 
@@ -119,7 +119,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     """Report on a model that was dispatched or offloaded; the same as `model.offload_report()`.
 
     Args:
-        model: The model. Its last forward pass is reported on; the first one only learns the order of the modules.
+        model: The model. Its last forward pass is reported on; the first one only records the order of the modules.
     """
     streams = {hook.stream for _, hook in offloading_hooks(model) if isinstance(hook.stream, WeightStream)}
     blocks = [_report_on(stream, block) for stream in streams for block in stream.blocks if block.ready]
@@ -135,7 +135,7 @@ def _report_on(stream: WeightStream, block: Block) -> BlockReport:
 
 
 def _parts(model: nn.Module) -> list[PartReport]:
-    """One row for neighbours that are in the same place."""
+    """One row for consecutive modules in one place."""
     hooks = dict(offloading_hooks(model))
     rows = []
     for name, module in model.named_modules():

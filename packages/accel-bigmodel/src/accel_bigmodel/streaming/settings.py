@@ -1,4 +1,4 @@
-"""How far ahead weights are brought, and how much memory that may take."""
+"""How many blocks of offloaded weights are prefetched, and the device memory that may take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_BLOCK_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Streaming:
-    """How the weights of parts that wait in main memory or on disk get to the device on which they run.
+    """How offloaded weights, in CPU memory or on disk, are prefetched to the device on which they run.
 
     Args:
-        depth (`int`): How many blocks are on their way while one computes; 0 brings each when it is needed.
+        depth (`int`): How many blocks are prefetched while one computes; 0 copies each when it is needed.
         budget (`int` or `str`, *optional*): Bytes of device memory, such as `"2GB"`, for the block that computes and
-            those on their way. When None, as much as the largest `depth + 1` neighbouring blocks take.
+            those being prefetched. When None, as much as the largest `depth + 1` consecutive blocks take.
 
     Raises:
         ValueError: For a negative depth, or a budget that is no size.
@@ -34,7 +34,7 @@ class Streaming:
 
     def __post_init__(self) -> None:
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 0:
-            raise ValueError(f"Streaming(depth={self.depth!r}): give the number of blocks to bring ahead, 0 or more.")
+            raise ValueError(f"Streaming(depth={self.depth!r}): give the number of blocks to prefetch, 0 or more.")
         if self.budget is not None and self.budget_bytes <= 0:
             raise ValueError(f"Streaming(budget={self.budget!r}): give a number of bytes, or a size such as '2GB'.")
 
@@ -45,7 +45,7 @@ class Streaming:
 
     @property
     def block_bytes(self) -> int:
-        """How large blocks become, unless a single module is larger: so that all that are under way fit."""
+        """How large blocks become, unless a single module is larger: so that all that are prefetched fit."""
         if self.budget is None:
             return MAX_BLOCK_BYTES
         return max(1, min(MAX_BLOCK_BYTES, self.budget_bytes // (self.depth + 2)))

@@ -1,4 +1,4 @@
-"""Letting the hooks of a model get their weights from streams, one for each device."""
+"""Giving the hooks of a model prefetching streams, one for each device."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from accel_bigmodel.streaming.units import make_unit
 
 
 def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None:
-    """Bring the weights of a hooked model in advance where its devices can, and let it report on that.
+    """Prefetch the weights of a hooked model where its devices can, and let it report on that.
 
     Args:
-        model: A model whose hooks keep weights elsewhere between forward passes; it gets the method `offload_report`.
+        model: A model whose hooks offload weights between forward passes; it gets the method `offload_report`.
         settings: How far ahead, and how much memory.
     """
     by_device: dict[torch.device, dict[AlignDevicesHook, str]] = {}

@@ -1,4 +1,4 @@
-"""The weights of a model on their way to one device, block by block, ahead of the computation."""
+"""Prefetches the offloaded weights of a model to one device, block by block, overlapped with compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_bigmodel.streaming.arena import Arena, Region
 from accel_bigmodel.streaming.settings import Streaming
-from accel_bigmodel.streaming.units import Block, Unit, cut_into_blocks, make_unit
+from accel_bigmodel.streaming.units import Block, Unit, group_into_blocks, make_unit
 from accel_ops.nested import recursively_apply
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class WeightStream:
-    """Brings weights to a device before the modules that need them run.
+    """Copies weights to a device before the modules that need them run.
 
     During the first pass it only watches in which order modules run, and they fetch their weights themselves. From then
-    on modules that run in a row form blocks, and while one block computes, those that followed it the last time are on
-    their way. When another block follows than expected, that block is brought at once and remembered for the next time.
+    on modules that run in a row form blocks, and while one block computes, those that followed it the last time are
+    prefetched. When another block follows than expected, that block is copied at once and remembered for the next time.
 
     Args:
-        lane: The way to the device.
+        lane: Copies blocks to the device.
         settings: How far ahead, and how much memory.
         names: The names of the hooked modules.
 
@@ -55,7 +55,7 @@ class WeightStream:
         """Put the weights of a module into their slots.
 
         Returns:
-            Whether they are there now; otherwise the hook has to bring them itself.
+            Whether they are there now; otherwise the hook has to copy them itself.
         """
         with self._lock:
             unit = self._unit_of(hook)
@@ -95,7 +95,7 @@ class WeightStream:
                 self._drop_own(block)
             return output
 
-    # ---- learning ---------------------------------------------------------------------------------------------------
+    # ---- recording --------------------------------------------------------------------------------------------------
 
     def _unit_of(self, hook: AlignDevicesHook) -> Unit | None:
         if hook not in self._units:
@@ -103,11 +103,11 @@ class WeightStream:
         return self._units[hook]
 
     def _watch(self, unit: Unit) -> Block | None:
-        """Note that a unit runs; when it was seen before, a pass is complete and is cut into blocks."""
+        """Note that a unit runs; when it was seen before, a pass is complete and is grouped into blocks."""
         if unit not in self._watched:
             self._watched[unit] = None
             return None
-        blocks = cut_into_blocks(list(self._watched), self.settings.block_bytes)
+        blocks = group_into_blocks(list(self._watched), self.settings.block_bytes)
         self._watched.clear()
         self._follows.update(zip(blocks, [*blocks[1:], blocks[0]], strict=True))
         self.blocks += blocks
@@ -140,7 +140,7 @@ class WeightStream:
         self._look_ahead(block)
 
     def _look_ahead(self, block: Block) -> None:
-        """Send the blocks on their way that will be needed next."""
+        """Prefetch the blocks that will be needed next."""
         self._is_behind = False
         needed = [block]
         for coming in self._coming(block):

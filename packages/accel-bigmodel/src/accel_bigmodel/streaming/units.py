@@ -1,4 +1,4 @@
-"""What is brought to a device: the weights of a module (a unit), and those of several that run in a row (a block)."""
+"""What is prefetched: the weights of a module (a unit), and those of several that run in a row (a block)."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Piece:
 
     Args:
         slot: The place in the module.
-        source: The weight in main memory or in a mapped file, any dtype.
+        source: The weight in CPU memory or in a mapped file, any dtype.
         dtype: What it is on the device.
-        home: The mapping that holds it in main memory, and its name there; None for weights in files.
+        home: The mapping that holds it in CPU memory, and its name there; None for weights in files.
         offset: Its first byte in the block.
         version: Of the source, when it was read last.
     """
@@ -99,7 +99,7 @@ class Unit:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all its weights wait in main memory."""
+        """Whether all its weights are in CPU memory."""
         return all(piece.home is not None for piece in self.pieces)
 
     @property
@@ -122,7 +122,7 @@ class Block:
 
     units: Sequence[Unit]
     num_bytes: int = 0
-    packed: torch.Tensor | None = None  # its bytes in page-locked main memory, if they wait there
+    packed: torch.Tensor | None = None  # its bytes in pinned memory, once it was packed
     region: Region | None = None  # its bytes on the device
     arrival: Any = None  # what the lane knows of the copy
     in_use: set[Unit] = field(default_factory=set)
@@ -140,7 +140,7 @@ class Block:
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether all its weights wait in main memory."""
+        """Whether all its weights are in CPU memory."""
         return all(unit.is_in_memory for unit in self.units)
 
     @property
@@ -157,17 +157,17 @@ class Block:
             self.num_bytes += piece.room
 
 
-def cut_into_blocks(units: Sequence[Unit], target_bytes: int) -> list[Block]:
-    """Cut a sequence of units into blocks. A unit is never divided, and main memory is not mixed with files.
+def group_into_blocks(units: Sequence[Unit], target_bytes: int) -> list[Block]:
+    """Group a sequence of units into blocks. A unit is never split, and CPU memory is not mixed with files.
 
     Args:
         units: In the order in which they run.
         target_bytes: A block is closed before it would become larger.
     """
     blocks: list[list[Unit]] = []
-    for _, alike in groupby(units, key=lambda unit: unit.is_in_memory):
+    for _, run in groupby(units, key=lambda unit: unit.is_in_memory):
         filled = target_bytes
-        for unit in alike:
+        for unit in run:
             if filled + unit.room > target_bytes:
                 blocks.append([])
                 filled = 0

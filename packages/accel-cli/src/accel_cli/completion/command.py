@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_state.settings.option import one_of
 
 HELP = "Print a script that completes command lines in your shell."
 SHELLS = ("bash", "zsh", "fish")
@@ -26,7 +27,7 @@ def completion_command_parser(subparsers: Any = None) -> CommandParser:
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
     """
-    options = (Option("shell", "The shell.", choices=SHELLS),)
+    options = (Option("shell", "The shell.", kind=one_of(*SHELLS)),)
     parser = make_parser(subparsers, "completion", HELP, options, description=DESCRIPTION)
     if subparsers is not None:
         parser.set_defaults(func=completion_command)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from accel_cli.configfile.allowed import WORDS
+from accel_cli.launch.flags.table import find
 
 # what a shell can find itself
 FILE, FOLDER, ANYTHING = ":file", ":folder", ":anything"
@@ -94,8 +94,9 @@ def _values(action: argparse.Action) -> tuple[str, ...]:
         return ()
     if action.choices is not None:
         return tuple(str(choice) for choice in action.choices)
-    if action.dest in WORDS:
-        return WORDS[action.dest]
+    option = find(action.dest)
+    if option is not None and option.kind.closed:
+        return option.kind.choices
     if action.metavar == "BOOL":
         return TRUTH
     return (KINDS.get(str(action.metavar or action.dest), ANYTHING),)

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from accel_cli.configfile.allowed import check_word
-from accel_cli.configfile.migrate import PREFIXES, migrate, old_spellings
+from accel_cli.configfile.migrate import migrate, old_spellings
 from accel_cli.configfile.source import Source
 from accel_cli.errors import did_you_mean
-from accel_cli.launch.flags.deepspeed import DEEPSPEED
-from accel_cli.launch.flags.table import OPTIONS
-from accel_cli.launch.values import coerce
+from accel_cli.launch.flags.table import DEEPSPEED, PREFIXES, find, is_option
+from accel_cli.launch.values import check_word, coerce
 
 ADVICE = "Correct or remove them, or upgrade accelerate where a newer version wrote the file."
 
@@ -60,7 +58,7 @@ class Check:
 
     def up_to_date(self) -> dict[str, Any]:
         """Return what the file says, in today's words where older ones would not be understood."""
-        values, done = migrate(self.written, set(OPTIONS), loading=True)
+        values, done = migrate(self.written, loading=True)
         for item in done:
             if not item.change.new:
                 import logging
@@ -101,12 +99,13 @@ class Check:
             self.mistakes.append(f"{self.source.at(*old_spellings(key))}: {error}")
 
     def _value(self, key: str, name: str, value: Any) -> None:
-        if name not in OPTIONS or value is None:
+        option = find(name) if value is not None else None
+        if option is None:
             return
         with self.naming(key):
             where = self._as_written(key)
-            coerce(OPTIONS[name], value, where)
-            check_word(name, value, where)
+            coerce(option, value, where)
+            check_word(option, value, where)
 
     def _as_written(self, key: str) -> str:
         for spelling in old_spellings(key):
@@ -118,7 +117,7 @@ class Check:
 
 def _home_of(name: str, known: list[str]) -> str:
     """Say in which section an option belongs that stands outside of all."""
-    homes = [section for section, prefix in PREFIXES.items() if name.startswith(prefix) and name in OPTIONS]
+    homes = [section for section, prefix in PREFIXES.items() if name.startswith(prefix) and is_option(name)]
     if name in [option.name for option in DEEPSPEED.options]:
         homes = ["deepspeed_config"]
     return f" Put {name} into the section {homes[0]}." if homes and homes[0] in known else ""

@@ -6,19 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from accel_cli.launch.flags.table import PREFIXES, is_option
 from accel_state.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY, FSDP_STATE_DICT_TYPE
 
 Values = dict[str, Any]
-
-# section -> what the names of its keys begin with
-PREFIXES = {
-    "fsdp_config": "fsdp_",
-    "fp8_config": "fp8_",
-    "dynamo_config": "dynamo_",
-    "parallelism_config": "parallelism_config_",
-    "megatron_lm_config": "megatron_lm_",
-    "mpirun_config": "mpirun_",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,19 +146,18 @@ CHANGES: tuple[Change, ...] = (
 )  # fmt: skip
 
 
-def migrate(values: Values, known: set[str], *, loading: bool = False) -> tuple[Values, list[Done]]:
+def migrate(values: Values, *, loading: bool = False) -> tuple[Values, list[Done]]:
     """Bring what a file says up to date.
 
     Args:
         values: The content of the file; it is not changed.
-        known: The names of all options that sections may hold.
         loading: Whether to make only the changes without which the file cannot be used.
 
     Returns:
         The new content, and what was changed, in the order in which it was.
     """
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    done = list(_add_prefixes(values, known))
+    done = list(_add_prefixes(values))
     for change in CHANGES:
         if change.on_loading or not loading:
             done += _apply(change, values)
@@ -183,7 +173,7 @@ def old_spellings(key: str) -> list[str]:
     return list(dict.fromkeys([*names, *short]))
 
 
-def _add_prefixes(values: Values, known: set[str]) -> Iterator[Done]:
+def _add_prefixes(values: Values) -> Iterator[Done]:
     """Give the keys of a section the prefix that they may lack."""
     old_names = {change.old for change in CHANGES}
     for section, prefix in PREFIXES.items():
@@ -192,8 +182,9 @@ def _add_prefixes(values: Values, known: set[str]) -> Iterator[Done]:
             continue
         for key in list(content):
             name = f"{prefix}{key}"
-            is_name = name in known or f"{section}.{name}" in old_names
-            if is_name and not str(key).startswith(prefix) and name not in content:
+            if str(key).startswith(prefix) or name in content:
+                continue
+            if f"{section}.{name}" in old_names or is_option(name):
                 value = content.pop(key)
                 content[name] = value
                 yield Done(Change(f"{section}.{key}", f"{section}.{name}"), value, value)

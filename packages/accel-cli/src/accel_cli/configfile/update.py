@@ -8,7 +8,6 @@ from typing import Any
 from accel_cli.configfile.migrate import migrate
 from accel_cli.configfile.read import config_class, read_values
 from accel_cli.configfile.write import write_config
-from accel_cli.launch.flags.table import OPTIONS
 
 
 def update(path: str) -> list[str]:
@@ -30,7 +29,7 @@ def update(path: str) -> list[str]:
     written, source = read_values(path)
     kind = config_class(written)
     kind.from_values(written, source)  # so that mistakes are named as the file has them
-    values, done = migrate(written, set(OPTIONS))
+    values, done = migrate(written)
     config = kind.from_values(values, source)
     after = config.to_dict()
     lines = [str(item) for item in done] + list(_rest(values, after))

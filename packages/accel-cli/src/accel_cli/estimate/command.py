@@ -10,6 +10,7 @@ from accel_cli.arguments import CommandParser, Option, make_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.estimate.optimizers import OPTIMIZERS
 from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
+from accel_state.settings.option import WHOLE, one_of
 
 if TYPE_CHECKING:
     from accel_cli.estimate.report import Report
@@ -21,23 +22,23 @@ PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
 
 OPTIONS = (
     Option("model_name", "A folder with a model, or the name of one on the Hugging Face Hub."),
-    Option("--library_name", "Library of the model; found out if left out.", choices=("timm", "transformers")),
+    Option("--library_name", "Library of the model; found out if left out.", kind=one_of("timm", "transformers")),
     Option("--dtypes", "Number formats to estimate for.", nargs="+", metavar="DTYPE",
-           default=("float32", "float16", "int8", "int4"), choices=tuple(BITS)),
+           default=("float32", "float16", "int8", "int4"), kind=one_of(*BITS)),
     switch("--trust_remote_code", "Run code that comes with the model."),
     switch("--json", "Print JSON, with sizes in bytes."),
 )  # fmt: skip
 
 TRAINING_OPTIONS = (
     switch("--training", "Take one training step without values, and show what it needs."),
-    Option("--optimizer", "Optimizer of the training.", default="adamw", choices=tuple(OPTIMIZERS), metavar="NAME"),
-    Option("--batch_size", "Examples per device.", default=1, type=int, metavar="N"),
-    Option("--sequence_length", "Tokens per example; 512, or what the model takes, if left out.", type=int,
+    Option("--optimizer", "Optimizer of the training.", default="adamw", kind=one_of(*OPTIMIZERS), metavar="NAME"),
+    Option("--batch_size", "Examples per device.", default=1, kind=WHOLE, metavar="N"),
+    Option("--sequence_length", "Tokens per example; 512, or what the model takes, if left out.", kind=WHOLE,
            metavar="N"),
-    Option("--mixed_precision", "Number format to compute in.", default="no", choices=("no", "fp16", "bf16")),
+    Option("--mixed_precision", "Number format to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
     switch("--gradient_checkpointing", "Compute activations again in the backward pass."),
-    Option("--parallel", "Way of spreading the training, to show what each device needs.", choices=PARALLEL_NAMES),
-    Option("--num_devices", "Devices that share the work.", type=int, metavar="N"),
+    Option("--parallel", "Way of spreading the training, to show what each device needs.", kind=one_of(*PARALLEL_NAMES)),
+    Option("--num_devices", "Devices that share the work.", kind=WHOLE, metavar="N"),
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from accel_cli.launch.libraries import check_libraries
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import Plan, make_plan
 from accel_cli.launch.resolve import complete, read_settings
+from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
 
 HELP = "Run a script on one process or many."
@@ -44,7 +45,7 @@ def launch_command_parser(subparsers: Any = None) -> CommandParser:
     return parser
 
 
-def settle(args: Namespace) -> tuple[Namespace, Plan]:
+def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     """Check and complete a parsed command line, and plan the launch.
 
     Returns:
@@ -56,11 +57,10 @@ def settle(args: Namespace) -> tuple[Namespace, Plan]:
     check_flags(args)
     settings = read_settings(args, os.environ)
     check_script(settings)  # before the accelerators are counted, which takes seconds
-    complete(settings, os.environ, Machine())
-    check_settings(settings)
-    only_warn_in_dry_run(check_libraries, settings)
+    settings = complete(settings, os.environ, Machine())
+    notes = (*settings.notes, *check_settings(settings), *only_warn_in_dry_run(check_libraries, settings))
     if not settings.quiet:
-        for note in settings.notes:
+        for note in notes:
             print(f"accelerate launch: {note}", file=sys.stderr)
     return settings, make_plan(settings)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
+from typing import Any
 
 from accel_cli.arguments import Option
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.group import OptionGroup
-from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.flags.table import groups_of
 from accel_cli.launch.from_file import HARDWARE_FLAGS
-from accel_cli.launch.values import coerce, set_value
+from accel_cli.launch.settings import ROWS, LaunchSettings
+from accel_cli.launch.values import coerce
 
-WAYS = ("use_deepspeed", "use_fsdp", "use_megatron_lm")  # one excludes the others
+ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")  # one excludes the others
 
 OF_OTHERS = (
     "CCL_WORKER_COUNT",
@@ -26,59 +27,66 @@ RETIRED_VARIABLES = {
 }
 
 
-def take_environment(settings: Namespace, environ: Mapping[str, str]) -> None:
+def take_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
     """Give every option that nobody else has set the value of its variable.
 
     Args:
-        settings: What is being resolved.
+        settings: What was settled so far.
         environ: The environment variables; empty ones do not count.
+
+    Returns:
+        The settings with what the variables say.
 
     Raises:
         ValueError: For a value that is not allowed.
     """
-    _take_cpu(settings, environ)
-    for group in GROUPS:
+    settings = _take_cpu(settings, environ)
+    for group in groups_of(settings):
         if group.announced_by:
-            _take_announcement(settings, group, environ)
+            settings = _take_announcement(settings, group, environ)
         if group.handed_when(settings):
-            for option in group.options:
-                if option.name not in settings.sources:
-                    _take_option(settings, option, environ)
-    for name, why in RETIRED_VARIABLES.items():
-        if environ.get(name):
-            settings.notes.append(f"the variable {name} has no effect any more: {why}.")
+            found = (_read(option, environ) for option in group.options if option.name not in settings.sources)
+            values = {name: value for pair in found if pair is not None for name, value in (pair,)}
+            if values:
+                settings = settings.with_values(values, "environment")
+    retired = ((name, why) for name, why in RETIRED_VARIABLES.items() if environ.get(name))
+    return settings.noting(
+        *(f"the environment variable {name} has no effect any more: {why}." for name, why in retired)
+    )
 
 
-def _take_cpu(settings: Namespace, environ: Mapping[str, str]) -> None:
+def _take_cpu(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
     wanted = environ.get("ACCELERATE_USE_CPU")
-    if wanted and settings.settings_file is None and not any(getattr(settings, flag) for flag in HARDWARE_FLAGS):
-        settings.use_cpu = coerce(OPTIONS["cpu"], wanted, "environment variable ACCELERATE_USE_CPU")
-        settings.sources["cpu"] = "environment"
+    chosen = settings.settings_file is not None or any(getattr(settings, flag) for flag in HARDWARE_FLAGS)
+    if not wanted or chosen:
+        return settings
+    use_cpu = coerce(ROWS["cpu"], wanted, "environment variable ACCELERATE_USE_CPU")
+    return settings.but(use_cpu=use_cpu, sources={**settings.sources, "cpu": "environment"})
 
 
-def _take_announcement(settings: Namespace, group: OptionGroup, environ: Mapping[str, str]) -> None:
-    """Switch a way of training on, where neither command line nor settings file has chosen another."""
+def _take_announcement(settings: LaunchSettings, group: OptionGroup, environ: Mapping[str, str]) -> LaunchSettings:
+    """Switch an engine on, where neither command line nor config file has chosen another."""
     flag = group.shown_with.lstrip("-")
     word = environ.get(group.announced_by)
-    other = [way for way in WAYS if way != flag and getattr(settings, way)] if flag in WAYS else []
+    other = [engine for engine in ENGINES if engine != flag and getattr(settings, engine)] if flag in ENGINES else []
     if not word or other or getattr(settings, flag):
-        return
-    if coerce(OPTIONS[flag], word, f"environment variable {group.announced_by}"):
-        set_value(settings, flag, True, "environment")
+        return settings
+    wanted = coerce(ROWS[flag], word, f"environment variable {group.announced_by}")
+    return settings.with_values({flag: True}, "environment") if wanted else settings
 
 
-def _take_option(settings: Namespace, option: Option, environ: Mapping[str, str]) -> None:
+def _read(option: Option, environ: Mapping[str, str]) -> tuple[str, Any] | None:
+    """Read the variable of an option: its name and value, or None where there is nothing to be read."""
     variables = option.environment.split()
     found = [name for name in variables if environ.get(name)]
     if not found:
-        return
+        return None
     text = environ[found[0]]
     if len(variables) > 1:  # one item of a sequence each; those not set keep their default
         text = ",".join(environ.get(name) or str(item) for name, item in zip(variables, option.default, strict=True))
     try:
-        value = coerce(option, text, f"environment variable {' '.join(found)}")
+        return option.name, coerce(option, text, f"environment variable {' '.join(found)}")
     except UsageError:
         if option.environment in OF_OTHERS:
-            return
+            return None
         raise
-    set_value(settings, option.name, value, "environment")

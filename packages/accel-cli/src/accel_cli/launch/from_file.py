@@ -1,21 +1,21 @@
-"""What a settings file says about a launch."""
+"""What a config file says about a launch."""
 
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
 from accel_cli.configfile.location import default_config_path
 from accel_cli.errors import did_you_mean, without_traceback
-from accel_cli.launch.flags.table import OPTIONS
-from accel_cli.launch.values import coerce, set_value
+from accel_cli.launch.flags.table import PREFIXES, all_options, find
+from accel_cli.launch.settings import ROWS, LaunchSettings
+from accel_cli.launch.values import coerce
 
 HARDWARE_FLAGS = ("cpu", "multi_gpu", "tpu")
 MODE_FLAGS = (*HARDWARE_FLAGS, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 
-# distributed_type of a settings file -> the flag that says the same; every MULTI_<accelerator> is --multi_gpu
+# distributed_type of a config file -> the flag that says the same; every MULTI_<accelerator> is --multi_gpu
 MODES = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "use_megatron_lm", "XLA": "tpu"}
 MODES_ON_CPU = ("use_deepspeed", "use_fsdp")
 ONE_PROCESS_TYPES = ("NO",)
@@ -23,15 +23,17 @@ CPU_TYPES = ("MULTI_CPU",)
 
 # keys that are written under another name than the flag's
 RENAMED_KEYS = {"tpu_vm": "vm", "tpu_env": "env"}
-PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
 
-def take_file(settings: Namespace, environ: Mapping[str, str]) -> None:
-    """Read the settings file that was named, or the default one if it exists and the command line lets it count.
+def take_file(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
+    """Read the config file that was named, or the default one if it exists and the command line lets it count.
 
     Args:
-        settings: What is being resolved.
+        settings: What was settled so far.
         environ: The environment variables, which say where the default file is.
+
+    Returns:
+        The settings with what the file says.
 
     Raises:
         FileNotFoundError: When the file that was named does not exist.
@@ -41,80 +43,84 @@ def take_file(settings: Namespace, environ: Mapping[str, str]) -> None:
     if path is None:
         path = default_config_path(environ)
         if settings.cpu or not os.path.isfile(path):
-            return
+            return settings
     from accel_cli.configfile.read import load_config_from_file
     from accel_cli.configfile.schema import ClusterConfig, SageMakerConfig
 
     with without_traceback():
         config = load_config_from_file(path)
     if isinstance(config, SageMakerConfig):
-        _take_sagemaker(settings, config, path)
-        return
+        return _take_sagemaker(settings, config, path)
     assert isinstance(config, ClusterConfig)
-    settings.settings_file = path
     values = dict(config.__dict__)
     kind = values.pop("distributed_type").value
     values.pop("compute_environment")
-    use_cpu = coerce(OPTIONS["cpu"], values.pop("use_cpu"), "use_cpu")
+    use_cpu = coerce(ROWS["cpu"], values.pop("use_cpu"), "use_cpu")
     if kind in ONE_PROCESS_TYPES:
         values["num_processes"] = 1
-    settings.deepspeed_fields = _deepspeed_fields(config)
-    _take_values(settings, values)
-    _take_mode(settings, kind, use_cpu)
+    settings = settings.but(settings_file=path, deepspeed_fields=_deepspeed_fields(config))
+    return _take_mode(_take_values(settings, values), kind, use_cpu)
 
 
-def _take_values(settings: Namespace, values: Mapping[str, Any]) -> None:
+def _take_values(settings: LaunchSettings, values: Mapping[str, Any]) -> LaunchSettings:
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = RENAMED_KEYS.get(key, key)
         if isinstance(value, dict):
-            _take_section(settings, key, value)
-        elif value is not None and name in OPTIONS:
-            set_value(settings, name, coerce(OPTIONS[name], value, key), "file")
+            settings = _take_section(settings, key, value)
+        elif value is not None and name in ROWS:
+            found[name] = coerce(ROWS[name], value, key)
+    return settings.with_values(found, "file")
 
 
-def _take_section(settings: Namespace, section: str, values: dict[str, Any]) -> None:
+def _take_section(settings: LaunchSettings, section: str, values: dict[str, Any]) -> LaunchSettings:
     prefix = PREFIXES.get(section, "")
+    found: dict[str, Any] = {}
     for key, value in values.items():
         name = key if str(key).startswith(prefix) else f"{prefix}{key}"
-        if name in OPTIONS:
-            if value is not None:
-                set_value(settings, name, coerce(OPTIONS[name], value, f"{section}.{key}"), "file")
-        else:
-            from accel_cli.configfile.source import read_source
-
-            where = read_source(settings.settings_file).at(f"{section}.{key}")
-            hint = did_you_mean(name, list(OPTIONS))
-            settings.notes.append(f"{where}: {section}.{key} means nothing here.{hint}")
+        option = find(name)
+        if option is None:
+            settings = settings.noting(_unknown_key(settings.settings_file, section, key, name))
+        elif value is not None:
+            found[name] = coerce(option, value, f"{section}.{key}")
     if section == "parallelism_config" and values:
-        set_value(settings, "use_parallelism_config", True, "file")
+        found["use_parallelism_config"] = True
+    return settings.with_values(found, "file")
 
 
-def _take_mode(settings: Namespace, kind: str, use_cpu: bool) -> None:
-    """Let the file choose hardware and way of training where the command line does not."""
+def _unknown_key(path: str | None, section: str, key: Any, name: str) -> str:
+    from accel_cli.configfile.source import read_source
+
+    where = read_source(path or "").at(f"{section}.{key}")
+    return f"{where}: {section}.{key} means nothing here.{did_you_mean(name, list(all_options()))}"
+
+
+def _take_mode(settings: LaunchSettings, kind: str, use_cpu: bool) -> LaunchSettings:
+    """Let the file choose hardware and engine where the command line does not."""
     given = [flag for flag in MODE_FLAGS if getattr(settings, flag)]
-    way = MODES.get(kind)
-    if way and (not given or (given == ["cpu"] and way in MODES_ON_CPU)):
-        set_value(settings, way, True, "file")
+    engine = MODES.get(kind)
+    if engine and (not given or (given == ["cpu"] and engine in MODES_ON_CPU)):
+        settings = settings.with_values({engine: True}, "file")
     elif not given and kind not in (*ONE_PROCESS_TYPES, *CPU_TYPES):
-        set_value(settings, "multi_gpu", True, "file")
-    if not any(flag in HARDWARE_FLAGS for flag in given):
-        settings.use_cpu = use_cpu or kind in CPU_TYPES
-        settings.sources["cpu"] = "file"
+        settings = settings.with_values({"multi_gpu": True}, "file")
+    if any(flag in HARDWARE_FLAGS for flag in given):
+        return settings
+    return settings.but(use_cpu=use_cpu or kind in CPU_TYPES, sources={**settings.sources, "cpu": "file"})
 
 
-def _deepspeed_fields(config: Any) -> list[str]:
-    """Name what the file says that a configuration of DeepSpeed's own would say, too."""
-    fields = [str(key) for key in config.deepspeed_config]
-    return [*fields, "mixed_precision"] if fields and config.mixed_precision else fields
+def _deepspeed_fields(config: Any) -> tuple[str, ...]:
+    """Name what the file says that a config of DeepSpeed's own would say, too."""
+    fields = tuple(str(key) for key in config.deepspeed_config)
+    return (*fields, "mixed_precision") if fields and config.mixed_precision else fields
 
 
-def _take_sagemaker(settings: Namespace, config: Any, path: str) -> None:
-    """Start the job at Amazon, unless the command line names hardware or a way of training for this machine."""
+def _take_sagemaker(settings: LaunchSettings, config: Any, path: str) -> LaunchSettings:
+    """Start the job at Amazon, unless the command line names hardware or an engine for this machine."""
     given = [f"--{flag}" for flag in MODE_FLAGS if getattr(settings, flag)]
     if given:
-        settings.notes.append(f"{path} is for Amazon SageMaker and does not count: {given[0]} starts on this machine.")
-        return
-    settings.settings_file = path
-    settings.sagemaker = config
+        return settings.noting(
+            f"{path} is for Amazon SageMaker and does not count: {given[0]} starts on this machine."
+        )
     own = ("mixed_precision", "enable_cpu_affinity", "debug", "dynamo_config", "num_machines")
-    _take_values(settings, {key: getattr(config, key) for key in own})
+    settings = settings.but(settings_file=path, sagemaker=config)
+    return _take_values(settings, {key: getattr(config, key) for key in own})

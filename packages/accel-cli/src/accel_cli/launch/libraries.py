@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from accel_cli.errors import NotHereError
+from accel_cli.launch.settings import LaunchSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Needed:
         has: Modules of it that are used, and that not all of its versions have.
     """
 
-    wanted_by: Callable[[Namespace], str]
+    wanted_by: Callable[[LaunchSettings], str]
     library: str
     install: str
     has: tuple[str, ...] = ()
@@ -30,12 +30,12 @@ SAGEMAKER = "sagemaker>=2.232,<3"  # version 3 has no estimators any more
 NEEDED = (
     Needed(lambda settings: "--use_deepspeed" if settings.use_deepspeed else "", "deepspeed", "'accelerate[deepspeed]'"),
     Needed(lambda settings: "--tpu" if settings.tpu else "", "torch_xla", "'torch_xla[tpu]'"),
-    Needed(lambda settings: "the settings file (Amazon SageMaker)" if settings.sagemaker else "", "sagemaker",
+    Needed(lambda settings: "the config file (Amazon SageMaker)" if settings.sagemaker else "", "sagemaker",
            f"'{SAGEMAKER}'", has=("sagemaker.huggingface",)),
 )  # fmt: skip
 
 
-def check_libraries(settings: Namespace) -> None:
+def check_libraries(settings: LaunchSettings) -> None:
     """Refuse a launch whose library is not installed.
 
     Raises:
@@ -87,7 +87,7 @@ def _version(library: str) -> str:
         return f"the installed {library}"
 
 
-def _check_launcher(settings: Namespace) -> None:
+def _check_launcher(settings: LaunchSettings) -> None:
     import shutil
 
     from accel_cli.launch.runners.deepspeed import LAUNCHERS

@@ -9,17 +9,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.command import finish
-from accel_cli.launch.flags.fp8 import FP8
 from accel_cli.launch.flags.group import OptionGroup
-from accel_cli.launch.flags.parallelism import CONTEXT, PARALLELISM, PIPELINE, SEQUENCE
-from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.flags.table import FP8, GROUPS, PARALLELISM, known_options, value_of
 from accel_cli.launch.libraries import check_libraries
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import Plan, agent_words, environment, make_plan, rendezvous
-from accel_cli.launch.resolve import resolve
+from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.runners.sagemaker import credentials, job
 from accel_cli.launch.runners.sagemaker import plan as plan_job
 from accel_cli.launch.runners.tpu import xla_variables
+from accel_cli.launch.settings import ROWS, LaunchSettings
 from accel_cli.launch.validate import check_flags, check_settings
 from accel_state.public_names import known_as
 
@@ -88,8 +87,9 @@ def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, boo
     check_flags(args)
     settings = resolve(args)
     check_settings(settings, script=False)
-    chosen = {name: getattr(settings, name) for name in OPTIONS if name != "main_process_port"}
-    # some flags are words, "true" or "false"; a file says it with truth values, which programs test as such
+    chosen = {name: getattr(settings, name) for name in ROWS if name != "main_process_port"}
+    chosen |= {name: value_of(settings, name) for name in known_options().keys() - ROWS.keys()}
+    # some flags are words, "true" or "false"; a file says it with bools, which programs test as such
     chosen |= {name: value == "True" for name, value in chosen.items()
                if settings.sources.get(name) == "file" and value in ("True", "False")}  # fmt: skip
     vars(args).update(chosen, use_cpu=settings.use_cpu)
@@ -144,8 +144,7 @@ def prepare_simple_launcher_cmd_env(
         machine: Who answers questions about the machine.
     """
     settings = resolve(args, machine=machine)
-    settings.runner = "mpi" if settings.runner == "mpi" else "simple"
-    plan = make_plan(settings)
+    plan = make_plan(settings.but(runner="mpi" if settings.runner == "mpi" else "simple"))
     return list(plan.argv), {**os.environ, **plan.environment}
 
 
@@ -164,26 +163,26 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     return {**os.environ, **environment(settings, os.environ)}
 
 
-def _with_agent(args: Namespace) -> Namespace:
-    settings = resolve(args)
-    settings.runner = "torchrun"
+def _with_agent(args: Namespace) -> LaunchSettings:
+    settings = resolve(args).but(runner="torchrun")
     if settings.num_machines == 1 and not settings.main_process_port:
-        settings.main_process_port = Machine().port(settings.main_process_port)
+        settings = settings.but(main_process_port=Machine().port(settings.main_process_port))
     return settings
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables of training in FP8 to `current_env`, and return it."""
-    return _add(current_env, args, FP8)
+    return _add(current_env, args, *FP8)
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
     """Add the variables of combined parallelism to `current_env`, and return it."""
-    return _add(current_env, args, PARALLELISM, CONTEXT, SEQUENCE, PIPELINE)
+    return _add(current_env, args, *PARALLELISM)
 
 
 def _add(current_env: dict[str, str], args: Namespace, *groups: OptionGroup) -> dict[str, str]:
-    current_env |= {variable: text for group in groups for _, variable, text in group.variables(args)}
+    settings = from_namespace(args)
+    current_env |= {variable: text for group in groups for _, variable, text in group.variables(settings)}
     return current_env
 
 
@@ -223,7 +222,7 @@ def deepspeed_launcher(args: Namespace) -> None:
     finish(make_plan(settings))
 
 
-def _with_deepspeed(args: Namespace) -> Namespace:
+def _with_deepspeed(args: Namespace) -> LaunchSettings:
     return resolve(Namespace(**{**vars(args), "use_deepspeed": True}))
 
 
@@ -235,7 +234,7 @@ def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False)
         current_env: The variables.
         pod: Whether the machines of a pod take part; `args.tpu` and `args.vm` then name it and them.
     """
-    current_env |= xla_variables(args)
+    current_env |= xla_variables(from_namespace(args))
     if args.debug:
         current_env["ACCELERATE_DEBUG_MODE"] = "true"
     if pod:
@@ -274,14 +273,13 @@ def prepare_sagemager_args_inputs(
     Raises:
         ValueError: When the script or its arguments cannot be sent.
     """
-    os.environ.update(credentials(sagemaker_config, args, os.environ))
-    return job(sagemaker_config, args)
+    settings = from_namespace(args)
+    os.environ.update(credentials(sagemaker_config, settings, os.environ))
+    return job(sagemaker_config, settings)
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: Namespace) -> None:
     """Start a job on Amazon SageMaker and wait for its end; raises as `deepspeed_launcher`."""
-    settings = Namespace(**vars(args))
-    settings.sagemaker, settings.use_deepspeed, settings.tpu = sagemaker_config, False, False
-    settings.runner = "sagemaker"
+    settings = from_namespace(args).but(sagemaker=sagemaker_config, use_deepspeed=False, tpu=False, runner="sagemaker")
     check_libraries(settings)
     finish(plan_job(settings, os.environ))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 
-from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.flags.table import groups_of
 from accel_cli.launch.resolve import chosen_devices
+from accel_cli.launch.settings import ROWS, LaunchSettings
 
 USUAL_PORT = 29500
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -49,7 +49,7 @@ class Plan:
     hang_timeout: float | None = None
 
 
-def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> Plan:
+def make_plan(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> Plan:
     """Turn settings into a plan. Nothing is started, read or asked.
 
     Args:
@@ -60,7 +60,7 @@ def make_plan(settings: Namespace, environ: Mapping[str, str] | None = None) -> 
     return PLANNERS[settings.runner](settings, environ)
 
 
-def _plan_alone(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def _plan_alone(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return Plan(
         "simple",
         tuple(script_command(settings)),
@@ -69,7 +69,7 @@ def _plan_alone(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _plan_agent(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def _plan_agent(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return Plan(
         "torchrun",
         tuple(torchrun_command(settings)),
@@ -80,7 +80,7 @@ def _plan_agent(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _plan_local(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def _plan_local(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """What torch's agent would start, too, but started at once."""
     python, *script = script_command(settings)
     meeting = {"MASTER_ADDR": settings.main_process_ip or "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}
@@ -94,14 +94,14 @@ def _plan_local(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def _elsewhere(module: str, name: str = "plan") -> Callable[[Namespace, Mapping[str, str]], Plan]:
+def _elsewhere(module: str, name: str = "plan") -> Callable[[LaunchSettings, Mapping[str, str]], Plan]:
     """Find the planner when it is wanted: few launches need it."""
     return lambda settings, environ: getattr(import_module(f"accel_cli.launch.runners.{module}"), name)(
         settings, environ
     )
 
 
-PLANNERS: dict[str, Callable[[Namespace, Mapping[str, str]], Plan]] = {
+PLANNERS: dict[str, Callable[[LaunchSettings, Mapping[str, str]], Plan]] = {
     "simple": _plan_alone,
     "local": _plan_local,
     "torchrun": _plan_agent,
@@ -113,10 +113,10 @@ PLANNERS: dict[str, Callable[[Namespace, Mapping[str, str]], Plan]] = {
 }
 
 
-def environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that tell the script of the settings."""
     variables = {}
-    for group in GROUPS:
+    for group in groups_of(settings):
         for option, variable, text in group.variables(settings):
             if not option or settings.sources.get(option) in CHOSEN or variable not in environ:
                 variables[variable] = text
@@ -139,7 +139,7 @@ def is_on(word: str | None) -> bool:
     return (word or "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
-def deepspeed_environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def deepspeed_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what DeepSpeed's processes need besides: they find the modules of this folder wherever they run."""
     folders = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     variables = {"PYTHONPATH": os.pathsep.join([*folders, os.path.abspath(".")])}
@@ -148,7 +148,7 @@ def deepspeed_environment(settings: Namespace, environ: Mapping[str, str]) -> di
     return variables
 
 
-def single_environment(settings: Namespace) -> dict[str, str]:
+def single_environment(settings: LaunchSettings) -> dict[str, str]:
     """Return what a process needs besides when nobody but us starts it."""
     variables = {"ACCELERATE_USE_CPU": str(settings.use_cpu)}
     if settings.use_cpu:
@@ -159,26 +159,26 @@ def single_environment(settings: Namespace) -> dict[str, str]:
     return variables
 
 
-def script_command(settings: Namespace) -> list[str]:
+def script_command(settings: LaunchSettings) -> list[str]:
     """Return the command that runs the script in one process."""
     python = [] if settings.no_python else [sys.executable or "python3"]
     module = ["-m"] if settings.module else []
     return [*python, *module, settings.training_script, *settings.training_script_args]
 
 
-def rendezvous(settings: Namespace) -> str:
+def rendezvous(settings: LaunchSettings) -> str:
     """Return the rendezvous backend. The static one cannot bring processes together a second time."""
     again = settings.max_restarts > 0 and settings.num_machines == 1
     return "c10d" if again and settings.rdzv_backend == "static" else str(settings.rdzv_backend)
 
 
-def agent_environment(settings: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def agent_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return what torch's agent itself must find: after a restart, its store would still hold the old addresses."""
     own_store = settings.max_restarts > 0 and rendezvous(settings) != "static"
     return {OWN_STORE: "1"} if own_store and OWN_STORE not in environ else {}
 
 
-def agent_words(settings: Namespace) -> dict[str, object]:
+def agent_words(settings: LaunchSettings) -> dict[str, object]:
     """Return what torch's elastic agent is told about processes and machines, by the names of its own flags."""
     words: dict[str, object] = {
         "nnodes": settings.num_machines,
@@ -186,17 +186,17 @@ def agent_words(settings: Namespace) -> dict[str, object]:
     }
     if settings.num_machines > 1:
         words["node_rank"] = settings.machine_rank
-    if rendezvous(settings) != OPTIONS["rdzv_backend"].default:
+    if rendezvous(settings) != ROWS["rdzv_backend"].default:
         words["rdzv_backend"] = rendezvous(settings)
     return words | _meeting_point(settings)
 
 
-def torchrun_command(settings: Namespace) -> list[str]:
+def torchrun_command(settings: LaunchSettings) -> list[str]:
     """Return the command that runs the script in several processes, under torch's elastic agent."""
     words = agent_words(settings)
     for name in PASSED_ON:
         value = getattr(settings, name)
-        if value != OPTIONS[name].default:
+        if value != ROWS[name].default:
             words[name] = value
     flags = [f"--{name}={value}" for name, value in words.items()]
     kind = ["--module"] if settings.module else ["--no_python"] if settings.no_python else []
@@ -204,7 +204,7 @@ def torchrun_command(settings: Namespace) -> list[str]:
     return [sys.executable or "python3", "-m", "torch.distributed.run", *flags, *kind, *script]
 
 
-def _meeting_point(settings: Namespace) -> dict[str, object]:
+def _meeting_point(settings: LaunchSettings) -> dict[str, object]:
     """Say where the processes find one another: an address and a port, or a rendezvous endpoint."""
     address = settings.main_process_ip or "127.0.0.1"
     port = settings.main_process_port or USUAL_PORT

@@ -1,17 +1,19 @@
-"""From what the user gave to complete settings: flag, then settings file, then environment, then a guess."""
+"""From what the user gave to complete settings: flag, then config file, then environment, then a guess."""
 
 from __future__ import annotations
 
 import os
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from accel_cli.arguments import lower
-from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.flags.table import GROUPS, find, value_of
 from accel_cli.launch.from_environment import take_environment
 from accel_cli.launch.from_file import take_file
 from accel_cli.launch.machine import Machine
-from accel_cli.launch.values import first_number, set_value
+from accel_cli.launch.settings import ROWS, LaunchSettings
+from accel_cli.launch.values import first_number
+
+NO_OPTIONS = ("nondefault", "func")  # what a parsed command line holds besides options
 
 # who counts the processes of one machine, and of all, when mpirun started us
 MPI_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
@@ -41,7 +43,9 @@ RETIRED_FLAGS = {
 }
 
 
-def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: Machine | None = None) -> Namespace:
+def resolve(
+    args: Namespace, environ: Mapping[str, str] | None = None, machine: Machine | None = None
+) -> LaunchSettings:
     """Complete what was parsed.
 
     Args:
@@ -51,140 +55,145 @@ def resolve(args: Namespace, environ: Mapping[str, str] | None = None, machine: 
         machine: Who answers questions about the machine.
 
     Returns:
-        The settings: every option, and besides `use_cpu`, `inside_mpi`, `visible_devices_variable`,
-        `port_was_named`, `lacks_devices_for` (the flags that ask for accelerators where there are none), `hosts` (those of the hostfile, with how many processes each takes), `has_usual_hostfile`
-        (that of DeepSpeed), `mpi_version` (what mpirun says), `is_root` and
-
-        - `runner`: who starts the processes, a key of `accel_cli.launch.plan.PLANNERS`;
-        - `sources`, option name -> `"flag"`, `"file"`, `"environment"` or `"guess"`; an option that is not in it has
-          its default;
-        - `settings_file`, the path of the file that was read, and `sagemaker`, its content if it is for Amazon;
-        - `deepspeed_fields`, what the file says that a configuration of DeepSpeed's own would say, too;
-        - `notes`, what the user should be told.
+        The settings, with every field settled.
 
     Raises:
         ValueError: For values that are not allowed.
-        FileNotFoundError: When the settings file that was named does not exist.
+        FileNotFoundError: When the config file that was named does not exist.
     """
     environ = os.environ if environ is None else environ
     return complete(read_settings(args, environ), environ, machine or Machine())
 
 
-def read_settings(args: Namespace, environ: Mapping[str, str]) -> Namespace:
+def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings:
     """Take what was given, by flag, config file or environment variable; the first half of `resolve`.
 
     Raises:
         ValueError: For values that are not allowed.
         FileNotFoundError: When the config file that was named does not exist.
     """
-    settings = Namespace(**{option.name: option.usual for option in OPTIONS.values()} | vars(args))
-    settings.sources = dict.fromkeys(_given(args), "flag")
-    settings.notes = []
-    settings.use_cpu = settings.cpu
-    settings.settings_file = settings.sagemaker = None
-    settings.deepspeed_fields = []
-
-    take_file(settings, environ)
-    take_environment(settings, environ)
-    return settings
+    settings = from_namespace(args)
+    settings = settings.but(sources=dict.fromkeys(_given(args, settings), "flag"), use_cpu=settings.cpu)
+    return take_environment(take_file(settings, environ), environ)
 
 
-def complete(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> Namespace:
+def from_namespace(args: Namespace) -> LaunchSettings:
+    """Take the values of a parsed command line, or of one that a program has made; nothing is settled."""
+    values = vars(args)
+    own = {name: values.get(name, row.initial) for name, row in ROWS.items()}
+    handed = {name: value for name, value in values.items() if name not in NO_OPTIONS and name not in ROWS}
+    return LaunchSettings(**own, options={name: value for name, value in handed.items() if find(name) is not None})
+
+
+def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
     """Guess, by looking at the machine, what nobody gave; the second half of `resolve`.
 
     Args:
-        settings: What `read_settings` gave; completed in place.
+        settings: What `read_settings` gave.
         environ: The environment variables.
         machine: Who answers questions about the machine. Counting accelerators takes seconds.
 
     Returns:
-        `settings`.
+        The settings, with every field settled.
     """
-    settings.inside_mpi = settings.use_cpu and first_number(environ, MPI_SIZES, 1) > 1
-    _guess_machines(settings, machine)
-    _guess_processes(settings, machine)
-    _guess_threads(settings, environ, machine)
-    _guess_deepspeed_launcher(settings, machine)
-    settings.runner = next(name for name, applies in RUNNERS.items() if applies(settings))
-    _guess_the_rest(settings, machine)
-    _look_for_devices(settings, environ, machine)
-    _note_what_has_no_effect(settings)
-    return settings
+    settings = settings.but(inside_mpi=settings.use_cpu and first_number(environ, MPI_SIZES, 1) > 1)
+    settings = _guess_machines(settings, machine)
+    settings = _guess_processes(settings, machine)
+    settings = _guess_threads(settings, environ, machine)
+    settings = _guess_deepspeed_launcher(settings, machine)
+    settings = settings.but(runner=next(name for name, applies in RUNNERS.items() if applies(settings)))
+    settings = _guess_the_rest(settings, machine)
+    settings = _look_for_devices(settings, environ, machine)
+    return settings.noting(*_without_effect(settings))
 
 
-def _given(args: Namespace) -> set[str]:
+def _given(args: Namespace, settings: LaunchSettings) -> set[str]:
     """Name what the command line gave, or a program set afterwards."""
-    values = {name: value for name, value in vars(args).items() if name in OPTIONS and value is not None}
-    changed = {name for name, value in values.items() if lower(value) != lower(OPTIONS[name].usual)}
-    return {*getattr(args, "nondefault", ()), *changed}
+    values = {name: value for name, value in vars(args).items() if name in ROWS or name in settings.options}
+    given = set(getattr(args, "nondefault", ()))
+    for name, value in values.items():
+        option = find(name)
+        if option is not None and value is not None and str(value).lower() != str(option.initial).lower():
+            given.add(name)
+    return given
 
 
-def _guess_machines(settings: Namespace, machine: Machine) -> None:
+def _guess_machines(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
     """Count the machines: those of the hostfile, else this one."""
-    for name in ("deepspeed_hostfile", "mpirun_hostfile"):
-        if path := getattr(settings, name):
-            setattr(settings, name, os.path.expanduser(path))
+    settings = settings.but(
+        deepspeed_hostfile=_expanded(settings.deepspeed_hostfile), mpirun_hostfile=_expanded(settings.mpirun_hostfile)
+    )
     hostfile = settings.deepspeed_hostfile if settings.use_deepspeed else settings.mpirun_hostfile
     wanted = hostfile if settings.use_deepspeed or settings.use_cpu else None
-    settings.hosts = machine.hosts(wanted) if wanted and not settings.inside_mpi else {}
-    for name, value in {"num_machines": max(1, len(settings.hosts)), "machine_rank": 0}.items():
-        if getattr(settings, name) is None:
-            set_value(settings, name, value, "guess")
+    hosts = machine.hosts(wanted) if wanted and not settings.inside_mpi else {}
+    guesses = {"num_machines": max(1, len(hosts)), "machine_rank": 0}
+    return settings.but(hosts=hosts).with_values(
+        {name: value for name, value in guesses.items() if getattr(settings, name) is None}, "guess"
+    )
 
 
-def _guess_processes(settings: Namespace, machine: Machine) -> None:
-    if settings.num_processes is not None or settings.sagemaker or settings.tpu:  # torch_xla counts the cores
-        return
+def _expanded(path: str | None) -> str | None:
+    return os.path.expanduser(path) if path else path
+
+
+def _guess_processes(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
+    counted = settings.num_processes is not None
+    if counted or settings.sagemaker or settings.tpu:  # torch_xla counts the cores
+        return settings
     per_machine = 1
+    chosen = chosen_devices(settings)
     if not settings.use_cpu:
-        chosen = chosen_devices(settings)
         per_machine = len(chosen) if chosen else max(1, machine.num_devices())
-    set_value(settings, "num_processes", per_machine * settings.num_machines, "guess")
-    if per_machine > 1:
-        which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen_devices(settings) else "accelerator found"
-        settings.notes.append(f"starting {per_machine} processes, one for each {which}; --num_processes 1 starts one.")
+    settings = settings.with_values({"num_processes": per_machine * settings.num_machines}, "guess")
+    if per_machine == 1:
+        return settings
+    which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen else "accelerator found"
+    return settings.noting(f"starting {per_machine} processes, one for each {which}; --num_processes 1 starts one.")
 
 
-def _guess_threads(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> None:
+def _guess_threads(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
     if settings.num_cpu_threads_per_process is not None or environ.get("OMP_NUM_THREADS") or settings.sagemaker:
-        return
+        return settings
     threads = 1
     if settings.use_cpu:
         per_machine = max(1, settings.num_processes // max(1, settings.num_machines))
         threads = max(1, machine.num_cores() // first_number(environ, MPI_LOCAL_SIZES, per_machine))
-    set_value(settings, "num_cpu_threads_per_process", threads, "guess")
+    return settings.with_values({"num_cpu_threads_per_process": threads}, "guess")
 
 
-def _guess_deepspeed_launcher(settings: Namespace, machine: Machine) -> None:
+def _guess_deepspeed_launcher(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
     """DeepSpeed's own launcher needs a list of machines; without one, this command is run on each of them."""
-    settings.has_usual_hostfile = settings.use_deepspeed and machine.exists(DEEPSPEED_HOSTFILE)
-    if not settings.use_deepspeed or settings.deepspeed_multinode_launcher is not None:
-        return
-    listed = settings.deepspeed_hostfile or settings.has_usual_hostfile
-    set_value(settings, "deepspeed_multinode_launcher", "pdsh" if listed else STANDARD, "guess")
+    settings = settings.but(has_default_hostfile=settings.use_deepspeed and machine.exists(DEEPSPEED_HOSTFILE))
+    named = settings.deepspeed_multinode_launcher is not None
+    if not settings.use_deepspeed or named:
+        return settings
+    listed = settings.deepspeed_hostfile or settings.has_default_hostfile
+    return settings.with_values({"deepspeed_multinode_launcher": "pdsh" if listed else STANDARD}, "guess")
 
 
-def _guess_the_rest(settings: Namespace, machine: Machine) -> None:
-    for name, value in {"mixed_precision": "no", "dynamo_backend": "no", "debug": False}.items():
-        if getattr(settings, name) is None:
-            setattr(settings, name, value)
-    settings.visible_devices_variable = "CUDA_VISIBLE_DEVICES"
+def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
+    settings = settings.but(
+        mixed_precision=settings.mixed_precision or "no",
+        debug=bool(settings.debug),
+        is_root=machine.is_root(),
+        mpi_version=machine.mpi_version() if settings.runner == "mpi" else "",
+        port_was_named=bool(settings.main_process_port),
+    )
+    if value_of(settings, "dynamo_backend") is None:
+        settings = settings.but(options={**settings.options, "dynamo_backend": "no"})
     if chosen_devices(settings) and not settings.use_cpu:
-        settings.visible_devices_variable = machine.visible_devices_variable()
+        settings = settings.but(visible_devices_variable=machine.visible_devices_variable())
     if settings.tpu and settings.main_training_function is None:
-        set_value(settings, "main_training_function", "main", "guess")
-    settings.mpi_version = machine.mpi_version() if settings.runner == "mpi" else ""
-    settings.is_root = machine.is_root()
-    settings.port_was_named = bool(settings.main_process_port)
+        settings = settings.with_values({"main_training_function": "main"}, "guess")
     if settings.runner in MEETING_HERE and settings.num_machines == 1:
         if not settings.main_process_port:
-            settings.sources["main_process_port"] = "guess"
-        settings.main_process_port = machine.port(settings.main_process_port)
+            settings = settings.but(sources={**settings.sources, "main_process_port": "guess"})
+        settings = settings.but(main_process_port=machine.port(settings.main_process_port))
+    return settings
 
 
-def _look_for_devices(settings: Namespace, environ: Mapping[str, str], machine: Machine) -> None:
+def _look_for_devices(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
     """Find out whether accelerators that were asked for are missing; only those who asked wait for the answer."""
-    settings.lacks_devices_for = ""
     wanted = {
         "--multi_gpu": settings.multi_gpu,
         f"--gpu_ids {settings.gpu_ids}": chosen_devices(settings),
@@ -192,46 +201,50 @@ def _look_for_devices(settings: Namespace, environ: Mapping[str, str], machine: 
     asked_for = [words for words, value in wanted.items() if value]
     elsewhere = settings.runner not in RUNS_HERE or "ACCELERATE_TORCH_DEVICE" in environ
     if not asked_for or settings.use_cpu or elsewhere or machine.has_devices():
-        return
+        return settings
     if any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids")):
-        settings.lacks_devices_for = " and ".join(asked_for)
-    else:
-        settings.notes.append(
-            f"{settings.settings_file or 'the environment'} asks for GPUs, and this machine has none: the processes "
-            "compute on the CPU. --cpu says so without this note."
-        )
+        return settings.but(lacks_devices_for=" and ".join(asked_for))
+    return settings.noting(
+        f"{settings.settings_file or 'the environment'} asks for GPUs, and this machine has none: the processes "
+        "compute on the CPU. --cpu says so without this note."
+    )
 
 
-def _note_what_has_no_effect(settings: Namespace) -> None:
+def _without_effect(settings: LaunchSettings) -> Iterator[str]:
+    """Yield what to tell about settings that change nothing."""
     for name, why in RETIRED_FLAGS.items():
         if getattr(settings, name, False):
-            settings.notes.append(f"--{name} has no effect any more: {why}.")
+            yield f"--{name} has no effect any more: {why}."
     if settings.use_cpu and chosen_devices(settings) and settings.sources.get("gpu_ids") == "flag":
-        settings.notes.append("--gpu_ids has no effect with --cpu.")
+        yield "--gpu_ids has no effect with --cpu."
     if str(settings.fp8_backend).lower() == "msamp":
-        settings.notes.append("MS-AMP is no longer maintained: --fp8_backend ao or te will outlive it.")
+        yield "MS-AMP is no longer maintained: --fp8_backend ao or te will outlive it."
     if settings.max_restarts > 0 and settings.num_machines > 1 and settings.rdzv_backend == "static":
-        settings.notes.append("restarts on several machines need --rdzv_backend c10d on each of them.")
+        yield "restarts on several machines need --rdzv_backend c10d on each of them."
+    given: dict[str, list[str]] = {}
     for group in GROUPS:
-        flags = [f"--{row.name}" for row in group.options if settings.sources.get(row.name) == "flag"]
-        if flags and not group.handed_when(settings):
-            settings.notes.append(f"{', '.join(flags)}: no effect without {group.counts_with or group.shown_with}.")
+        if group.is_loaded and not group.handed_when(settings):  # a flag that was given has been loaded
+            flags = [f"--{row.name}" for row in group.options if settings.sources.get(row.name) == "flag"]
+            given.setdefault(group.counts_with or group.shown_with, []).extend(flags)
+    for needed, flags in given.items():
+        if flags:
+            yield f"{', '.join(flags)}: no effect without {needed}."
 
 
-def _is_alone(settings: Namespace) -> bool:
+def _is_alone(settings: LaunchSettings) -> bool:
     """True for one process that needs no process group."""
     grouped = settings.multi_gpu or settings.use_fsdp or settings.use_megatron_lm or settings.use_deepspeed
     return settings.num_processes == 1 and settings.num_machines == 1 and not grouped
 
 
-def _needs_no_agent(settings: Namespace) -> bool:
+def _needs_no_agent(settings: LaunchSettings) -> bool:
     """True when all that torch's agent would do is to start CPU processes on this machine."""
-    usual = all(getattr(settings, name) == OPTIONS[name].default for name in AGENT_OPTIONS)
-    plain = settings.use_cpu and settings.num_machines == 1 and not settings.use_deepspeed
-    return bool(plain and usual and os.name == "posix")
+    plain = all(getattr(settings, name) == ROWS[name].default for name in AGENT_OPTIONS)
+    local = settings.use_cpu and settings.num_machines == 1 and not settings.use_deepspeed
+    return bool(local and plain and os.name == "posix")
 
 
-def _has_deepspeed_launcher(settings: Namespace) -> bool:
+def _has_deepspeed_launcher(settings: LaunchSettings) -> bool:
     """True when DeepSpeed's launcher, not torch's agent, reaches the other machines."""
     return bool(
         settings.use_deepspeed and settings.num_machines > 1 and settings.deepspeed_multinode_launcher != STANDARD
@@ -239,7 +252,7 @@ def _has_deepspeed_launcher(settings: Namespace) -> bool:
 
 
 # who starts the processes: the first that applies
-RUNNERS: dict[str, Callable[[Namespace], bool]] = {
+RUNNERS: dict[str, Callable[[LaunchSettings], bool]] = {
     "sagemaker": lambda settings: settings.sagemaker is not None,
     "tpu_pod": lambda settings: settings.tpu and settings.tpu_use_cluster,
     "tpu": lambda settings: settings.tpu,
@@ -251,7 +264,7 @@ RUNNERS: dict[str, Callable[[Namespace], bool]] = {
 }
 
 
-def chosen_devices(settings: Namespace) -> list[str]:
+def chosen_devices(settings: LaunchSettings) -> list[str]:
     """List the accelerators that `--gpu_ids` names; empty for all of them."""
     words = [word.strip() for word in str(settings.gpu_ids or "all").split(",")]
     return [] if words == ["all"] else [word for word in words if word]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from accel_cli.arguments import Option
 from accel_cli.launch.flags.group import OptionGroup, always
-from accel_cli.launch.flags.table import GROUPS, OPTIONS
+from accel_cli.launch.flags.table import GROUPS, find, groups_of
 from accel_cli.launch.machine import network_variables
 from accel_cli.launch.plan import Plan
+from accel_cli.launch.settings import LaunchSettings
 
 SECRETS = ("aws_access_key_id", "aws_secret_access_key")
 HIDDEN = "***"
@@ -21,7 +21,7 @@ HIDDEN = "***"
 NOT_SHOWN = ("config_file", "dry_run", "training_script", "training_script_args", "quiet", "module", "no_python")
 
 
-def show(settings: Namespace, plan: Plan) -> str:
+def show(settings: LaunchSettings, plan: Plan) -> str:
     """Describe a launch.
 
     Args:
@@ -40,11 +40,13 @@ def show(settings: Namespace, plan: Plan) -> str:
     )
 
 
-def _rows(settings: Namespace) -> Iterator[tuple[str, str, str]]:
+def _rows(settings: LaunchSettings) -> Iterator[tuple[str, str, str]]:
     shown: set[str] = set()
-    for group in GROUPS:
+    for group in groups_of(settings):
+        if not group.is_loaded and not group.handed_when(settings):
+            continue  # nobody has given any of its options
         for option in group.options:
-            value = settings.use_cpu if option.name == "cpu" else getattr(settings, option.name, None)
+            value = settings.use_cpu if option.name == "cpu" else group.value(option, settings)
             source = settings.sources.get(option.name)
             if option.name in (*NOT_SHOWN, *shown) or value is None:
                 continue
@@ -53,7 +55,7 @@ def _rows(settings: Namespace) -> Iterator[tuple[str, str, str]]:
                 yield option.name, _text(option.name, value), _origin(option, source, settings)
 
 
-def _matters(group: OptionGroup, settings: Namespace) -> bool:
+def _matters(group: OptionGroup, settings: LaunchSettings) -> bool:
     """Tell whether the defaults of a group have a say in this launch."""
     if group.handed_when is not always:
         return group.handed_when(settings)
@@ -61,12 +63,12 @@ def _matters(group: OptionGroup, settings: Namespace) -> bool:
     return not flag or bool(getattr(settings, flag))
 
 
-def _origin(option: Option, source: str | None, settings: Namespace) -> str:
+def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str:
     """Say where a value comes from."""
     words = {
         "flag": "flag",
-        "file": f"settings file {settings.settings_file}",
-        "environment": f"variable {_variable(option)}",
+        "file": f"config file {settings.settings_file}",
+        "environment": f"environment variable {_variable(option)}",
         "guess": "guess",
     }
     return words.get(source or "", "default")
@@ -81,7 +83,7 @@ def _text(name: str, value: Any) -> str:
     return HIDDEN if name in SECRETS else str(value)
 
 
-def secret_variables(settings: Namespace) -> set[str]:
+def secret_variables(settings: LaunchSettings) -> set[str]:
     """Name the variables whose values nobody should see."""
     return {name.upper() for name in SECRETS if getattr(settings, name, None)}
 
@@ -106,12 +108,13 @@ def _file_command(path: str, text: str) -> str:
     return f"(umask 077; printf %s {shlex.quote(text)} > {shlex.quote(path)})"
 
 
-def _complete(plan: Plan, settings: Namespace) -> Plan:
+def _complete(plan: Plan, settings: LaunchSettings) -> Plan:
     """Add the variables that are set already, and those that torch's agent would set after a look at the cards."""
     variables: dict[str, str] = {}
-    for option in OPTIONS.values():
-        if settings.sources.get(option.name) == "environment":
-            variables |= {name: os.environ[name] for name in option.environment.split() if name in os.environ}
+    for name, source in settings.sources.items():
+        option = find(name)
+        if option is not None and source == "environment":
+            variables |= {key: os.environ[key] for key in option.environment.split() if key in os.environ}
     if plan.runner == "torchrun" and "ACCELERATE_USE_CPU" not in plan.environment:
         variables |= network_variables()
     return replace(plan, environment={**variables, **plan.environment})

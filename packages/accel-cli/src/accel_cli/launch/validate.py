@@ -8,13 +8,15 @@ from argparse import Namespace
 from collections.abc import Callable
 
 from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
-from accel_cli.launch.flags.table import GROUPS
+from accel_cli.launch.flags.table import groups_of, value_of
 from accel_cli.launch.resolve import chosen_devices
+from accel_cli.launch.settings import LaunchSettings
+from accel_cli.launch.values import check_word
 
 HARDWARE = ("cpu", "multi_gpu", "tpu")
-WAYS = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
-# hardware -> the ways of training that may be asked for beside it
-TOGETHER = {"cpu": WAYS, "multi_gpu": ("use_megatron_lm",)}
+ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
+# hardware -> the engines of training that may be asked for beside it
+TOGETHER = {"cpu": ENGINES, "multi_gpu": ("use_megatron_lm",)}
 
 NUMBERED = ("fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_state_dict_type")
 NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that get the machines from elsewhere
@@ -24,10 +26,10 @@ MEETS_ALONE = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
 
 
 def check_flags(args: Namespace) -> None:
-    """Refuse combinations that no settings file can repair.
+    """Refuse combinations that no config file can repair.
 
     Args:
-        args: The parsed command line.
+        args: The parsed command line, or settings that hold what it said.
 
     Raises:
         ValueError: When it contradicts itself or asks for something that is not possible.
@@ -44,36 +46,39 @@ def check_flags(args: Namespace) -> None:
     _check_together(args)
 
 
-def check_settings(settings: Namespace, *, script: bool = True) -> None:
+def check_settings(settings: LaunchSettings, *, script: bool = True) -> tuple[str, ...]:
     """Refuse settings that cannot be carried out.
 
     Args:
         settings: The resolved settings.
         script: Whether to look for the script, too.
 
+    Returns:
+        What else to tell the user.
+
     Raises:
         ValueError: When they contradict one another.
         FileNotFoundError: When the script does not exist.
     """
-    for check in CHECKS:
-        if script or check is not check_script:
-            only_warn_in_dry_run(check, settings)
+    checks = (check for check in CHECKS if script or check is not check_script)
+    return tuple(note for check in checks for note in only_warn_in_dry_run(check, settings))
 
 
-def only_warn_in_dry_run(check: Callable[[Namespace], None], settings: Namespace) -> None:
-    """Check settings; when it is only this machine that lacks something, a dry run goes on with a note."""
+def only_warn_in_dry_run(check: Callable[[LaunchSettings], None], settings: LaunchSettings) -> tuple[str, ...]:
+    """Check settings; when it is only this machine that lacks something, a dry run goes on with the note returned."""
     try:
         check(settings)
     except NotHereError as error:
         if not settings.dry_run:
             raise
-        settings.notes.append(f"a launch on this machine would end with: {error}")
+        return (f"a launch on this machine would end with: {error}",)
+    return ()
 
 
 def _check_exclusive(args: Namespace) -> None:
-    hardware, ways = ([name for name in names if getattr(args, name)] for names in (HARDWARE, WAYS))
-    given = [*hardware, *ways]
-    alone = len(hardware) == len(ways) == 1 and ways[0] in TOGETHER.get(hardware[0], ())
+    hardware, engines = ([name for name in names if getattr(args, name)] for names in (HARDWARE, ENGINES))
+    given = [*hardware, *engines]
+    alone = len(hardware) == len(engines) == 1 and engines[0] in TOGETHER.get(hardware[0], ())
     if len(given) > 1 and not alone:
         flags = " and ".join(f"--{name}" for name in given)
         raise UsageError(f"{flags} exclude one another: give one of them.")
@@ -95,12 +100,12 @@ CONTRADICTIONS = (
 )
 
 
-def _check_processes(settings: Namespace) -> None:
+def _check_processes(settings: LaunchSettings) -> None:
     count, machines = settings.num_processes, settings.num_machines
     if settings.sagemaker or count is None:  # counted elsewhere
         return
     if settings.sources.get("num_processes") == "file" and count == -1:
-        raise UsageError("The settings file leaves the number of processes open: give --num_processes.")
+        raise UsageError("The config file leaves the number of processes open: give --num_processes.")
     if count < 1:
         raise UsageError(f"num_processes must be at least 1, got {count}.")
     if machines < 1:
@@ -111,7 +116,7 @@ def _check_processes(settings: Namespace) -> None:
         )
 
 
-def _check_machines(settings: Namespace) -> None:
+def _check_machines(settings: LaunchSettings) -> None:
     port = settings.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"main_process_port must be between 0 and 65535, got {port}.")
@@ -127,25 +132,26 @@ def _check_machines(settings: Namespace) -> None:
             raise UsageError(f"{settings.num_machines} machines must know where machine 0 is: give --{name}.")
 
 
-def _check_port(settings: Namespace) -> None:
+def _check_port(settings: LaunchSettings) -> None:
     """Refuse a port that was named and that another program holds on this machine."""
     meets_here = settings.runner in ("local", "torchrun") and (settings.num_machines == 1 or _hosts_static(settings))
-    if not (meets_here and settings.port_was_named):
+    port = settings.main_process_port
+    if not (meets_here and settings.port_was_named and port):
         return
     from accel_cli.launch.machine import holder_of, is_free
 
-    if not is_free(settings.main_process_port):
+    if not is_free(port):
         raise NotHereError(
-            f"Port {settings.main_process_port} of this machine is taken by {holder_of(settings.main_process_port)}: "
+            f"Port {port} of this machine is taken by {holder_of(port)}: "
             "give another --main_process_port, or 0 for a free one."
         )
 
 
-def _hosts_static(settings: Namespace) -> bool:
+def _hosts_static(settings: LaunchSettings) -> bool:
     return bool(settings.machine_rank == 0 and settings.rdzv_backend == "static")
 
 
-def _check_devices(settings: Namespace) -> None:
+def _check_devices(settings: LaunchSettings) -> None:
     if settings.lacks_devices_for:
         raise NotHereError(
             f"{settings.lacks_devices_for}: this machine has no GPU or other accelerator. Leave it out, or give --cpu "
@@ -160,7 +166,7 @@ def _check_devices(settings: Namespace) -> None:
         )
 
 
-def _check_hosts(settings: Namespace) -> None:
+def _check_hosts(settings: LaunchSettings) -> None:
     if settings.hosts and len(settings.hosts) < settings.num_machines:
         name = "deepspeed_hostfile" if settings.use_deepspeed else "mpirun_hostfile"
         raise UsageError(
@@ -169,14 +175,14 @@ def _check_hosts(settings: Namespace) -> None:
         )
 
 
-def _check_deepspeed(settings: Namespace) -> None:
+def _check_deepspeed(settings: LaunchSettings) -> None:
     if not settings.use_deepspeed:
         return
     launcher = str(settings.deepspeed_multinode_launcher).lower()
-    own = settings.deepspeed_config_file
+    own = value_of(settings, "deepspeed_config_file")
     if own and not os.path.exists(own) and not _is_encoded(own):
         raise MissingHereError(f"The DeepSpeed configuration {own!r} does not exist (looked for in {os.getcwd()!r}).")
-    knows = settings.hosts or settings.has_usual_hostfile or launcher in NEEDS_NO_HOSTFILE
+    knows = settings.hosts or settings.has_default_hostfile or launcher in NEEDS_NO_HOSTFILE
     if settings.runner == "deepspeed" and not knows:
         raise UsageError(
             f"--deepspeed_multinode_launcher {launcher} must know the machines: give --deepspeed_hostfile, or take "
@@ -195,7 +201,7 @@ def _is_encoded(text: str) -> bool:
         return False
 
 
-def _check_agent(settings: Namespace) -> None:
+def _check_agent(settings: LaunchSettings) -> None:
     """Check what torch's elastic agent would otherwise find out with a traceback."""
     if settings.max_restarts < 0:
         raise UsageError(f"max_restarts must not be negative, got {settings.max_restarts}.")
@@ -213,7 +219,7 @@ def _check_agent(settings: Namespace) -> None:
         raise UsageError(f"rdzv_conf must be pairs like timeout=60,read_timeout=30, got {settings.rdzv_conf!r}.")
 
 
-def _check_precision(settings: Namespace) -> None:
+def _check_precision(settings: LaunchSettings) -> None:
     if str(settings.mixed_precision).lower() != "fp8":
         return
     from accel_state.libraries import is_fp8_available
@@ -224,23 +230,23 @@ def _check_precision(settings: Namespace) -> None:
         )
 
 
-def _check_parallelism(settings: Namespace) -> None:
+def _check_parallelism(settings: LaunchSettings) -> None:
     if not settings.use_parallelism_config:
         return
-    if settings.parallelism_config_dp_shard_size > 1 and not (settings.use_fsdp or settings.use_deepspeed):
+    shards, ranks = (value_of(settings, f"parallelism_config_{axis}_size") for axis in ("dp_shard", "sp"))
+    if shards > 1 and not (settings.use_fsdp or settings.use_deepspeed):
         raise UsageError(
-            f"--parallelism_config_dp_shard_size {settings.parallelism_config_dp_shard_size} needs --use_fsdp "
-            "--fsdp_version 2, which shards parameters; for whole copies use --parallelism_config_dp_replicate_size."
+            f"--parallelism_config_dp_shard_size {shards} needs --use_fsdp --fsdp_version 2, which shards parameters; "
+            "for replicas use --parallelism_config_dp_replicate_size."
         )
-    by_deepspeed = settings.parallelism_config_sp_backend == "deepspeed"
-    if settings.parallelism_config_sp_size > 1 and by_deepspeed and not settings.use_deepspeed:
+    by_deepspeed = value_of(settings, "parallelism_config_sp_backend") == "deepspeed"
+    if ranks > 1 and by_deepspeed and not settings.use_deepspeed:
         raise UsageError(
-            f"--parallelism_config_sp_size {settings.parallelism_config_sp_size} needs --use_deepspeed, or "
-            "--parallelism_config_sp_backend torch."
+            f"--parallelism_config_sp_size {ranks} needs --use_deepspeed, or --parallelism_config_sp_backend torch."
         )
 
 
-def check_script(settings: Namespace) -> None:
+def check_script(settings: LaunchSettings) -> None:
     """Refuse a script, module or program that does not exist, and a script that is no Python.
 
     Raises:
@@ -316,21 +322,19 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _check_words(settings: Namespace) -> None:
+def _check_words(settings: LaunchSettings) -> None:
     """Refuse words that only the script would refuse, in each of its processes."""
-    from accel_cli.configfile.allowed import check_word
-
-    for group in GROUPS:
+    for group in groups_of(settings):
         for option in group.options if group.handed_when(settings) else ():
-            value = getattr(settings, option.name, None)
+            value = group.value(option, settings)
             where = {"environment": f"environment variable {option.environment}", "flag": f"--{option.name}"}
             source = settings.sources.get(option.name)
             # accelerate 1.15 lets FSDP's words be given by number
             if source in where and not (option.name in NUMBERED and str(value).isdigit()):
-                check_word(option.name, value, where[source])
+                check_word(option, value, where[source])
 
 
-CHECKS: tuple[Callable[[Namespace], None], ...] = (
+CHECKS: tuple[Callable[[LaunchSettings], None], ...] = (
     _check_words, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
     _check_deepspeed, _check_precision, _check_parallelism, check_script,
 )  # fmt: skip

@@ -1,30 +1,16 @@
-"""Giving options their values: who has the last word, and what a value may be."""
+"""What a value from a file or an environment variable may be."""
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from accel_cli.arguments import Option, truth
+from accel_cli.arguments import Option
 from accel_cli.errors import UsageError, did_you_mean
+from accel_state.settings.option import BOOLEAN
 
-PRECEDENCE = ("flag", "file", "environment", "guess")
-
-
-def set_value(settings: Namespace, name: str, value: Any, source: str) -> None:
-    """Set an option, unless somebody who counts for more has.
-
-    Args:
-        settings: What is being resolved.
-        name: The option.
-        value: Its value.
-        source: One of `PRECEDENCE`.
-    """
-    before = settings.sources.get(name)
-    if before is None or PRECEDENCE.index(source) <= PRECEDENCE.index(before):
-        setattr(settings, name, value)
-        settings.sources[name] = source
+# words that programs have written for the same
+SAME = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
 
 
 def coerce(option: Option, value: Any, where: str) -> Any:
@@ -39,7 +25,7 @@ def coerce(option: Option, value: Any, where: str) -> Any:
         ValueError: When the value is not allowed.
     """
     if option.is_switch:
-        return value if isinstance(value, bool) else _converted(truth, str(value), where)
+        return value if isinstance(value, bool) else _converted(BOOLEAN.parse, option, str(value), where)
     if option.choices is not None:
         word = "no" if value is False else str(value)
         if word.lower() not in [choice.lower() for choice in option.choices]:
@@ -48,25 +34,44 @@ def coerce(option: Option, value: Any, where: str) -> Any:
         return word
     if isinstance(value, (list, tuple)):
         value = list(value) if option.action == "append" else ",".join(str(item) for item in value)
-    if option.type is None or option.action == "append":
+    if option.action == "append":
         return value
     if isinstance(value, bool) and option.type in (int, float):
-        raise UsageError(f"{where}: {value!r} is not a number.")
-    return _converted(option.type, str(value), where)
+        raise UsageError(f"{where}: {value!r} is not {option.kind.expected}.")
+    return _converted(option.type, option, str(value), where)
 
 
-def _converted(kind: Any, text: str, where: str) -> Any:
+def _converted(read: Any, option: Option, text: str, where: str) -> Any:
     try:
-        return kind(text)
+        return read(text)
     except ValueError:
-        name = getattr(kind, "__name__", "")
-        kinds = {"int": "a whole number", "float": "a number", "three_truths": "one bool, or three (true or false)"}
-        wanted = kinds.get(name, "a truth value (true or false)")
-        raise UsageError(f"{where}: {text!r} is not {wanted}.") from None
+        raise UsageError(f"{where}: {text!r} is not {option.kind.expected}.") from None
+
+
+def check_word(option: Option, value: Any, where: str) -> None:
+    """Refuse a value that is not one of an option's words.
+
+    Args:
+        option: The row. One without a closed list of words may have any value.
+        value: What was given; None stands for nothing.
+        where: The file, line and key, or the flag, for the message.
+
+    Raises:
+        ValueError: When the value is not one of the words, in any case.
+    """
+    checked_before = option.kind.exact or option.is_switch
+    if checked_before or not option.kind.closed or value is None or value == "":
+        return
+    words = option.kind.choices
+    spelling = str(value).lower()
+    allowed = [word.lower() for word in words]
+    if spelling not in allowed and SAME.get(spelling) not in allowed:
+        hint = did_you_mean(spelling.upper() if words[-1].isupper() else spelling, list(words))
+        raise UsageError(f"{where}: {value!r} is not one of {', '.join(words)}.{hint}")
 
 
 def first_number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
-    """Return the first of several variables that holds a whole number, or `default`."""
+    """Return the first of several variables that holds an integer, or `default`."""
     for name in names:
         if environ.get(name, "").isdigit():
             return int(environ[name])

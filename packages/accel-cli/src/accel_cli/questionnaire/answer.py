@@ -18,7 +18,7 @@ YES = ("yes", "y", "true", "1")
 NO = ("no", "n", "false", "0")
 
 
-class Kind(ABC):
+class Answer(ABC):
     """A kind of answer."""
 
     @abstractmethod
@@ -33,20 +33,20 @@ class Kind(ABC):
         """Write a value so that `read` gives it back."""
         return str(value)
 
-    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody be asked for it.
 
         Args:
             prompts: Who asks.
             text: The question.
-            usual: What nothing stands for; empty when nothing is usual.
+            default: What an empty answer stands for; empty where there is no default.
             read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
         """
-        return prompts.ask_text(text, usual, read)
+        return prompts.ask_text(text, default, read)
 
 
 @dataclass(frozen=True, slots=True)
-class Choice(Kind):
+class Choice(Answer):
     """One of a few values.
 
     Attributes:
@@ -82,9 +82,9 @@ class Choice(Kind):
         """Write what the menu says for a value."""
         return next(label for option, label in self.options if option == value)
 
-    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody choose from a menu."""
-        return prompts.ask_choice(text, self, usual, read)
+        return prompts.ask_choice(text, self, default, read)
 
 
 def choice(*values: Any, **labels: str) -> Choice:
@@ -98,7 +98,7 @@ def choice(*values: Any, **labels: str) -> Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Truth(Kind):
+class Truth(Answer):
     """Yes or no."""
 
     def read(self, text: str) -> bool:
@@ -111,19 +111,19 @@ class Truth(Kind):
         """Write yes or no."""
         return "yes" if value else "no"
 
-    def ask(self, prompts: Prompts, text: str, usual: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody confirm."""
-        return prompts.ask_truth(text, usual, read)
+        return prompts.ask_truth(text, default, read)
 
 
 @dataclass(frozen=True, slots=True)
-class Number(Kind):
+class Number(Answer):
     """A number.
 
     Attributes:
         least: The smallest that is allowed.
         most: The largest.
-        is_whole: Whether it must be a whole number.
+        is_whole: Whether it must be an integer.
     """
 
     least: float | None = None
@@ -135,7 +135,7 @@ class Number(Kind):
         try:
             value = int(text) if self.is_whole else float(text)
         except ValueError:
-            kind = "a whole number" if self.is_whole else "a number"
+            kind = "an integer" if self.is_whole else "a number"
             raise ValueError(f"{text!r} is not {kind}.") from None
         if self.least is not None and not value >= self.least:  # so that nan is refused, too
             raise ValueError(f"It must be at least {self.least}, got {text}.")
@@ -145,7 +145,7 @@ class Number(Kind):
 
 
 @dataclass(frozen=True, slots=True)
-class Text(Kind):
+class Text(Answer):
     """Any text.
 
     Attributes:
@@ -173,7 +173,7 @@ class Path(Text):
 
 
 @dataclass(frozen=True, slots=True)
-class Words(Kind):
+class Words(Answer):
     """Several texts, with a sign between them.
 
     Attributes:

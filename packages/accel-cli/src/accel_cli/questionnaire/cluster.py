@@ -7,19 +7,12 @@ from typing import Any
 
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.questionnaire.answer import Choice
-from accel_cli.questionnaire.deepspeed import DEEPSPEED
-from accel_cli.questionnaire.dynamo import DYNAMO
-from accel_cli.questionnaire.fp8 import FP8
-from accel_cli.questionnaire.fsdp import FSDP
-from accel_cli.questionnaire.interview import ask, interview, settings_of
-from accel_cli.questionnaire.machine import MACHINE, NETWORK, PRECISION, PROCESSES, placed
-from accel_cli.questionnaire.megatron import MEGATRON_LM
-from accel_cli.questionnaire.mpi import MPI
-from accel_cli.questionnaire.parallelism import PARALLELISM, sharding
+from accel_cli.questionnaire.engines import DEEPSPEED, FSDP, MEGATRON_LM, PARALLELISM, sharding
+from accel_cli.questionnaire.machine import MACHINE, MPI, NETWORK, PROCESSES, TPU, placed
+from accel_cli.questionnaire.precision import DYNAMO, FP8, PRECISION
 from accel_cli.questionnaire.prompts import Prompts, choose_prompts
-from accel_cli.questionnaire.question import Answers, Question
+from accel_cli.questionnaire.question import Answers, Question, ask, interview, settings_of
 from accel_cli.questionnaire.sagemaker import get_sagemaker_input
-from accel_cli.questionnaire.tpu import TPU
 from accel_state.enums import ComputeEnvironment
 
 TOPICS = (

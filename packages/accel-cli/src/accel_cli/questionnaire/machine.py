@@ -1,12 +1,13 @@
-"""Questions about the machines, their devices and their processes."""
+"""Questions about the machines, their devices and their processes, mpirun and TPUs."""
 
 from __future__ import annotations
 
 import glob
+import os
 from typing import Any
 
-from accel_cli.questionnaire.answer import Choice, Number, Text, Truth, choice
-from accel_cli.questionnaire.question import Answers, Question, Topic, every, opposite, said
+from accel_cli.questionnaire.answer import Choice, Number, Path, Text, Truth, Words, choice
+from accel_cli.questionnaire.question import Answers, Question, Topic, about, every, opposite, said
 
 MACHINES = Choice(
     (
@@ -85,7 +86,7 @@ def are_enough(value: str, answers: Answers) -> str:
     return "" if len(words) >= here else f"{here} processes on this machine need {here} devices, got {len(words)}."
 
 
-def usual_processes(answers: Answers) -> int:
+def default_processes(answers: Answers) -> int:
     """One process for each NVIDIA GPU where there are some to be seen, else one for each machine."""
     machines: int = answers.get("num_machines", 1)
     devices = glob.glob("/proc/driver/nvidia/gpus/*") if answers["machine"] == "MULTI_GPU" else []
@@ -108,11 +109,10 @@ MACHINE = Topic(
 NETWORK = Topic(
     "Network",
     (
-        Question("machine_rank", "Which number has this machine, from 0?", Number(least=0), None,
-                 opposite(by_hostfile), is_one_of_them),
-        Question("main_process_ip", "What is the address of machine 0?", Text(without_blanks=True)),
+        about("machine_rank", None, opposite(by_hostfile), kind=Number(least=0), wrong=is_one_of_them),
+        about("main_process_ip", kind=Text(without_blanks=True)),
         Question("main_process_port", "Which port on it do the processes meet at?", Number(1, 65535), 29500),
-        Question("same_network", "Are all machines in one local network?", Truth(), True),
+        about("same_network", True),
         Question("rdzv_backend",
                  "How do the machines find one another? static: all are there from the start; c10d: they may come and "
                  "go, as restarts need it",
@@ -125,33 +125,64 @@ PROCESSES = Topic(
     "Processes",
     (
         Question("num_processes", "How many processes are started, on all machines together?", Number(least=1),
-                 usual_processes, said("machine", *SEVERAL), divides_evenly),
+                 default_processes, said("machine", *SEVERAL), divides_evenly),
         Question("num_processes", "How many TPU cores are used?", Number(least=1), 8, said("machine", "XLA")),
         Question("gpu_ids", "Which devices of this machine? Numbers such as 0,1 or all", Text(), "all",
                  said("machine", *ACCELERATORS), are_enough),
         Question("gpu_ids", "Which device of this machine? A number or all", Text(), "all",
                  every(said("machine", "NO"), opposite(said("use_cpu"))),
                  lambda value, answers: are_enough(value, {"num_processes": 1})),
-        Question("enable_cpu_affinity", "Keep each process on the CPU cores near its GPU? (NVIDIA)", Truth(), False,
-                 said("machine", "MULTI_GPU")),
-        Question("debug", "Compare shapes before every collective operation? Slower, finds hanging runs", Truth(),
-                 False, said("machine", *SEVERAL)),
+        about("enable_cpu_affinity", False, said("machine", "MULTI_GPU")),
+        about("debug", False, said("machine", *SEVERAL)),
     ),
     asked_when=opposite(every(said("machine", "NO"), said("use_cpu"))),
 )  # fmt: skip
 
-PRECISION = Topic(
-    "Number format",
+NAME = Text(without_blanks=True)
+HOSTFILE = os.path.expanduser("~/hostfile")
+
+MPI = Topic(
+    "MPI",
     (
-        Question("mixed_precision", "Which number format do you compute in?", choice("no", "fp16", "bf16", "fp8"),
-                 "no", in_fp8),
-        Question("mixed_precision", "Which number format do you compute in?", choice("no", "fp16", "bf16"), "no",
-                 every(said("machine", *ACCELERATORS), opposite(in_fp8))),
-        Question("mixed_precision", "Which number format do you compute in?", choice("no", "bf16"), "no",
-                 lambda answers: on_cpu(answers) or answers["machine"] == "XLA"),
+        Question("uses_mpirun", "Start the processes with mpirun?", Truth(), False, is_saved=False),
+        about("mpirun_hostfile", HOSTFILE, said("uses_mpirun"), kind=Path()),
+        about("mpirun_ccl", 1, said("uses_mpirun"), kind=Number(least=1)),
     ),
-    # DeepSpeed's own file says it then
-    asked_when=opposite(said("deepspeed_config_file")),
+    section="mpirun_config",
+    asked_when=every(said("machine", "MULTI_CPU"), said("way", "PLAIN")),
+)  # fmt: skip
+
+COMMANDS = Choice((("none", "none"), ("file", "those in a file"), ("typed", "some that I type now")))
+NAMES = Words(r"[\w.:/-]+", "the name or address of a machine")
+LINES = Words(separator=";")
+VARIABLES = Words(r"[A-Za-z_]\w*=.*", "a variable such as NAME=value")
+
+
+def is_there(value: str, answers: Answers) -> str:
+    """Refuse a file that does not exist."""
+    return "" if os.path.isfile(value) else f"There is no file {value!r}."
+
+
+TPU = Topic(
+    "TPU",
+    (
+        about("main_training_function", "main", kind=NAME),
+        about("downcast_bf16", False),
+        Question("tpu_use_cluster", "Is it a pod of several machines?", Truth(), False),
+        about("tpu_name", None, said("tpu_use_cluster"), kind=NAME),
+        about("tpu_zone", None, said("tpu_use_cluster"), kind=NAME),
+        about("tpu_use_sudo", False, said("tpu_use_cluster")),
+        Question("commands_from", "Which commands do the machines run first?", COMMANDS, "none",
+                 said("tpu_use_cluster"), is_saved=False),
+        Question("command_file", "Which file?", Path(), None, said("commands_from", "file"), is_there),
+        Question("commands", "Which commands? With semicolons between them", LINES, None,
+                 said("commands_from", "typed")),
+        Question("tpu_vm", "Which machines of the pod? Names with commas between them, nothing for all", NAMES, None,
+                 said("tpu_use_cluster"), is_required=False),
+        Question("tpu_env", "Which variables are set there? As in NAME=value, nothing for none", VARIABLES, None,
+                 said("tpu_use_cluster"), is_required=False),
+    ),
+    asked_when=said("machine", "XLA"),
 )  # fmt: skip
 
 

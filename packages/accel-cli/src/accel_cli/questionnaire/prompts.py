@@ -27,41 +27,41 @@ class Prompts(ABC):
         self.say(f"  {reason}")
 
     @abstractmethod
-    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+    def ask_text(self, text: str, default: str, read: Read) -> Any:
         """Ask for a text.
 
         Args:
             text: The question.
-            usual: What nothing stands for; empty when nothing is usual.
+            default: What an empty answer stands for; empty where there is no default.
             read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
         """
 
     @abstractmethod
-    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+    def ask_truth(self, text: str, default: str, read: Read) -> Any:
         """Ask for yes or no; arguments as in `ask_text`."""
 
     @abstractmethod
-    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+    def ask_choice(self, text: str, choice: Choice, default: str, read: Read) -> Any:
         """Ask for one of several values; arguments as in `ask_text`."""
 
 
 class PlainPrompts(Prompts):
     """Asks in plain lines and reads plain lines: for pipes, logs and simple terminals."""
 
-    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+    def ask_text(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line."""
-        return self._ask(f"{text} [{usual}]: " if usual else f"{text}: ", read)
+        return self._ask(f"{text} [{default}]: " if default else f"{text}: ", read)
 
-    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+    def ask_truth(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line; yes and no may be abbreviated."""
-        return self._ask(f"{text} (yes/no) [{usual}]: " if usual else f"{text} (yes/no): ", read)
+        return self._ask(f"{text} (yes/no) [{default}]: " if default else f"{text} (yes/no): ", read)
 
-    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+    def ask_choice(self, text: str, choice: Choice, default: str, read: Read) -> Any:
         """Show a numbered list; a number, a value or a label may be typed."""
         self.say(text)
         for number, label in zip(choice.numbers, choice.labels, strict=True):
             self.say(f"  {number}  {label}")
-        return self._ask(f"Choice [{usual}]: " if usual else "Choice: ", read)
+        return self._ask(f"Choice [{default}]: " if default else "Choice: ", read)
 
     def _ask(self, prompt: str, read: Read) -> Any:
         while True:
@@ -83,7 +83,7 @@ class PlainPrompts(Prompts):
 class TerminalPrompts(Prompts):
     """Asks with menus that are moved through with the arrow keys."""
 
-    def ask_text(self, text: str, usual: str, read: Read) -> Any:
+    def ask_text(self, text: str, default: str, read: Read) -> Any:
         """Ask in one line; what is wrong with it is shown below while it is corrected."""
         import questionary
 
@@ -94,23 +94,23 @@ class TerminalPrompts(Prompts):
                 return str(reason)
             return True
 
-        hint = f"({usual})" if usual else None
+        hint = f"({default})" if default else None
         return read(questionary.text(text, instruction=hint, validate=problem).unsafe_ask())
 
-    def ask_truth(self, text: str, usual: str, read: Read) -> Any:
+    def ask_truth(self, text: str, default: str, read: Read) -> Any:
         """Ask for one key: y or n."""
         import questionary
 
         return self._until(
-            lambda: "yes" if questionary.confirm(text, default=usual == "yes").unsafe_ask() else "no", read
+            lambda: "yes" if questionary.confirm(text, default=default == "yes").unsafe_ask() else "no", read
         )
 
-    def ask_choice(self, text: str, choice: Choice, usual: str, read: Read) -> Any:
+    def ask_choice(self, text: str, choice: Choice, default: str, read: Read) -> Any:
         """Show a menu."""
         import questionary
 
         return self._until(
-            lambda: str(questionary.select(text, choices=choice.labels, default=usual or None).unsafe_ask()), read
+            lambda: str(questionary.select(text, choices=choice.labels, default=default or None).unsafe_ask()), read
         )
 
     def _until(self, ask: Callable[[], str], read: Read) -> Any:

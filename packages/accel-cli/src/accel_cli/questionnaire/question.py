@@ -1,12 +1,15 @@
-"""Questions as rows of a table."""
+"""Questions as rows of a table, and going through them: from the answers to what a config file holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from accel_cli.questionnaire.answer import Kind
+from accel_cli.arguments import Option
+from accel_cli.launch.flags.table import find
+from accel_cli.questionnaire.answer import Answer, Joined, Number, Text, Truth, choice
+from accel_cli.questionnaire.prompts import Prompts
 
 Answers = Mapping[str, Any]
 Condition = Callable[[Answers], bool]
@@ -46,7 +49,7 @@ class Question:
         text: The question.
         kind: What can be answered.
         default: The answer when nothing is said: a value, or a function of the earlier answers. None where there is
-            no usual answer.
+            no default.
         asked_when: Given the earlier answers, whether to ask.
         wrong: Given a value and the earlier answers, says what is wrong with it; an empty text for nothing.
         is_required: Whether an answer is needed where there is no default; without one, the setting is left out.
@@ -55,14 +58,14 @@ class Question:
 
     key: str
     text: str
-    kind: Kind
+    kind: Answer
     default: Any = None
     asked_when: Condition = always
     wrong: Callable[[Any, Answers], str] = never_wrong
     is_required: bool = True
     is_saved: bool = True
 
-    def usual(self, answers: Answers) -> Any:
+    def initial(self, answers: Answers) -> Any:
         """Return the default after these answers."""
         return self.default(answers) if callable(self.default) else self.default
 
@@ -78,14 +81,55 @@ class Question:
         """
         text = text.strip()
         if not text:
-            usual = self.usual(answers)
-            if usual is None and self.is_required:
+            default = self.initial(answers)
+            if default is None and self.is_required:
                 raise ValueError("An answer is needed here.")
-            return usual
+            return default
         value = self.kind.read(text)
         if reason := self.wrong(value, answers):
             raise ValueError(reason)
         return value
+
+
+def about(
+    name: str,
+    default: Any = None,
+    asked_when: Condition = always,
+    *,
+    kind: Answer | None = None,
+    text: str = "",
+    wrong: Callable[[Any, Answers], str] = never_wrong,
+    is_required: bool = True,
+) -> Question:
+    """Make the question about an option of `accelerate launch` out of its row.
+
+    Args:
+        name: The option.
+        default: As for `Question`.
+        asked_when: As for `Question`.
+        kind: What can be answered, where the row does not say it well enough.
+        text: The question; the row's help when empty.
+        wrong: As for `Question`.
+        is_required: As for `Question`.
+    """
+    option = find(name)
+    assert option is not None, name
+    text = text or option.help.rstrip(".")
+    if not is_required and default is None and "nothing" not in text:
+        text += " (nothing leaves it out)"
+    return Question(name, text, kind or _answer_of(option), default, asked_when, wrong, is_required)
+
+
+def _answer_of(option: Option) -> Answer:
+    """What can be answered where an option is asked about."""
+    kind = option.kind
+    if option.is_switch or kind.choices == ("true", "false"):
+        return Truth()
+    if kind.choices:
+        return choice(*kind.choices)
+    if option.type.__name__ in ("int", "float"):
+        return Number(*kind.limits, is_whole=option.type.__name__ == "int")
+    return Joined() if kind.metavar in ("NAMES", "CLASSES") else Text()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +147,51 @@ class Topic:
     questions: tuple[Question, ...]
     section: str = ""
     asked_when: Condition = always
+
+
+def interview(topics: Iterable[Topic], prompts: Prompts, answers: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Ask what the earlier answers do not rule out.
+
+    Args:
+        topics: The questions.
+        prompts: Who asks.
+        answers: What is known already; it grows.
+
+    Returns:
+        `answers`: question key -> value. Questions that were not asked are not in it.
+    """
+    answers = {} if answers is None else answers
+    for topic in topics:
+        titled = False
+        for question in topic.questions:
+            if topic.asked_when(answers) and question.asked_when(answers):
+                if not titled:
+                    prompts.say(f"\n{topic.title}")
+                    titled = True
+                answers[question.key] = ask(question, prompts, answers)
+    return answers
+
+
+def ask(question: Question, prompts: Prompts, answers: Answers) -> Any:
+    """Ask one question until the answer can be used, and return its value."""
+    default = question.initial(answers)
+    spelled = "" if default is None else question.kind.spell(default)
+    return question.kind.ask(prompts, question.text, spelled, lambda text: question.read(text, answers))
+
+
+def settings_of(topics: Iterable[Topic], answers: Answers) -> dict[str, Any]:
+    """Arrange answers as a settings file does.
+
+    Args:
+        topics: The questions that were asked.
+        answers: What `interview` gave.
+
+    Returns:
+        Key -> value, and section -> key -> value. What was answered with nothing is left out.
+    """
+    values: dict[str, Any] = {}
+    for topic in topics:
+        rows = [row.key for row in topic.questions if row.is_saved and answers.get(row.key) is not None]
+        home = values.setdefault(topic.section, {}) if topic.section and rows else values
+        home.update({key: answers[key] for key in rows})
+    return values

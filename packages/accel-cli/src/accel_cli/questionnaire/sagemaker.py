@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from accel_cli.configfile.schema import SageMakerConfig
 from accel_cli.questionnaire.answer import Choice, Number, Text, Truth, choice
-from accel_cli.questionnaire.dynamo import DYNAMO
-from accel_cli.questionnaire.interview import interview, settings_of
+from accel_cli.questionnaire.precision import DYNAMO
 from accel_cli.questionnaire.prompts import Prompts, choose_prompts
-from accel_cli.questionnaire.question import Answers, Question, Topic, opposite, said
+from accel_cli.questionnaire.question import Answers, Question, Topic, about, interview, opposite, said, settings_of
 from accel_state.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
 from accel_state.enums import ComputeEnvironment
 
@@ -55,11 +54,9 @@ JOB = Topic(
         Question("num_machines", "On how many of them?", Number(least=1), 1, said("distributed_type", "NO")),
         Question("num_machines", "On how many of them?", Number(least=1), 2,
                  opposite(said("distributed_type", "NO"))),
-        Question("debug", "Compare shapes before every collective operation? Slower, finds hanging runs", Truth(),
-                 False, opposite(said("distributed_type", "NO"))),
+        about("debug", False, opposite(said("distributed_type", "NO"))),
         Question("base_job_name", "How do the names of jobs begin?", NAME, "accelerate-sagemaker-1"),
-        Question("mixed_precision", "Which number format do you compute in?", choice("no", "fp16", "bf16", "fp8"),
-                 "no"),
+        about("mixed_precision", "no"),
     ),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, Option, make_parser
 from accel_cli.errors import UsageError, did_you_mean
+from accel_state.settings.option import WHOLE, one_of
 
 if TYPE_CHECKING:
     from accel_tracking.local.reading import Run
@@ -22,12 +23,12 @@ ACTIONS = ("list", "show", "compare")
 NEWEST = 5  # how many runs `compare` takes when none are named
 
 OPTIONS = (
-    Option("action", "What to do: list (default), show or compare.", nargs="?", default="list", choices=ACTIONS),
+    Option("action", "What to do: list (default), show or compare.", nargs="?", default="list", kind=one_of(*ACTIONS)),
     Option("run", "Runs; all of them if left out for list, the newest ones otherwise.", nargs="*"),
     Option("--dir", "Folder to search, with those below it.", default=".", metavar="FOLDER"),
     Option("--name", "Only runs of this name.", metavar="NAME"),
     Option("--metric", "Metric to show; a loss if left out.", metavar="NAME"),
-    Option("--limit", "At most so many runs, the newest ones.", type=int, metavar="N"),
+    Option("--limit", "At most so many runs, the newest ones.", kind=WHOLE, metavar="N"),
     Option("--csv", "Write every point of the curves to this file; - for the terminal.", metavar="FILE"),
     Option("--html", "Write a page with the curves, which needs nothing but a browser.", metavar="FILE"),
 )  # fmt: skip

@@ -8,11 +8,12 @@ from argparse import Namespace
 
 from accel_cli.arguments import Option, switch
 from accel_cli.errors import UsageError
+from accel_state.settings.option import WHOLE
 
 SLURM = (
-    Option("--nodes", "How many machines; num_machines of the settings if left out.", type=int, metavar="N"),
+    Option("--nodes", "How many machines; num_machines of the settings if left out.", kind=WHOLE, metavar="N"),
     Option("--gpus_per_node", "GPUs of each machine, one process each: a number, or type:number.", metavar="G"),
-    Option("--cpus_per_task", "CPU cores of each machine's task.", type=int, metavar="N"),
+    Option("--cpus_per_task", "CPU cores of each machine's task.", kind=WHOLE, metavar="N"),
     Option("--time", "Time limit: minutes, hours:minutes:seconds, days-hours, ... or UNLIMITED.", metavar="LIMIT"),
     Option("--partition", "Partition, or several separated by commas.", metavar="NAME"),
     Option("--account", "Who pays.", metavar="NAME"),
@@ -25,7 +26,7 @@ SLURM = (
     switch("--requeue", "Start the job again when it was preempted or reaches its time limit.", default=None),
     switch("--no_requeue", "Never start the job again.", default=None),
     Option("--grace_seconds", "How long before its time limit the job is ended to start again.", default=120,
-           type=int, metavar="S"),
+           kind=WHOLE, metavar="S"),
     Option("--resume_args", "Words that the script gets besides when the job has been started again: "
            "--resume_args='--resume latest'.", default="", metavar="WORDS"),
     Option("--output", "Write the batch script to this file instead of printing it.", metavar="FILE"),

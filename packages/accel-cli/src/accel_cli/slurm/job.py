@@ -9,11 +9,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
-from accel_cli.launch.flags.table import OPTIONS
+from accel_cli.launch.flags.table import find
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.resolve import resolve
+from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import MEETS_ALONE, check_flags, check_settings
-from accel_cli.slurm.flags import check_slurm_flags, num_gpus, resume_words
+from accel_cli.slurm.flags import SLURM, check_slurm_flags, num_gpus, resume_words
 
 CPUS_PER_GPU = 4  # when nobody says: the process itself, and workers that load data
 FOUND_BY_THE_JOB = "found-by-the-job"
@@ -137,9 +138,10 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
     )
 
 
-def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> Namespace:
+def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> LaunchSettings:
     """Complete the settings as the launch on a machine of the job will, without its address."""
-    wanted = Namespace(**vars(args))
+    own = {option.name for option in SLURM}
+    wanted = Namespace(**{name: value for name, value in vars(args).items() if name not in own})
     wanted.nondefault = {*getattr(args, "nondefault", ()), "machine_rank", "main_process_ip"}
     wanted.machine_rank, wanted.main_process_ip = 0, FOUND_BY_THE_JOB
     if args.nodes:
@@ -154,17 +156,16 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> Na
             f"A SLURM job runs `accelerate launch` on each machine itself, which the launcher {settings.runner!r} of "
             "these settings would do again: leave it out."
         )
-    if gpus and not args.num_processes:  # the settings file may have had the number of machines
-        settings.num_processes = gpus * settings.num_machines
-        settings.sources["num_processes"] = "guess"
-    settings.port_was_named = False  # whether it is free is a question for another machine
+    sources = dict(settings.sources)
+    if gpus and not args.num_processes:  # the config file may have had the number of machines
+        settings, sources["num_processes"] = settings.but(num_processes=gpus * settings.num_machines), "guess"
     if not settings.main_process_port:
-        settings.main_process_port, settings.sources["main_process_port"] = ANY_PORT, "guess"
-    check_settings(settings)
-    return settings
+        settings, sources["main_process_port"] = settings.but(main_process_port=ANY_PORT), "guess"
+    settings = settings.but(sources=sources, port_was_named=False)  # whether it is free matters elsewhere
+    return settings.noting(*check_settings(settings))
 
 
-def _cpu_instead_of_gpus(gpus: str, settings: Namespace) -> str:
+def _cpu_instead_of_gpus(gpus: str, settings: LaunchSettings) -> str:
     """Say who wants the CPU although GPUs were asked for."""
     path = settings.settings_file
     if path is None or settings.sources.get("cpu") != "file":
@@ -183,7 +184,7 @@ def _cpu_instead_of_gpus(gpus: str, settings: Namespace) -> str:
     )
 
 
-def _processes_per_node(settings: Namespace) -> int:
+def _processes_per_node(settings: LaunchSettings) -> int:
     known = settings.sources.get("num_processes") in NAMED
     if not known and not settings.use_cpu:
         raise UsageError("How many GPUs has a machine? Give --gpus_per_node, or --cpu for none.")
@@ -198,10 +199,10 @@ def _check_count(given: int, nodes: int, gpus: int) -> None:
         )
 
 
-def _cores(settings: Namespace, per_node: int) -> int:
+def _cores(settings: LaunchSettings, per_node: int) -> int:
     known = settings.sources.get("num_cpu_threads_per_process") in NAMED
-    per_process = settings.num_cpu_threads_per_process if known else 1 if settings.use_cpu else CPUS_PER_GPU
-    return int(per_process * per_node)
+    per_process = settings.num_cpu_threads_per_process if known else None
+    return (per_process or (1 if settings.use_cpu else CPUS_PER_GPU)) * per_node
 
 
 def _name_of(script: str) -> str:
@@ -217,12 +218,12 @@ def _options(args: Namespace) -> Iterator[str]:
     yield from args.sbatch_option or ()
 
 
-def _launch_words(args: Namespace, settings: Namespace) -> Iterator[str]:
+def _launch_words(args: Namespace, settings: LaunchSettings) -> Iterator[str]:
     """Spell the flags of the launch that were given here again."""
     if settings.settings_file:
         yield from ("--config_file", os.path.abspath(os.path.expanduser(settings.settings_file)))
     for name in sorted(getattr(args, "nondefault", ())):
-        option = OPTIONS.get(name)
+        option = find(name)
         if option is None or name in NOT_PASSED_ON:
             continue
         flag, value = option.flags.split()[-1], getattr(args, name)

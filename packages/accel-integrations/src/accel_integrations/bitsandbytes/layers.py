@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_bigmodel.tied import find_tied_parameters
+from accel_ops.tied import find_tied_parameters
 from accel_state.errors import missing_library
 from accel_state.libraries import is_bitsandbytes_multi_backend_available
 

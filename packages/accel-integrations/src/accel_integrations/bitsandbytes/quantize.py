@@ -21,7 +21,6 @@ from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.dispatch import WAYS_TO_PLACE, dispatch_model
 from accel_bigmodel.offload.folder import Index, offload_weight, save_offload_index
 from accel_bigmodel.tensors import set_module_tensor_to_device
-from accel_bigmodel.tied import find_tied_parameters, retie_parameters
 from accel_integrations.bitsandbytes.layers import (
     get_keys_to_not_convert,
     is_among,
@@ -31,6 +30,7 @@ from accel_integrations.bitsandbytes.layers import (
 )
 from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig
 from accel_ops.durable import make_folder
+from accel_ops.tied import find_tied_parameters, retie_parameters
 from accel_state.devices import default_device
 
 CPU = torch.device("cpu")

@@ -22,7 +22,8 @@ from accel_integrations.checkpoints.stored_states import (
     open_model_state,
     open_optimizer_state,
 )
-from accel_integrations.prepared.names import plain_name
+from accel_integrations.prepared.parameters import plain_name
+from accel_ops.tied import names_by_parameter
 
 
 @dataclass
@@ -109,11 +110,9 @@ def read_model_state(
 def _sources(stored: StoredState, own: Mapping[str, Any], model: nn.Module) -> dict[str, Keys]:
     """Where each entry of a model's state is on the disk; tied parameters may be there under one of their names."""
     present = {".".join(keys): keys for keys in (*stored.shapes, *stored.objects)}
-    aliases: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(parameter, []).append(plain_name(name).removeprefix("module."))
     found: dict[str, Keys] = {}
-    for names in aliases.values():
+    for raw_names in names_by_parameter(model).values():
+        names = [plain_name(name).removeprefix("module.") for name in raw_names]
         saved = next((name for name in names if name in present), None)
         if saved is not None:
             found |= {name: present[saved] for name in names if name in own}

@@ -18,8 +18,9 @@ from accel_integrations.checkpoints.sharded import ShardedModel, find_sharded_fo
 from accel_integrations.checkpoints.sharded_metadata import StoredTensor
 from accel_ops.durable import DurableFile
 from accel_ops.files import serialize
+from accel_ops.safetensors_header import encode_header
 from accel_ops.staging import StagedFolder
-from accel_ops.tensor_files import DTYPE_NAMES, HEADER_ALIGNMENT_BYTES
+from accel_ops.tensor_files import DTYPE_NAMES
 from accel_state.processes import PartialState
 
 MAX_SHARD_SIZE = "5GB"
@@ -127,17 +128,13 @@ def write_merged(
 def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str], *, with_objects: bool) -> None:
     """Write the header, then each tensor as soon as it is read."""
     order = sorted(names, key=lambda name: (-model.tensors[name].dtype.itemsize, name))  # so that all stay aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in order:
-        tensor = model.tensors[name]
-        begin, end = end, end + tensor.num_bytes
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % HEADER_ALIGNMENT_BYTES)
-    file.write(len(text).to_bytes(8, "little") + text)
+    described = [(name, model.tensors[name]) for name in order]
+    file.write(
+        encode_header(
+            ((name, DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.num_bytes) for name, tensor in described),
+            {"format": "pt"},
+        )
+    )
     for name in order:
         values = model.read_tensor(name)
         if num_bytes := model.tensors[name].num_bytes:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_integrations.prepared.names import plain_name
+from accel_integrations.prepared.parameters import plain_name
 from accel_ops.durable import make_folder, write_atomically
 from accel_ops.filenames import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_ops.files import check_loadable, serialize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -230,11 +230,6 @@ def _walk(value: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 # ---- finding them ---------------------------------------------------------------------------------------------------
 
 OTHER_MODEL_FILES = (("model", ".safetensors"), ("pytorch_model", ".bin"))
-
-
-def is_divided(names: Collection[str]) -> bool:
-    """Whether the files of a checkpoint hold models in a form of sharded training."""
-    return any(name.startswith(MODEL.stem) for name in names)
 
 
 def open_model_state(folder: Path, index: int) -> StoredState:

@@ -12,12 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.ddp_hooks import register_hook
 from accel_integrations.engines.engine import Engine, EngineContext
-from accel_integrations.parallel.module_states import all_reduce_over_group
+from accel_integrations.engines.sharded_engines import refuse_ulysses
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.ties import Ties
-from accel_ops.collectives import reduce
+from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import is_on, model_has_dtensor
 from accel_state.warning import warn_user
 
@@ -34,7 +33,7 @@ class DDPEngine(Engine):
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
-        self._averagers: Ties[nn.Module, GradientAverager] = Ties()
+        self._averagers: Notes[nn.Module, GradientAverager] = Notes()
 
     def check(self) -> None:
         """Refuse a mesh with axes along which parameters would have to be sharded, or that another library makes.
@@ -45,11 +44,7 @@ class DDPEngine(Engine):
         config = self.context.state.parallelism_config
         if config is None:
             return
-        if config.sp_enabled and config.sp_backend == "deepspeed":
-            raise ValueError(
-                f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is 'ddp': pass a "
-                "DeepSpeedPlugin, or choose sp_backend='torch'."
-            )
+        refuse_ulysses(config, self.name)
         axes = [axis for axis in config.active_mesh_dims if axis not in AXES]
         if axes:
             raise ValueError(
@@ -99,6 +94,10 @@ class DDPEngine(Engine):
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Have the replicas all-reduce gradients."""
+        return sync_next_backward(model)
+
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Let processes that run out of batches early shadow the collectives of the others.
 
@@ -145,13 +144,6 @@ class DDPEngine(Engine):
             )
         return shards
 
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the replicas."""
-        if self.averaging_group is not None:
-            return all_reduce_over_group(weight, self.averaging_group)
-        total: torch.Tensor = reduce(weight.to(self.context.state.device), reduction="sum")
-        return total
-
     @property
     def num_averaged(self) -> int:
         """All processes but those that share the layers of one replica."""
@@ -188,10 +180,9 @@ def _replica_in(model: Any) -> Any:
 
 @contextmanager
 def sync_next_backward(model: nn.Module) -> Iterator[None]:
-    """A block in which the replicas of `model` exchange gradients although its forward ran under `no_sync`.
+    """A context in which a `DistributedDataParallel` all-reduces gradients although its forward ran under `no_sync`.
 
-    Models that are no replicas have nothing to exchange. Not a method of the engine, because
-    `Accelerator.trigger_sync_in_backward` is static.
+    Other models have nothing to all-reduce. A function, because it serves replicas that the program made itself, too.
     """
     replica = _replica_in(model)
     if not isinstance(replica, DistributedDataParallel):

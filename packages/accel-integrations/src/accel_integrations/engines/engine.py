@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from accel_data.sequence_shard import SequenceShard
 from accel_integrations import gradients
-from accel_integrations.averaging import WindowAverage
-from accel_integrations.checkpoints.forms import holds_engines
+from accel_integrations.averaging import StepAverage, WindowAverage
+from accel_integrations.checkpoints.full_states import FullStatesLoad, FullStatesSave
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    holds_shards,
+    refuse_deepspeed_states,
+    strict_of,
+)
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
+from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
@@ -64,24 +73,18 @@ class Engine(ABC):
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     compiles_in_place: ClassVar[bool] = False
     """True where repeated blocks must stay the modules that they are, because the engine holds on to them."""
-    divides_losses: ClassVar[bool] = True
-    """False where `backward` itself divides a loss by the number of batches in a window."""
-    writes_states: ClassVar[bool] = False
-    """True where all processes together write models and optimizers into a checkpoint, by `write_states`."""
-    options_of_saving: ClassVar[frozenset[str]] = frozenset()
-    """Names of arguments that `write_states` takes from `save_state`."""
-    options_of_loading: ClassVar[frozenset[str]] = frozenset()
-    """Names of arguments that `read_states` takes from `load_state`."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
         self.gradient_state = context.gradient_state
         self.precision: Precision = self.make_precision(context.state.mixed_precision)
         average_over = context.gradient_state.plugin_kwargs.get("average_over", "steps")
-        self.averaging = None if average_over == "steps" else WindowAverage(self, average_over)
-        """How gradients are averaged over a window; None when each loss is divided by the number of steps."""
-        self.library_engine: Any = None
-        """What runs backward for this engine, where a library brings an engine of its own."""
+        self.averaging: StepAverage = (
+            self.make_step_average()
+            if average_over == "steps"
+            else WindowAverage(self, context.prepared, average_over)
+        )
+        """How gradients are averaged over an accumulation window."""
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -99,7 +102,7 @@ class Engine(ABC):
             NotImplementedError: When there is none.
         """
         return make_precision(
-            wanted, self.context.state.device.type, self.context.handlers, divided=self.shards_gradients
+            wanted, self.context.state.device.type, self.context.handlers, sharded=self.shards_gradients
         )
 
     @property
@@ -114,17 +117,37 @@ class Engine(ABC):
             return state.parallelism_config.data_place(state.process_index, state.num_processes)
         return DataPlace(state.process_index, state.num_processes)
 
+    def make_step_average(self) -> StepAverage:
+        """How losses are divided where each micro-batch counts the same."""
+        return StepAverage(self.gradient_state)
+
     # ---- preparing ----------------------------------------------------------------------------------------------
 
-    def prepare(self, objects: Sequence[Any], prepare_each: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """Prepare the objects of one `prepare` call, in their order.
+    def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Look at the objects of one `prepare` call together, before any of them is prepared.
 
         Args:
             objects: What the user gave.
-            prepare_each: Prepares every object on its own; engines that pair models with optimizers do their part
-                before and after calling it, or instead of it.
+
+        Returns:
+            Those to prepare each on its own, in the same order, with None in the place of what this engine prepares
+            itself in `after_prepare`.
+
+        Raises:
+            ValueError: For objects that do not go together.
         """
-        return prepare_each(objects)
+        return list(objects)
+
+    def after_prepare(self, results: list[Any]) -> list[Any]:
+        """Finish the objects of one `prepare` call together, after each of them was prepared.
+
+        Args:
+            results: What was made of the list that `before_prepare` returned.
+
+        Returns:
+            What `prepare` returns, in the same order.
+        """
+        return results
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
@@ -133,7 +156,7 @@ class Engine(ABC):
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer."""
         wrapped = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.precision.scaler)
-        wrapped.step_through(self.step, self.averaging.finish_window if self.averaging is not None else None)
+        wrapped.step_through(self.step, self.averaging.finish_window if self.averaging.is_by_window else None)
         self.precision.watch(optimizer)
         return wrapped
 
@@ -157,11 +180,11 @@ class Engine(ABC):
         )
 
     def finish_loader(self, loader: Any) -> Any:
-        """The last touch on a prepared data loader (XLA's device loader, sequence-parallel adapters)."""
-        return loader
-
-    def share_sequences(self, loader: Any) -> Any:
-        """A prepared loader as the engine's own sequence parallelism needs it; the same one without."""
+        """The last touch on a prepared data loader: each rank yields its shard of sequences along the mesh's "sp" axis."""
+        state = self.context.state
+        config = state.parallelism_config
+        if config is not None and config.sp_enabled and state.device_mesh is not None:
+            loader.sequence_shard = SequenceShard(state.device_mesh.get_local_rank("sp"), config.sp_size)
         return loader
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -176,6 +199,10 @@ class Engine(ABC):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which `backward` exchanges no gradients."""
+        return nullcontext()
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which `backward` averages gradients although the forward of `model` ran under `no_sync`."""
         return nullcontext()
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
@@ -207,7 +234,7 @@ class Engine(ABC):
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Sum of a window's weight over the processes whose gradients are averaged (0-dim float32 in and out)."""
-        return weight
+        return weight if self.num_averaged == 1 else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:
@@ -254,55 +281,57 @@ class Engine(ABC):
         """
         return state
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write the states of all prepared models and optimizers into a checkpoint, on all processes.
-
-        Called where `writes_states` is set.
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """Refuse a folder for checkpoints in which this engine could not write one.
 
         Args:
-            folder: Where to write.
-            options: Those of `options_of_saving` that the user gave.
-
-        Returns:
-            Relative names of the files that this process wrote.
-        """
-        raise NotImplementedError(f"The {self.name!r} engine leaves it to its caller to write states.")
-
-    def check_states(self, names: Collection[str], folder: Path) -> None:
-        """Refuse a checkpoint whose states this engine cannot read.
-
-        Args:
-            names: Its files.
-            folder: Where it is.
+            sees_main: Whether this rank sees the files of rank 0.
+            folder: Where the checkpoint is to be.
 
         Raises:
-            ValueError: Saying how it can be loaded.
+            ValueError: Saying what is needed.
         """
-        if holds_engines(names):
-            raise ValueError(
-                f"The checkpoint {folder} was saved under DeepSpeed: load it with a DeepSpeedPlugin, or make plain "
-                "weights of it with the zero_to_fp32.py in it."
-            )
 
-    def read_states(self, folder: Path, models: Sequence[nn.Module], *, strict: bool = True, **options: Any) -> Any:
-        """Read what prepared models and all prepared optimizers need of a checkpoint, without changing them.
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Collect the states of all prepared models and optimizers; all ranks call this.
 
         Args:
-            folder: The checkpoint.
-            models: Those of the prepared models that are to be loaded.
-            strict: Whether the names of their weights must be the same on both sides.
-            options: Those of `options_of_loading` that the user gave.
+            options: The further arguments of `save_state`.
 
         Returns:
-            An object whose `apply()`, called on all processes, gives them their states.
-
-        Raises:
-            ValueError: There is no such state, it is damaged, or it does not fit.
+            What the checkpoint has written once hooks have seen the weights.
         """
-        from accel_integrations.checkpoints.load_states import read_states
-
+        warn_of_unused(options)
         prepared = self.context.prepared
-        return read_states(folder, models, prepared.optimizers, owners=prepared.wrapped, strict=strict)
+        weights = [self.full_state_dict(model) for model in prepared.models]
+        return FullStatesSave(weights, [self.full_optimizer_state(optimizer) for optimizer in prepared.optimizers])
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Read what prepared models and optimizers need of a checkpoint, changing nothing.
+
+        Args:
+            checkpoint: Its files, complete.
+            location: The device on which the tensors of optimizers are while they are loaded.
+            load_kwargs: Further arguments of `torch.load`.
+            model_kwargs: The further arguments of `load_state`, for the models' `load_state_dict`.
+
+        Returns:
+            What compares the states with this run, and applies them.
+
+        Raises:
+            ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
+        """
+        refuse_deepspeed_states(checkpoint)
+        prepared = self.context.prepared
+        if holds_shards(checkpoint.names):
+            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs))
+        return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs)
 
     def forget(self) -> None:
         """Let go of what was prepared, beyond what the record of prepared objects holds."""

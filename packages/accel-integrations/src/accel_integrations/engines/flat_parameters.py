@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.prepared.names import plain_name
+from accel_integrations.prepared.parameters import plain_name
 
 
 class FlatParameters:

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state, write_states
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    ShardedStatesSave,
+    check_shared_folder,
+    refuse_deepspeed_states,
+    strict_of,
+)
+from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.flat_parameters import FlatParameters
-from accel_integrations.engines.fsdp2 import check_mesh, num_averaged, refuse_join
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
+from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, refuse_join
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
-from accel_integrations.parallel.module_states import all_reduce_over_group, check_module_states, sync_module_states
+from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +44,6 @@ class FSDP1Engine(Engine):
     name = "fsdp1"
     accepts_transforms = False
     compiles_in_place = True
-    writes_states = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
@@ -59,12 +66,12 @@ class FSDP1Engine(Engine):
 
     @property
     def shards_gradients(self) -> bool:
-        """Always."""
+        """Each rank holds a shard of every gradient."""
         return True
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The settings."""
+        """How parameters are sharded, as the program asked."""
         plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
         return plugin
 
@@ -156,17 +163,28 @@ class FSDP1Engine(Engine):
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
+    @contextmanager
+    def sync_next_backward(self, model: nn.Module) -> Iterator[None]:
+        """Reduce-scatter gradients in backward although the forward was told not to."""
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        modules: list[Any] = FullyShardedDataParallel.fsdp_modules(getattr(model, "_orig_mod", model))
+        before = [module._sync_gradients for module in modules]
+        for module in modules:
+            module._sync_gradients = True
+        try:
+            yield
+        finally:
+            for module, value in zip(modules, before, strict=True):
+                module._sync_gradients = value
+
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Not possible: every forward needs all processes."""
         return refuse_join(self.name)
 
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the processes whose gradients are averaged."""
-        return all_reduce_over_group(weight, self.averaging_group)
-
     @property
     def num_averaged(self) -> int:
-        """All processes."""
+        """All ranks: nothing but data and shards is parallel here."""
         return num_averaged(self)
 
     def clip_grad_norm_(
@@ -219,7 +237,22 @@ class FSDP1Engine(Engine):
                 return wrapped
         return model
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write all prepared models and optimizers, in the form that the plugin names."""
-        prepared, form = self.context.prepared, self.plugin.state_dict_type
-        return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks write into one folder."""
+        check_shared_folder(sees_main, folder)
+
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Have each rank write its shards, in the form that the plugin names."""
+        warn_of_unused(options)
+        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Have each rank read its shards, from any form but DeepSpeed's."""
+        refuse_deepspeed_states(checkpoint)
+        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -11,11 +11,18 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state, write_states
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
+from accel_integrations.checkpoints.sharded_states import (
+    ShardedStatesLoad,
+    ShardedStatesSave,
+    check_shared_folder,
+    refuse_deepspeed_states,
+    strict_of,
+)
+from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
-from accel_integrations.parallel.module_states import all_reduce_over_group
-from accel_state.warning import warn_user
+from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, refuse_join
 
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
@@ -27,7 +34,6 @@ class FSDP2Engine(Engine):
 
     name = "fsdp2"
     compiles_in_place = True
-    writes_states = True
 
     def check(self) -> None:
         """Refuse a mesh in which processes would hold whole copies, or sequences that another library shares.
@@ -39,12 +45,12 @@ class FSDP2Engine(Engine):
 
     @property
     def shards_gradients(self) -> bool:
-        """Always."""
+        """Each rank holds a shard of every gradient."""
         return True
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """The settings."""
+        """How parameters are sharded, as the program asked."""
         plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
         return plugin
 
@@ -71,13 +77,16 @@ class FSDP2Engine(Engine):
         """Keep the gradients of this process whole and to itself during backward."""
         return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
 
+    @contextmanager
+    def sync_next_backward(self, model: Any) -> Iterator[None]:
+        """Reduce-scatter gradients in backward; afterwards too, unless a block says otherwise again."""
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(True)
+        yield
+
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """Not possible: every forward needs all processes."""
         return refuse_join(self.name)
-
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the processes whose gradients are averaged."""
-        return all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:
@@ -90,10 +99,25 @@ class FSDP2Engine(Engine):
         """The whole model's tensors in main memory, on the main process; nothing on the others."""
         return full_model_state(self.unwrap(model))
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write all prepared models and optimizers, in the form that the plugin names."""
-        prepared, form = self.context.prepared, self.plugin.state_dict_type
-        return write_states(prepared.wrapped, prepared.optimizers, folder, str(getattr(form, "name", form)))
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks write into one folder."""
+        check_shared_folder(sees_main, folder)
+
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Have each rank write its shards, in the form that the plugin names."""
+        warn_of_unused(options)
+        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Have each rank read its shards, from any form but DeepSpeed's."""
+        refuse_deepspeed_states(checkpoint)
+        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -101,45 +125,6 @@ def is_sharded(model: nn.Module) -> bool:
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def check_mesh(engine: Engine) -> None:
-    """Refuse a mesh that does not go with sharded parameters.
-
-    Raises:
-        ValueError: Naming the sizes.
-    """
-    config = engine.context.state.parallelism_config
-    if config is None:
-        return
-    if config.sp_enabled and config.sp_backend == "deepspeed":
-        raise ValueError(
-            f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is "
-            f"{engine.name!r}: pass a DeepSpeedPlugin instead of the FSDP one, or choose sp_backend='torch'."
-        )
-    if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
-        raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} with dp_shard_size=1 gives every process a whole copy of "
-            "the model, but an FSDP plugin asks for sharded ones: raise dp_shard_size, or leave the plugin out."
-        )
-
-
-def num_averaged(engine: Engine) -> int:
-    """Over how many processes an engine with sharded parameters averages gradients."""
-    state = engine.context.state
-    config = state.parallelism_config
-    if config is None or config.total_size == 1:
-        return state.num_processes
-    return config.total_size // (config.tp_size * config.pp_size)
-
-
-def refuse_join(name: str) -> AbstractContextManager[None]:
-    """Warn that processes with sharded parameters cannot go on without one another."""
-    warn_user(
-        f"join_uneven_inputs() has no effect with the {name!r} engine: processes that hold parts of the model need each "
-        "other in every forward. Give all of them equally many batches (even_batches=True)."
-    )
-    return nullcontext()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_ops.modules import get_parameters_from_modules
+from accel_ops.tied import names_by_parameter
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
@@ -168,14 +169,8 @@ def upcast_trainable(model: nn.Module) -> None:
 
 def _parameters_across(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
     """Tied parameters that some block shares with modules outside of it."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    tied = {parameter for parameter, found in names.items() if len(found) > 1}
+    num_names = {parameter: len(names) for parameter, names in names_by_parameter(model).items()}
     across = set()
     for block in blocks:
-        inside: dict[nn.Parameter, int] = {}
-        for parameter in (one for _, one in block.named_parameters(remove_duplicate=False)):
-            inside[parameter] = inside.get(parameter, 0) + 1
-        across |= {one for one, count in inside.items() if one in tied and count < len(names[one])}
+        across |= {one for one, inside in names_by_parameter(block).items() if len(inside) < num_names[one]}
     return across

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
+from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.layout import Layout, OptimizerLayout
@@ -19,7 +19,7 @@ from accel_integrations.parallel.pipeline.model import Pipeline, PipelinedModel
 from accel_integrations.parallel.pipeline.split import split_model
 from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothing_is_collected
 from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_state_dict
-from accel_integrations.prepared.ties import Ties
+from accel_integrations.prepared.prepared import Notes
 from accel_state.enums import DynamoBackend
 
 if TYPE_CHECKING:
@@ -68,9 +68,9 @@ class PipelinedEngine(Engine):
         assert config is not None
         self._config = config
         self._settings: PipelineParallelConfig = config.pp_handler  # type: ignore[assignment] # made with pp_size
-        self._parts: Ties[nn.Module, _Part] = Ties()
-        self._prepares_together = False
-        self._optimizers: Ties[Any, OptimizerLayout] = Ties()
+        self._parts: Notes[nn.Module, _Part] = Notes()
+        self._together: list[torch.optim.Optimizer] = []
+        self._optimizers: Notes[Any, OptimizerLayout] = Notes()
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -143,13 +143,14 @@ class PipelinedEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
-    def prepare(self, objects: Sequence[Any], prepare_each: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """Prepare everything, and have optimizers made for whole models forget what is elsewhere."""
-        self._prepares_together = True  # models may come after their optimizers
-        try:
-            results = prepare_each(objects)
-        finally:
-            self._prepares_together = False
+    def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Note the optimizers: their models may come after them."""
+        self._together = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+        return list(objects)
+
+    def after_prepare(self, results: list[Any]) -> list[Any]:
+        """Have optimizers made for full models forget what is on other ranks."""
+        self._together = []
         for optimizer in self.context.prepared.optimizers:
             self._take_apart(optimizer.optimizer)
         return results
@@ -189,7 +190,7 @@ class PipelinedEngine(Engine):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer; one prepared by itself forgets at once what is elsewhere."""
-        if not self._prepares_together:
+        if not any(one is optimizer for one in self._together):
             self._take_apart(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
@@ -251,10 +252,6 @@ class PipelinedEngine(Engine):
         if self.gradient_state.sync_gradients:
             for part in self._parts.values():
                 part.exchange.finish()
-
-    def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over the copies of the pipeline."""
-        return weight if self.averaging_group is None else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
 
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_state import shutdown
@@ -59,6 +62,20 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     )
 
 
+_ENGINES: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
+
+
+def note_engine(model: nn.Module, engine: Engine) -> None:
+    """Note which engine has prepared a model."""
+    _ENGINES[model] = ref(engine)  # which holds on to its models itself
+
+
+def engine_of(model: nn.Module) -> Engine | None:
+    """The engine that has prepared a model; None for one that no engine of this process has."""
+    found = _ENGINES.get(model)
+    return None if found is None else found()
+
+
 def make_engine(context: EngineContext) -> Engine:
     """The engine of a run, checked before anything is prepared, and closed before the process group is.
 
@@ -68,15 +85,10 @@ def make_engine(context: EngineContext) -> Engine:
     """
     config = context.state.parallelism_config
     pipelined = config is not None and config.pp_enabled
-    engine = _make_pipelined(context) if pipelined else _engine_class_of(context)(context)
+    engine = _make_pipelined(context) if pipelined else engine_class(context.state.engine_name)(context)
     engine.check()
     shutdown.on_close(engine.close)
     return engine
-
-
-def _engine_class_of(context: EngineContext) -> type[Engine]:
-    state = context.state
-    return engine_class("FSDP2" if state.is_fsdp2 else state.distributed_type)
 
 
 def _make_pipelined(context: EngineContext) -> Engine:
@@ -84,5 +96,7 @@ def _make_pipelined(context: EngineContext) -> Engine:
     from accel_integrations.engines.single import SingleEngine
 
     replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
-    inner = SingleEngine if replicated else _engine_class_of(context)  # copies average their gradients themselves
+    inner = (
+        SingleEngine if replicated else engine_class(context.state.engine_name)
+    )  # copies average their gradients themselves
     return PipelinedEngine(inner(context))

@@ -12,6 +12,7 @@ from accel_integrations.parallel.styles import check_plan, expand_plan, make_sty
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, shard_transformers_model, tensor_plan
 from accel_ops.modules import model_has_dtensor
+from accel_ops.tied import names_by_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -100,18 +101,10 @@ def parallelize_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any
     named = expand_plan(model, plan)
     check_plan(model, named, mesh.size())
     objects = {name: make_style(style) for name, style in named.items()}
-    ties = _shared_parameters(model)
+    ties = [names for names in names_by_parameter(model).values() if len(names) > 1]
     model = parallelize_module(model, mesh, objects, src_data_rank=None)
     _tie_again(model, ties)
     return model
-
-
-def _shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of tied parameters, such as those of an embedding and the head tied to it."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [group for group in names.values() if len(group) > 1]
 
 
 def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
@@ -119,7 +112,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
 
     Args:
         model: The model.
-        ties: Groups of names, as of `_shared_parameters`.
+        ties: The names of each tied parameter.
 
     Raises:
         ValueError: When they were sharded differently.

@@ -1,4 +1,4 @@
-"""Forward passes under `torch.autocast`."""
+"""Full precision, and forward passes under `torch.autocast`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,13 @@ def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler
     # past `__setattr__`, by which compiled modules would hand one of them on to the module inside
     model.__dict__.update(_original_forward=forward, forward=AutocastForward(forward, device_type, dtype, options))
     return model
+
+
+@final
+class FullPrecision(Precision):
+    """Computes in the dtype that parameters have: nothing is converted."""
+
+    name = "no"
 
 
 @final

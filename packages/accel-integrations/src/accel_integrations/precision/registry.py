@@ -1,15 +1,16 @@
-"""Number formats by the value of `mixed_precision`."""
+"""Precisions by the value of `mixed_precision`; further ones are `accelerate.precisions` entry points."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import entry_points
 
-from accel_integrations.precision.autocast import BFloat16Precision
+from accel_integrations.precision.autocast import BFloat16Precision, FullPrecision
 from accel_integrations.precision.float8 import make_float8_precision
-from accel_integrations.precision.full import FullPrecision
 from accel_integrations.precision.loss_scale import Float16Precision
 from accel_integrations.precision.precision import Precision
 from accel_integrations.precision.sharded_scaler import ShardedGradScaler
+from accel_state.accelerator_state import PRECISIONS as ENTRY_POINTS
 from accel_state.devices import device_kind
 from accel_state.settings.handlers import Handlers
 
@@ -19,27 +20,29 @@ PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
     "fp16": Float16Precision,
     "fp8": make_float8_precision,
 }
-FOR_DIVIDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
+FOR_SHARDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
     "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, ShardedGradScaler),
 }
 """Where every process holds other parts of the gradients, all agree on the steps that float16 makes them skip."""
 
 
-def make_precision(wanted: str, device_type: str, handlers: Handlers, *, divided: bool = False) -> Precision:
-    """The object for a number format.
+def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded: bool = False) -> Precision:
+    """The object for a value of `mixed_precision`.
 
     Args:
         wanted: "no", "bf16", "fp16" or "fp8".
         device_type: The type of device to compute on.
         handlers: How autocast and the scaler behave, and how 8-bit floats are scaled.
-        divided: Whether every process holds other parts of the gradients.
+        sharded: Whether every rank holds other shards of the gradients.
 
     Raises:
-        NotImplementedError: For another format.
+        NotImplementedError: For another value.
         MissingLibraryError: When the library that computes in it is not installed.
         ValueError: When the device cannot compute in it.
     """
-    make = (FOR_DIVIDED_GRADIENTS if divided else PRECISIONS).get(wanted)
+    make = (FOR_SHARDED_GRADIENTS if sharded else PRECISIONS).get(wanted)
+    for entry in () if make is not None else entry_points(group=ENTRY_POINTS, name=wanted):
+        make = entry.load()
     if make is None:
         raise NotImplementedError(
             f"mixed_precision={wanted!r} is not part of this release: choose from {', '.join(map(repr, PRECISIONS))}."

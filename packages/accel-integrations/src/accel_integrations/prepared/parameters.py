@@ -1,4 +1,4 @@
-"""Parameters that `prepare` replaced, and the optimizers that were made for the old ones."""
+"""Parameters that `prepare` renamed or replaced, and the optimizers that were made for the old ones."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_integrations.parallel.whole_state import cut_like
 
 WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def plain_name(name: str) -> str:
+    """The name of a parameter or module without what wrappers inside the model add."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
 
 
 class ReplacedParameters:
@@ -69,9 +76,7 @@ class ReplacedParameters:
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """All names of all parameters, as they were before anything was wrapped around parts of the model."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        for prefix in WRAPPER_PREFIXES:
-            name = name.replace(prefix, "")
-        yield name, parameter
+        yield plain_name(name), parameter
 
 
 def _step_one_by_one(group: dict[str, Any]) -> None:

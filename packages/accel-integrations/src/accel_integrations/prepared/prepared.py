@@ -1,9 +1,11 @@
-"""The registry of everything that came through `prepare`."""
+"""The record of everything that came through `prepare`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from torch import nn
@@ -13,6 +15,21 @@ if TYPE_CHECKING:
 
 PREPARED_MARK = "_is_accelerate_prepared"
 """The attribute of everything that came through `prepare`; read by other libraries."""
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Notes(WeakKeyDictionary[K, V]):
+    """What an engine notes about objects, which it does not keep alive. A pickled copy has none: it has other objects."""
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+def is_prepared(item: Any) -> bool:
+    """Whether an object came through the `prepare` of any accelerator."""
+    return bool(getattr(item, PREPARED_MARK, False))
 
 
 @dataclass(slots=True)
@@ -32,7 +49,37 @@ class Prepared:
     dataloaders: list[Any] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
 
+    def wrapped_of(self, models: Sequence[nn.Module]) -> list[nn.Module]:
+        """What `prepare` made of those of its models that are in a list."""
+        return [whole for inner, whole in zip(self.models, self.wrapped, strict=False) if inner in models]
+
+    def keep_model(self, inner: nn.Module, wrapped: Any) -> Any:
+        """Record a model.
+
+        Args:
+            inner: The one that the user built.
+            wrapped: What was made of it, which is returned.
+        """
+        self.models.append(inner)
+        return keep(self.wrapped, wrapped)
+
     def clear(self) -> None:
         """Forget everything but the custom objects registered for checkpoints."""
         for kept in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders):
             kept.clear()
+
+
+def find(record: Sequence[Any], item: Any, inner: Callable[[Any], Any]) -> Any:
+    """The recorded object that is `item`, or was made from it; None when there is none."""
+    for known in record:
+        if known is item or inner(known) is item:
+            return known
+    return None
+
+
+def keep(record: list[Any], item: Any) -> Any:
+    """Mark an object as prepared, record it once, and return it."""
+    setattr(item, PREPARED_MARK, True)
+    if not any(known is item for known in record):
+        record.append(item)
+    return item

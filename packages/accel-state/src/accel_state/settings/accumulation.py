@@ -38,8 +38,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     num_steps: int | None = option(
         None,
         kind=at_least(1),
-        flag="--gradient_accumulation_steps",
-        help="How many batches make an optimizer step.",
+        help="Gradient accumulation steps.",
     )
     adjust_scheduler: bool = option(True, kind=BOOLEAN)
     sync_with_dataloader: bool = option(True, kind=BOOLEAN)

@@ -9,7 +9,27 @@ from accel_state.enums import DynamoBackend
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.handlers import KwargsHandler
-from accel_state.settings.option import BOOLEAN, member_of, option, resolve_options, suggested
+from accel_state.settings.option import BOOLEAN, Kind, member_of, option, resolve_options, suggested
+
+MISSPELT_BACKENDS = {"torhchxla_trace_once": "torchxla_trace_once"}  # accelerate 1.15 accepts only the wrong spelling
+_MEMBERS = member_of(DynamoBackend)
+
+
+def _canonical(word: str) -> str:
+    return MISSPELT_BACKENDS.get(word.lower(), word).upper()
+
+
+BACKEND = Kind(
+    _MEMBERS.expected,
+    lambda text: _MEMBERS.parse(_canonical(text)),
+    _MEMBERS.accepts,
+    (*(word.lower() for word in _MEMBERS.choices), *MISSPELT_BACKENDS),
+    closed=True,
+    exact=True,
+    metavar="BACKEND",
+    canonical=_canonical,
+)
+MODE = suggested("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", exact=True)
 
 
 @known_as("accelerate.utils.dataclasses.TorchDynamoPlugin")
@@ -35,18 +55,19 @@ class TorchDynamoPlugin(KwargsHandler):
 
     backend: DynamoBackend = option(
         None,
-        kind=member_of(DynamoBackend),
+        kind=BACKEND,
         env="ACCELERATE_DYNAMO_BACKEND",
         flag="--dynamo_backend",
-        help="Compiler that torch.compile uses.",
+        help="Backend of torch.compile; no for none.",
         fallback=DynamoBackend.NO,
+        launch_default=None,
     )
     mode: str = option(
         None,
-        kind=suggested("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        kind=MODE,
         env="ACCELERATE_DYNAMO_MODE",
         flag="--dynamo_mode",
-        help="What the compiler optimises for.",
+        help="What torch.compile optimizes for.",
         fallback="default",
     )
     fullgraph: bool = option(
@@ -54,15 +75,17 @@ class TorchDynamoPlugin(KwargsHandler):
         kind=BOOLEAN,
         env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flag="--dynamo_use_fullgraph",
-        help="Fail where the model cannot be compiled as one graph.",
+        help="Fail rather than split the model into several graphs.",
         fallback=False,
+        switch=True,
     )
     dynamic: bool | None = option(
         None,
         kind=BOOLEAN,
         env="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flag="--dynamo_use_dynamic",
-        help="Compile for varying shapes.",
+        help="Compile for shapes that change.",
+        switch=True,
     )
     options: Any = None
     disable: bool = option(False, kind=BOOLEAN)
@@ -73,6 +96,7 @@ class TorchDynamoPlugin(KwargsHandler):
         flag="--dynamo_use_regional_compilation",
         help="Compile each repeated block once instead of the whole model.",
         fallback=False,
+        switch=True,
     )
 
     def __post_init__(self) -> None:

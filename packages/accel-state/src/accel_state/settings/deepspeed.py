@@ -29,24 +29,37 @@ from accel_state.settings.option import (
     words_of,
     wrong_value,
 )
-from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.settings.plugin import VENDOR_KINDS, Plugin, RunSoFar
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_state.accelerator_state import AcceleratorState
+
+def _int_or_auto(text: str) -> int | str:
+    return AUTO if text.lower() == AUTO else int(text)
+
+
+def _float_or_auto(text: str) -> float | str:
+    return AUTO if text.lower() == AUTO else float(text)
+
+
+_int_or_auto.__name__, _float_or_auto.__name__ = "int", "float"  # argparse puts these words into its error messages
 
 ACCUMULATION_STEPS = Kind(
-    "a whole number of at least 1, or 'auto'",
-    lambda text: AUTO if text.lower() == AUTO else int(text),
+    "an integer of at least 1, or 'auto'",
+    _int_or_auto,
     lambda value: value == AUTO or (is_whole(value) and value >= 1),
     convert=as_whole,
+    metavar="N",
+    limits=(1, None),
 )
 CLIPPING = Kind(
     "a number of at least 0, or 'auto'",
-    lambda text: AUTO if text.lower() == AUTO else float(text),
+    _float_or_auto,
     lambda value: value == AUTO or (is_number(value) and value >= 0),
+    metavar="NORM",
+    limits=(0, None),
 )
 STAGE = Kind(
     "a ZeRO stage from 0 to 3",
@@ -54,13 +67,16 @@ STAGE = Kind(
     lambda value: is_whole(value) and 0 <= value <= 3,
     ("0", "1", "2", "3"),
     convert=as_whole,
+    closed=True,
+    metavar="STAGE",
 )
-OFFLOAD_DEVICE = one_of("none", "cpu", "nvme")
+OFFLOAD_DEVICE = one_of("none", "cpu", "nvme", exact=False)
 CLASS_NAMES = words_of("class names")
 NAMES = Kind(
     "class names with commas between them",
     str,
     lambda value: isinstance(value, str) or CLASS_NAMES.accepts(value),
+    metavar="CLASSES",
 )
 
 CONFIG_KEYS = {
@@ -111,37 +127,41 @@ class DeepSpeedPlugin(Plugin):
 
     distributed_type: ClassVar[DistributedType] = DistributedType.DEEPSPEED
     works_on: ClassVar[frozenset[str]] = (VENDOR_KINDS | {"cpu"}) - {"neuron"}
+    starts_own_group: ClassVar[bool] = True
 
     hf_ds_config: Any = option(
         None,
         kind=Kind("a DeepSpeed configuration", str, lambda value: True),
         env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         flag="--deepspeed_config_file",
-        help="Path of DeepSpeed's configuration.",
+        help="DeepSpeed's own JSON config file.",
     )
     gradient_accumulation_steps: int | str = option(
         None,
         kind=ACCUMULATION_STEPS,
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flag="--gradient_accumulation_steps",
-        help="How many batches make an optimizer step.",
+        help="Gradient accumulation steps, or auto.",
         fallback=AUTO,
+        launch_default=None,
     )
     gradient_clipping: float | str = option(
         None,
         kind=CLIPPING,
         env="ACCELERATE_GRADIENT_CLIPPING",
         flag="--gradient_clipping",
-        help="Largest gradient norm.",
+        help="Maximum gradient norm for gradient clipping, or auto.",
         fallback=AUTO,
+        launch_default=None,
     )
     zero_stage: int = option(
         None,
         kind=STAGE,
         env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
         flag="--zero_stage",
-        help="What ZeRO shards: 1 optimizer state, 2 gradients too, 3 parameters too.",
+        help="ZeRO stage: 1 shards optimizer states, 2 gradients too, 3 parameters too.",
         fallback=2,
+        launch_default=None,
     )
     is_train_batch_min: bool = option(True, kind=BOOLEAN)
     offload_optimizer_device: str = option(
@@ -149,39 +169,46 @@ class DeepSpeedPlugin(Plugin):
         kind=OFFLOAD_DEVICE,
         env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
         flag="--offload_optimizer_device",
-        help="Where the optimizer's state is kept.",
+        help="Where optimizer states are offloaded to: none, cpu or nvme.",
         fallback="none",
+        launch_default=None,
+        as_text=True,
     )
     offload_param_device: str = option(
         None,
         kind=OFFLOAD_DEVICE,
         env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
         flag="--offload_param_device",
-        help="Where parameters are kept.",
+        help="Where parameters are offloaded to: none, cpu or nvme.",
         fallback="none",
+        launch_default=None,
+        as_text=True,
     )
     offload_optimizer_nvme_path: str = option(
         None,
         kind=TEXT,
         env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
         flag="--offload_optimizer_nvme_path",
-        help="Folder for optimizer state on NVMe.",
+        help="NVMe folder for offloaded optimizer states.",
         fallback="none",
+        launch_default=None,
     )
     offload_param_nvme_path: str = option(
         None,
         kind=TEXT,
         env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
         flag="--offload_param_nvme_path",
-        help="Folder for parameters on NVMe.",
+        help="NVMe folder for offloaded parameters.",
         fallback="none",
+        launch_default=None,
     )
     zero3_init_flag: bool = option(
         None,
         kind=BOOLEAN,
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         flag="--zero3_init_flag",
-        help="Shard parameters while the model is built (stage 3).",
+        help="Shard parameters while the model is built, with deepspeed.zero.Init (stage 3).",
+        as_text=True,
     )
     zero3_save_16bit_model: bool = option(
         None,
@@ -190,21 +217,22 @@ class DeepSpeedPlugin(Plugin):
         flag="--zero3_save_16bit_model",
         help="Gather 16-bit weights when a model is saved (stage 3).",
         fallback=False,
+        launch_default=None,
+        as_text=True,
     )
     transformer_moe_cls_names: str | None = option(
         None,
         kind=NAMES,
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         flag="--deepspeed_moe_layer_cls_names",
-        help="Classes of mixture-of-experts layers, with commas between them.",
+        help="Class names of mixture-of-experts layers, with commas between them.",
     )
     enable_msamp: bool = option(None, kind=BOOLEAN)
     msamp_opt_level: OptLevel | None = option(
         None,
         choices=("O1", "O2"),
         env="ACCELERATE_FP8_OPT_LEVEL",
-        flag="--fp8_opt_level",
-        help="How much MS-AMP keeps in 8 bits.",
+        help="Optimization level of MS-AMP.",
         fallback="O1",
     )
     deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
@@ -247,7 +275,12 @@ class DeepSpeedPlugin(Plugin):
                 "3, or leave it out."
             )
 
-    def attach(self, state: AcceleratorState) -> None:
+    def mixed_precision_in_use(self) -> str:
+        """What DeepSpeed's configuration says."""
+        config = self.deepspeed_config
+        return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
+
+    def attach(self, state: RunSoFar) -> None:
         """Write the run's number format into the configuration."""
         self.set_mixed_precision(state.mixed_precision)
 

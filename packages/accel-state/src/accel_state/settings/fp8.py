@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from accel_state.environment import str_to_bool
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
@@ -14,6 +15,7 @@ from accel_state.settings.option import (
     BOOLEAN,
     FUNCTION,
     Kind,
+    as_boolean,
     at_least,
     is_making_defaults,
     one_of,
@@ -32,10 +34,23 @@ OptLevel = Literal["O1", "O2"]
 Backend = Literal["MSAMP", "TE"]
 
 DIRECTIONS = ("FPROP", "DGRAD", "WGRAD")
-THREE_FLAGS = Kind(
-    "three truth values, for forward, data gradient and weight gradient",
-    str,
+
+
+def _parse_three(text: str) -> tuple[int, ...]:
+    values = tuple(str_to_bool(word.strip()) for word in text.split(","))
+    if len(values) not in (1, 3):
+        raise ValueError(f"one value or three are needed, got {text!r}")
+    return values if len(values) == 3 else values * 3
+
+
+# accelerate 1.15 writes these as 1 and 0 into the environment, which programs read
+BIT = replace(BOOLEAN, parse=str_to_bool)
+THREE_BITS = Kind(
+    "one bool, or three (true or false) for forward, data gradient and weight gradient",
+    _parse_three,
     lambda value: isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(row, bool) for row in value),
+    convert=lambda value: tuple(map(as_boolean, value)) if isinstance(value, (tuple, list)) else value,
+    metavar="F,D,W",
 )
 
 
@@ -63,19 +78,21 @@ class AORecipeKwargs(KwargsHandler):
     module_filter_func: Callable[..., Any] | None = option(None, kind=FUNCTION)
     pad_inner_dim: bool | None = option(
         None,
-        kind=BOOLEAN,
+        kind=BIT,
         env="ACCELERATE_FP8_PAD_INNER_DIM",
         flag="--fp8_pad_inner_dim",
-        help="Pad matrices whose sizes are no multiple of 16 (torchao).",
+        help="torchao: pad matrices to a multiple of 16.",
         fallback=True,
+        launch_default="true",
     )
     enable_fsdp_float8_all_gather: bool | None = option(
         None,
-        kind=BOOLEAN,
+        kind=BIT,
         env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
         flag="--fp8_enable_fsdp_float8_all_gather",
-        help="Gather sharded weights in float8 (torchao).",
+        help="torchao: all-gather FSDP parameters in float8.",
         fallback=True,
+        launch_default="true",
     )
 
     def __post_init__(self) -> None:
@@ -127,15 +144,16 @@ class TERecipeKwargs(KwargsHandler):
         kind=BOOLEAN,
         env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
         flag="--fp8_use_autocast_during_eval",
-        help="Compute in 8 bits in evaluation too (Transformer Engine).",
+        help="Transformer Engine: FP8 in evaluation, too.",
         fallback=False,
+        switch=True,
     )
     margin: int | None = option(
         None,
         kind=at_least(0),
         env="ACCELERATE_FP8_MARGIN",
         flag="--fp8_margin",
-        help="Powers of two kept free above the largest value (Transformer Engine).",
+        help="Transformer Engine: margin of the scaling factor.",
         fallback=0,
     )
     interval: int | None = option(
@@ -143,7 +161,7 @@ class TERecipeKwargs(KwargsHandler):
         kind=at_least(1),
         env="ACCELERATE_FP8_INTERVAL",
         flag="--fp8_interval",
-        help="Steps between new scales (Transformer Engine).",
+        help="Transformer Engine: steps between updates of the scaling factor.",
         fallback=1,
     )
     fp8_format: FP8Format = option(
@@ -151,7 +169,7 @@ class TERecipeKwargs(KwargsHandler):
         choices=("HYBRID", "E4M3", "E5M2"),
         env="ACCELERATE_FP8_FORMAT",
         flag="--fp8_format",
-        help="Layout of the 8 bits (Transformer Engine).",
+        help="Transformer Engine: FP8 format; HYBRID is E4M3 forward and E5M2 backward.",
         fallback="HYBRID",
     )
     amax_history_len: int | None = option(
@@ -159,7 +177,7 @@ class TERecipeKwargs(KwargsHandler):
         kind=at_least(1),
         env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
         flag="--fp8_amax_history_len",
-        help="Steps whose largest values are remembered (Transformer Engine).",
+        help="Transformer Engine: length of the amax history.",
         fallback=1024,
     )
     amax_compute_algo: AmaxComputeAlgorithm = option(
@@ -167,14 +185,16 @@ class TERecipeKwargs(KwargsHandler):
         choices=("max", "most_recent"),
         env="ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
         flag="--fp8_amax_compute_algo",
-        help="Which remembered value sets the scale (Transformer Engine).",
+        help="Transformer Engine: how the amax is computed from the history.",
         fallback="most_recent",
     )
     override_linear_precision: tuple[bool, bool, bool] = option(
         None,
-        kind=THREE_FLAGS,
+        kind=THREE_BITS,
+        env=" ".join(f"ACCELERATE_FP8_OVERRIDE_{direction}" for direction in DIRECTIONS),
         flag="--fp8_override_linear_precision",
-        help="Whether forward, data gradient and weight gradient keep higher precision (Transformer Engine).",
+        help="Transformer Engine: which passes keep higher precision: forward, data gradient, weight gradient.",
+        fallback=(False, False, False),
     )
     use_mxfp8_block_scaling: bool | None = option(
         None,
@@ -187,24 +207,12 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self._require_library()
         resolve_options(self, options_of(TERecipeKwargs))
-        if self.override_linear_precision is None:
-            self.override_linear_precision = _linear_precision_from_environment()
 
     def _require_library(self) -> None:
         from accel_state.libraries import is_transformer_engine_available
 
         if not is_transformer_engine_available():
             raise missing_library("transformer-engine", why=type(self).__name__)
-
-
-def _linear_precision_from_environment() -> tuple[bool, bool, bool]:
-    from accel_state.environment import parse_flag_from_env
-
-    forward, data, weight = (
-        not is_making_defaults() and parse_flag_from_env(f"ACCELERATE_FP8_OVERRIDE_{direction}")
-        for direction in DIRECTIONS
-    )
-    return forward, data, weight
 
 
 @known_as("accelerate.utils.dataclasses.MSAMPRecipeKwargs")
@@ -224,7 +232,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         kind=one_of("O1", "O2"),
         env="ACCELERATE_FP8_OPT_LEVEL",
         flag="--fp8_opt_level",
-        help="How much is kept in 8 bits (MS-AMP).",
+        help="MS-AMP: optimization level.",
         fallback="O2",
     )
 
@@ -251,8 +259,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         None,
         choices=("MSAMP", "TE"),
         env="ACCELERATE_FP8_BACKEND",
-        flag="--fp8_backend",
-        help="Library that computes in 8-bit floats.",
+        help="Library that computes in FP8.",
     )
     optimization_level: InitVar[OptLevel | None] = None
 

@@ -32,14 +32,13 @@ from accel_state.settings.option import (
     words_of,
     wrong_value,
 )
-from accel_state.settings.plugin import VENDOR_KINDS, Plugin
+from accel_state.settings.plugin import VENDOR_KINDS, MeshSizes, Plugin, RunSoFar
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed.fsdp as torch_fsdp
 
-    from accel_state.accelerator_state import AcceleratorState
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 FREEING_STRATEGIES = frozenset({"FULL_SHARD", "HYBRID_SHARD"})
@@ -49,8 +48,31 @@ RAM_EFFICIENT_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads 
 STRATEGY = enum_kind("ShardingStrategy", *STRATEGIES)
 PREFETCH = enum_kind("BackwardPrefetch", "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", none_word="NO_PREFETCH")
 STATE_DICT_TYPE = enum_kind("StateDictType", "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-VERSION = Kind("1 or 2", int, lambda value: not isinstance(value, bool) and value in FSDP_VERSIONS, ("1", "2"))
-OFFLOAD = Kind("true, false or torch's offload object", BOOLEAN.parse, lambda value: True)
+VERSION = Kind(
+    "1 or 2",
+    int,
+    lambda value: not isinstance(value, bool) and value in FSDP_VERSIONS,
+    ("1", "2"),
+    closed=True,
+    exact=True,
+)
+OFFLOAD = Kind(
+    "true, false or torch's offload object",
+    BOOLEAN.parse,
+    lambda value: True,
+    BOOLEAN.choices,
+    closed=True,
+    metavar="BOOL",
+)
+RESHARDING = Kind(
+    "true, false or a sharding strategy",
+    str,
+    lambda value: True,
+    (*BOOLEAN.choices, *STRATEGIES),
+    closed=True,
+    metavar="CHOICE",
+    canonical=str.lower,
+)
 ANYTHING = Kind("anything", str, lambda value: True)
 
 BOTH_VERSIONS = (
@@ -123,30 +145,35 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=VERSION,
         env="FSDP_VERSION",
         flag="--fsdp_version",
-        help="Which of torch's implementations shards the model.",
+        help="FSDP implementation of torch: 1 is FullyShardedDataParallel, 2 is fully_shard.",
         fallback=1,
+        as_text=True,
     )
     sharding_strategy: str | torch_fsdp.ShardingStrategy = option(
         None,
         kind=STRATEGY,
         env="FSDP_SHARDING_STRATEGY",
         flag="--fsdp_sharding_strategy",
-        help="What is sharded (version 1).",
+        help="Sharding strategy of FSDP 1.",
         fallback="FULL_SHARD",
+        as_text=True,
     )
     reshard_after_forward: str | torch_fsdp.ShardingStrategy | bool = option(
         None,
-        kind=ANYTHING,
+        kind=RESHARDING,
         env="FSDP_RESHARD_AFTER_FORWARD",
         flag="--fsdp_reshard_after_forward",
-        help="Whether gathered parameters are freed after forward (version 2), or a strategy (version 1).",
+        help="Reshard parameters after the forward pass: true or false (FSDP 2), or a sharding strategy (FSDP 1).",
+        launch_default=True,
+        as_text=True,
     )
     backward_prefetch: str | torch_fsdp.BackwardPrefetch | None = option(
         None,
         kind=PREFETCH,
         env="FSDP_BACKWARD_PREFETCH",
-        flag="--fsdp_backward_prefetch",
-        help="When backward gathers the next parameters (version 1).",
+        flag="--fsdp_backward_prefetch_policy --fsdp_backward_prefetch",
+        help="When the backward pass prefetches the next parameters (FSDP 1).",
+        as_text=True,
     )
     mixed_precision_policy: (
         dict[str, Any] | str | torch_fsdp.MixedPrecision | torch_fsdp.MixedPrecisionPolicy | None
@@ -157,8 +184,10 @@ class FullyShardedDataParallelPlugin(Plugin):
             kind=WRAP_POLICY,
             env="FSDP_AUTO_WRAP_POLICY",
             flag="--fsdp_auto_wrap_policy",
-            help="Which modules are sharded by themselves.",
+            help="Which modules are sharded as units of their own.",
             fallback="NO_WRAP",
+            launch_default=None,
+            as_text=True,
         )
     )
     cpu_offload: bool | torch_fsdp.CPUOffload | torch_fsdp.OffloadPolicy = option(
@@ -166,21 +195,24 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=OFFLOAD,
         env="FSDP_OFFLOAD_PARAMS",
         flag="--fsdp_offload_params",
-        help="Keep parameters on the CPU while they are not in use.",
+        help="Offload parameters and gradients to CPU memory.",
         fallback=False,
+        as_text=True,
     )
     ignored_modules: Iterable[torch.nn.Module] | str | None = option(
         None,
         kind=ANYTHING,
         env="FSDP_IGNORED_MODULES",
-        help="Regular expression for names of modules that are left whole.",
+        help="Modules that are not sharded: names or a regular expression.",
+        key="fsdp_ignored_modules",
     )
     state_dict_type: str | torch_fsdp.StateDictType = option(
         None,
         kind=STATE_DICT_TYPE,
         env="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
-        help="The form of state dicts.",
+        help="Form of state dicts: full, sharded or (FSDP 1) local.",
+        as_text=True,
     )
     state_dict_config: torch_fsdp.FullStateDictConfig | torch_fsdp.ShardedStateDictConfig | None = None
     optim_state_dict_config: torch_fsdp.FullOptimStateDictConfig | torch_fsdp.ShardedOptimStateDictConfig | None = None
@@ -190,8 +222,10 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=BOOLEAN,
         env="FSDP_USE_ORIG_PARAMS",
         flag="--fsdp_use_orig_params",
-        help="Show the original parameters (version 1).",
+        help="Show the optimizer the original parameters (FSDP 1).",
         fallback=False,
+        launch_default=True,
+        as_text=True,
     )
     param_init_fn: Callable[[torch.nn.Module], None] | None = option(None, kind=FUNCTION)
     sync_module_states: bool | None = option(
@@ -199,55 +233,64 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=BOOLEAN,
         env="FSDP_SYNC_MODULE_STATES",
         flag="--fsdp_sync_module_states",
-        help="Send the values of rank 0 to all processes (version 1).",
+        help="Broadcast the module states of rank 0 to all ranks (FSDP 1).",
         fallback=False,
+        launch_default=True,
+        as_text=True,
     )
     forward_prefetch: bool = option(
         None,
         kind=BOOLEAN,
         env="FSDP_FORWARD_PREFETCH",
         flag="--fsdp_forward_prefetch",
-        help="Gather the next parameters early in forward (version 1).",
+        help="Prefetch the next parameters during the forward pass (FSDP 1).",
         fallback=False,
+        as_text=True,
     )
     activation_checkpointing: bool = option(
         None,
         kind=BOOLEAN,
         env="FSDP_ACTIVATION_CHECKPOINTING",
         flag="--fsdp_activation_checkpointing",
-        help="Compute activations again in backward instead of keeping them.",
+        help="Activation checkpointing: recompute activations in the backward pass.",
         fallback=False,
+        as_text=True,
     )
     activation_checkpointing_offload: bool = option(
         None,
         kind=BOOLEAN,
         env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
         flag="--fsdp_activation_checkpointing_offload",
-        help="Keep checkpointed activations on the CPU (version 2).",
+        help="Offload checkpointed activations to CPU memory (FSDP 2).",
         fallback=False,
+        as_text=True,
     )
     cpu_ram_efficient_loading: bool = option(
         None,
         kind=BOOLEAN,
         env=RAM_EFFICIENT_VARIABLE,
         flag="--fsdp_cpu_ram_efficient_loading",
-        help="Load a pretrained model's values on rank 0 only.",
+        help="Load pretrained weights on rank 0 only.",
         fallback=False,
+        launch_default=True,
+        as_text=True,
     )
     transformer_cls_names_to_wrap: list[str] | None = option(
         None,
         kind=words_of("class names"),
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         flag="--fsdp_transformer_layer_cls_to_wrap",
-        help="Classes of the blocks that are sharded by themselves.",
+        help="Class names of the blocks to wrap, with commas between them.",
+        as_text=True,
     )
     min_num_params: int | None = option(
         None,
         kind=at_least(0),
         env="FSDP_MIN_NUM_PARAMS",
         flag="--fsdp_min_num_params",
-        help="Smallest module sharded by itself.",
+        help="Smallest number of parameters of a wrapped module (SIZE_BASED_WRAP).",
         fallback=0,
+        launch_default=100_000_000,
     )
 
     def __post_init__(self) -> None:
@@ -266,7 +309,24 @@ class FullyShardedDataParallelPlugin(Plugin):
         if ram_efficient_given:
             os.environ[RAM_EFFICIENT_VARIABLE] = str(self.cpu_ram_efficient_loading)
 
-    def attach(self, state: AcceleratorState) -> None:
+    @property
+    def engine(self) -> str:
+        """One for each version of FSDP."""
+        return "FSDP2" if self.fsdp_version == 2 else "FSDP"
+
+    def check_mesh(self, config: MeshSizes) -> None:
+        """Refuse context parallelism under version 1.
+
+        Raises:
+            ValueError: Naming the size.
+        """
+        if config.cp_enabled and self.fsdp_version != 2:
+            raise ValueError(
+                f"cp_size={config.cp_size} cannot be combined with version 1 of FSDP, which knows no other mesh dimensions: "
+                "pass FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for replicated parameters."
+            )
+
+    def attach(self, state: RunSoFar) -> None:
         """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
         if state.mixed_precision != "no":
             self.precision_from_run = self.mixed_precision_policy is None

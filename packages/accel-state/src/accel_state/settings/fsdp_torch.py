@@ -64,7 +64,7 @@ def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Ki
         return parse(str(value)) if is_whole(value) else value
 
     expected = f"one of {_listing(choices)}, or a torch.distributed.fsdp.{enum_name}"
-    return Kind(expected, parse, accepts, choices, convert)
+    return Kind(expected, parse, accepts, choices, convert, closed=True, metavar="NAME")
 
 
 def _parse_wrap_policy(text: str) -> Callable[..., Any] | None:
@@ -90,6 +90,8 @@ WRAP_POLICY = Kind(
     _parse_wrap_policy,
     _is_wrap_policy,
     tuple(WRAP_POLICIES),
+    closed=True,
+    metavar="POLICY",
 )
 
 

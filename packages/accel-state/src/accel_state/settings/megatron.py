@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from accel_state.enums import DistributedType
 from accel_state.errors import missing_library
@@ -26,14 +26,15 @@ from accel_state.settings.option import (
     resolve_options,
     suggested,
 )
-from accel_state.settings.plugin import Plugin
+from accel_state.settings.plugin import Plugin, RunSoFar
 from accel_state.warning import warn_user
 
-if TYPE_CHECKING:
-    from accel_state.accelerator_state import AcceleratorState
-
-NOT_NEGATIVE = Kind("a number of at least 0", float, lambda value: is_number(value) and value >= 0)
-PROBABILITY = Kind("a probability from 0 to 1", float, lambda value: is_number(value) and 0 <= value <= 1)
+NOT_NEGATIVE = Kind(
+    "a number of at least 0", float, lambda value: is_number(value) and value >= 0, metavar="X", limits=(0, None)
+)
+PROBABILITY = Kind(
+    "a probability from 0 to 1", float, lambda value: is_number(value) and 0 <= value <= 1, metavar="X", limits=(0, 1)
+)
 COUNT, SIZE = at_least(0), at_least(1)
 SAMPLE_COUNTS = Kind(
     "up to three whole numbers: samples seen in training, validation and test",
@@ -98,7 +99,7 @@ SCHEDULE_ARGUMENTS = (
 )
 
 
-def _launched(name: str, kind: Kind, fallback: Any, help: str) -> Any:
+def _launched(name: str, kind: Kind, fallback: Any, help: str, **more: Any) -> Any:
     """An option that the launcher hands over in a variable named after the field."""
     return option(
         None,
@@ -107,7 +108,14 @@ def _launched(name: str, kind: Kind, fallback: Any, help: str) -> Any:
         flag=f"--megatron_lm_{name}",
         help=help,
         fallback=fallback,
+        **more,
     )
+
+
+def _if_given(name: str, kind: Kind, fallback: Any, help: str) -> Any:
+    """An option that the launcher hands over only when somebody gave it, and bools as the text that was given."""
+    kind = replace(kind, canonical=str) if kind.closed else kind
+    return _launched(name, kind, fallback, help, launch_default=None, as_text=kind.closed)
 
 
 @known_as("accelerate.utils.dataclasses.MegatronLMPlugin")
@@ -159,60 +167,71 @@ class MegatronLMPlugin(Plugin):
     distributed_type: ClassVar[DistributedType] = DistributedType.MEGATRON_LM
     main_process: ClassVar[Literal["first", "last"]] = "last"  # only the last pipeline stage knows the loss
 
-    tp_degree: int = _launched("tp_degree", SIZE, 1, "Processes that share every layer.")
-    pp_degree: int = _launched("pp_degree", SIZE, 1, "Stages the layers are divided into.")
-    use_custom_fsdp: bool = _launched("use_custom_fsdp", BOOLEAN, False, "Shard with Megatron's own FSDP.")
+    tp_degree: int = _launched("tp_degree", SIZE, 1, "Tensor parallel size.")
+    pp_degree: int = _launched("pp_degree", SIZE, 1, "Pipeline parallel size.")
+    use_custom_fsdp: bool = _launched("use_custom_fsdp", BOOLEAN, False, "Use Megatron's own FSDP.")
     overlap_cpu_optimizer_d2h_h2d: bool = _launched(
-        "overlap_cpu_optimizer_d2h_h2d", BOOLEAN, False, "Overlap the copies of an offloaded optimizer."
+        "overlap_cpu_optimizer_d2h_h2d",
+        BOOLEAN,
+        False,
+        "Overlap the copies of an offloaded optimizer with computation.",
     )
-    no_load_optim: bool = _launched("no_load_optim", BOOLEAN, False, "Do not load the optimizer's state.")
-    eod_mask_loss: bool = _launched("eod_mask_loss", BOOLEAN, False, "No loss on end-of-document tokens.")
-    no_save_optim: bool = _launched("no_save_optim", BOOLEAN, False, "Do not save the optimizer's state.")
+    no_load_optim: bool = _launched("no_load_optim", BOOLEAN, False, "Do not load optimizer states from checkpoints.")
+    eod_mask_loss: bool = _launched("eod_mask_loss", BOOLEAN, False, "Mask the loss of end-of-document tokens.")
+    no_save_optim: bool = _launched("no_save_optim", BOOLEAN, False, "Do not save optimizer states.")
     optimizer_cpu_offload: bool = _launched(
-        "optimizer_cpu_offload", BOOLEAN, False, "Keep the optimizer's state on the CPU."
+        "optimizer_cpu_offload", BOOLEAN, False, "Offload optimizer states to CPU memory."
     )
     use_precision_aware_optimizer: bool = _launched(
-        "use_precision_aware_optimizer", BOOLEAN, False, "Keep the optimizer's state in lower precision."
+        "use_precision_aware_optimizer", BOOLEAN, False, "Keep optimizer states in lower precision."
     )
     decoder_last_pipeline_num_layers: int | None = _launched(
         "decoder_last_pipeline_num_layers", COUNT, None, "Layers of the last pipeline stage."
     )
-    recompute_granularity: str = _launched(
-        "recompute_granularity", one_of("full", "selective"), "full", "How much is computed again in backward."
+    recompute_granularity: str = _if_given(
+        "recompute_granularity",
+        one_of("full", "selective", exact=False),
+        "full",
+        "What is recomputed in the backward pass: full or selective.",
     )
-    recompute_method: str = _launched(
-        "recompute_method", one_of("uniform", "block"), "uniform", "Which layers are computed again."
+    recompute_method: str = _if_given(
+        "recompute_method",
+        one_of("uniform", "block", exact=False),
+        "uniform",
+        "How recomputed layers are chosen: uniform or block.",
     )
-    recompute_num_layers: int = _launched("recompute_num_layers", COUNT, 1, "Layers computed again at a time.")
-    attention_backend: bool = _launched("attention_backend", BOOLEAN, True, "Let Megatron choose the attention.")
-    expert_model_parallel_size: int = _launched(
-        "expert_model_parallel_size", SIZE, 1, "Processes the experts are divided over."
+    recompute_num_layers: int = _if_given("recompute_num_layers", COUNT, 1, "Layers that are recomputed at a time.")
+    attention_backend: bool = _if_given(
+        "attention_backend", BOOLEAN, True, "Let Megatron choose the attention implementation."
     )
-    context_parallel_size: int = _launched("context_parallel_size", SIZE, 2, "Processes that share every sequence.")
-    attention_dropout: float = _launched("attention_dropout", PROBABILITY, 0.0, "Dropout of attention weights.")
-    hidden_dropout: float = _launched("hidden_dropout", PROBABILITY, 0.0, "Dropout of hidden states.")
-    attention_softmax_in_fp32: bool = _launched(
-        "attention_softmax_in_fp32", BOOLEAN, True, "Compute the softmax of attention in float32."
+    expert_model_parallel_size: int = _if_given("expert_model_parallel_size", SIZE, 1, "Expert parallel size.")
+    context_parallel_size: int = _if_given("context_parallel_size", SIZE, 2, "Context parallel size.")
+    attention_dropout: float = _if_given("attention_dropout", PROBABILITY, 0.0, "Attention dropout.")
+    hidden_dropout: float = _if_given("hidden_dropout", PROBABILITY, 0.0, "Hidden dropout.")
+    attention_softmax_in_fp32: bool = _if_given(
+        "attention_softmax_in_fp32", BOOLEAN, True, "Attention softmax in float32."
     )
-    expert_tensor_parallel_size: int = _launched(
-        "expert_tensor_parallel_size", SIZE, 1, "Processes that share every expert."
+    expert_tensor_parallel_size: int = _if_given(
+        "expert_tensor_parallel_size", SIZE, 1, "Tensor parallel size of experts."
     )
-    calculate_per_token_loss: bool = _launched(
+    calculate_per_token_loss: bool = _if_given(
         "calculate_per_token_loss", BOOLEAN, True, "Average the loss over tokens, not over micro-batches."
     )
-    use_rotary_position_embeddings: bool = _launched(
+    use_rotary_position_embeddings: bool = _if_given(
         "use_rotary_position_embeddings", BOOLEAN, True, "Use rotary position embeddings."
     )
-    num_micro_batches: int = _launched("num_micro_batches", SIZE, 1, "Micro-batches per step and process.")
-    gradient_clipping: float = _launched("gradient_clipping", NOT_NEGATIVE, 1.0, "Largest gradient norm, 0 for none.")
-    sequence_parallelism: bool = _launched(
-        "sequence_parallelism", BOOLEAN, False, "Divide activations outside tensor-parallel layers by sequence."
+    num_micro_batches: int = _if_given("num_micro_batches", SIZE, 1, "Micro-batches per step and process.")
+    gradient_clipping: float = _launched(
+        "gradient_clipping", NOT_NEGATIVE, 1.0, "Maximum gradient norm for gradient clipping; 0 for none."
     )
-    recompute_activations: bool = _launched(
-        "recompute_activations", BOOLEAN, False, "Compute activations again in backward."
+    sequence_parallelism: bool = _if_given(
+        "sequence_parallelism", BOOLEAN, False, "Sequence parallelism of activations among tensor-parallel ranks."
     )
-    use_distributed_optimizer: bool = _launched(
-        "use_distributed_optimizer", BOOLEAN, False, "Shard the optimizer's state over data-parallel processes."
+    recompute_activations: bool = _if_given(
+        "recompute_activations", BOOLEAN, False, "Recompute activations in the backward pass."
+    )
+    use_distributed_optimizer: bool = _if_given(
+        "use_distributed_optimizer", BOOLEAN, False, "Shard optimizer states among data-parallel ranks."
     )
     pipeline_model_parallel_split_rank: int | None = option(None, kind=COUNT)
     num_layers_per_virtual_pipeline_stage: int | None = option(None, kind=SIZE)
@@ -273,7 +292,7 @@ class MegatronLMPlugin(Plugin):
                 self.set_tensorboard_logging_options()
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
-    def attach(self, state: AcceleratorState) -> None:
+    def attach(self, state: RunSoFar) -> None:
         """Hand the run's number format to Megatron-LM."""
         self.set_mixed_precision(state.mixed_precision)
 

@@ -19,6 +19,8 @@ from accel_state.environment import str_to_bool
 from accel_state.guessing import closest
 
 _METADATA_KEY = "option"
+SAME = object()
+"""Stands for "the fallback", where None has a meaning of its own."""
 _making_defaults: ContextVar[bool] = ContextVar("making_defaults", default=False)
 
 
@@ -41,7 +43,7 @@ def wrong_value(key: str, value: object, expected: str, choices: Iterable[str] =
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What values a field takes, and how they are read from text."""
+    """What values an option takes: in code, in a variable, on the command line and in a config file."""
 
     expected: str
     """Completes the sentence "expected ..."."""
@@ -53,6 +55,24 @@ class Kind:
     """The words to choose from, where there is a list of them."""
     convert: Callable[[Any], Any] = lambda value: value
     """From another type that can only mean one value, such as 1 for true; the rest comes back as it is."""
+    closed: bool = False
+    """Whether text must be one of `choices`, in any case."""
+    exact: bool = False
+    """Whether a flag takes `choices` only, spelled as they are listed."""
+    metavar: str | None = None
+    """Placeholder for a value in `--help`."""
+    limits: tuple[float | None, float | None] = (None, None)
+    """The smallest and the largest number, where there are limits."""
+    canonical: Callable[[str], str] | None = None
+    """From a word to how a variable spells it; words of a closed list in lower case are lower case when None."""
+
+    def spell(self, value: Any) -> str:
+        """Write a value as the environment variable holds it."""
+        text = str(value)
+        if self.canonical is not None:
+            return self.canonical(text)
+        in_lower_case = self.closed and all(word == word.lower() for word in self.choices)
+        return text.lower() if in_lower_case and isinstance(value, str) else text
 
     def read(self, key: str, value: Any) -> Any:
         """Turn what was given under `key` into the field's value.
@@ -61,7 +81,7 @@ class Kind:
             ValueError: Naming key, value and what is allowed.
         """
         try:
-            parsed = self.parse(value) if isinstance(value, str) else self.convert(value)
+            parsed = self.convert(self.parse(value) if isinstance(value, str) else value)
         except (ValueError, OverflowError):
             raise wrong_value(key, value, self.expected, self.choices) from None
         if not self.accepts(parsed):
@@ -69,14 +89,14 @@ class Kind:
         return parsed
 
 
-def is_truth_value(value: object) -> bool:
-    """Whether `value` is true or false of Python or NumPy, some versions of which count them as numbers."""
+def is_bool(value: object) -> bool:
+    """Whether `value` is a bool of Python or NumPy, some versions of which count them as numbers."""
     return isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}
 
 
 def is_whole(value: object) -> bool:
-    """Whether `value` is an integer of any library, but no truth value."""
-    if is_truth_value(value):
+    """Whether `value` is an integer of any library, but no bool."""
+    if is_bool(value):
         return False
     with suppress(TypeError):
         operator.index(value)  # type: ignore[arg-type]
@@ -85,15 +105,15 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an integer or a float, but no truth value."""
+    """Whether `value` is an integer or a float, but no bool."""
     return is_whole(value) or isinstance(value, float)
 
 
 def as_boolean(value: Any) -> Any:
-    """1, 0 and NumPy's truth values as those of Python."""
+    """1, 0 and NumPy's bools as those of Python."""
     if is_whole(value) and operator.index(value) in (0, 1):
         return bool(operator.index(value))
-    return bool(value) if is_truth_value(value) else value
+    return bool(value) if is_bool(value) else value
 
 
 def as_whole(value: Any) -> Any:
@@ -105,31 +125,46 @@ def _parse_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
+def parse_bool(text: str) -> bool:
+    """Read yes, true, on, 1 and their opposites; `bool("false")` would be True."""
+    return bool(str_to_bool(text))
+
+
+parse_bool.__name__ = "bool"  # argparse puts this word into its error message
+
 BOOLEAN = Kind(
-    "true or false", lambda text: bool(str_to_bool(text)), lambda value: isinstance(value, bool), convert=as_boolean
+    "true or false",
+    parse_bool,
+    lambda value: isinstance(value, bool),
+    ("true", "false"),
+    convert=as_boolean,
+    closed=True,
+    metavar="BOOL",
 )
-WHOLE = Kind("a whole number", int, is_whole, convert=as_whole)
-NUMBER = Kind("a number", float, is_number)
+WHOLE = Kind("an integer", int, is_whole, convert=as_whole, metavar="N")
+NUMBER = Kind("a number", float, is_number, metavar="X")
 TEXT = Kind("text", str, lambda value: isinstance(value, str))
-PATH = Kind("a path", str, lambda value: isinstance(value, (str, os.PathLike)))
+PATH = Kind("a path", str, lambda value: isinstance(value, (str, os.PathLike)), metavar="PATH")
 MAPPING = Kind("a dictionary", TEXT.parse, lambda value: isinstance(value, dict))
 FUNCTION = Kind("a function", TEXT.parse, callable)
 
 
 def at_least(lowest: int) -> Kind:
-    """Whole numbers from `lowest` on."""
+    """Integers from `lowest` on."""
     return Kind(
-        f"a whole number of at least {lowest}",
+        f"an integer of at least {lowest}",
         int,
         lambda value: is_whole(value) and operator.index(value) >= lowest,
         convert=as_whole,
+        metavar="N",
+        limits=(lowest, None),
     )
 
 
 def above(bound: float, *, below: float = float("inf")) -> Kind:
     """Numbers between `bound` and `below`, both excluded."""
     expected = f"a number above {bound:g}" + (f" and below {below:g}" if below != float("inf") else "")
-    return Kind(expected, float, lambda value: is_number(value) and bound < value < below)
+    return Kind(expected, float, lambda value: is_number(value) and bound < value < below, metavar="X")
 
 
 def words_of(meaning: str) -> Kind:
@@ -138,11 +173,17 @@ def words_of(meaning: str) -> Kind:
         f"a list of {meaning}",
         _parse_words,
         lambda value: isinstance(value, (list, tuple, set)) and all(isinstance(word, str) for word in value),
+        metavar="NAMES",
     )
 
 
-def one_of(*choices: str) -> Kind:
-    """One of several words; in whatever case it is written, the value is the word as listed here."""
+def one_of(*choices: str, exact: bool = True) -> Kind:
+    """One of several words; in whatever case it is written, the value is the word as listed here.
+
+    Args:
+        *choices: The words.
+        exact: Whether a flag takes them only in the case in which they are listed.
+    """
     canonical = {choice.lower(): choice for choice in choices}
 
     def parse(text: str) -> str:
@@ -150,12 +191,16 @@ def one_of(*choices: str) -> Kind:
             raise ValueError(text)
         return canonical[text.lower()]
 
-    return Kind(f"one of {_listing(choices)}", parse, lambda value: isinstance(value, str), choices)
+    expected = f"one of {_listing(choices)}"
+    metavar = None if exact else "NAME"
+    return Kind(
+        expected, parse, lambda value: isinstance(value, str), choices, closed=True, exact=exact, metavar=metavar
+    )
 
 
-def suggested(*choices: str) -> Kind:
-    """Any text; `choices` are only what the command line proposes."""
-    return Kind("text", str, lambda value: isinstance(value, str), choices)
+def suggested(*choices: str, exact: bool = False) -> Kind:
+    """Any text; `choices` are only what the command line proposes, or takes if `exact`."""
+    return Kind("text", str, lambda value: isinstance(value, str), choices, exact=exact)
 
 
 def member_of(enum: type[Enum]) -> Kind:
@@ -184,11 +229,20 @@ class Option:
     flag: str | None
     help: str
     fallback: Any
+    key: str = ""
+    launch_default: Any = SAME
+    as_text: bool = False
+    switch: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, empty where any value of the kind will do."""
         return self.kind.choices
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The environment variables that hold the value; several take the items of a sequence."""
+        return tuple((self.env or "").split())
 
 
 def option(
@@ -201,18 +255,32 @@ def option(
     choices: Iterable[str] = (),
     fallback: Any = None,
     factory: Callable[[], Any] | None = None,
+    key: str = "",
+    launch_default: Any = SAME,
+    as_text: bool = False,
+    switch: bool = False,
 ) -> Any:
     """Declare a dataclass field that is an option.
+
+    A field with a flag or a key is an option of `accelerate launch`, too: `OptionGroup.from_settings` makes the row of
+    the command line, of the config file, of the questionnaire and of the started processes' environment out of it.
 
     Args:
         default: The field's default, as the signature shows it. `None` stands for "not given".
         kind: What values it takes; text unless `choices` say otherwise.
-        env: Environment variable asked when no value is given.
-        flag: Flag of `accelerate launch` that sets the variable.
+        env: Environment variable asked when no value is given. Several with blanks between them hold one item of a
+            sequence each.
+        flag: Flag of `accelerate launch` that sets the variable; several spellings with blanks between them, of which
+            the last one names the option in config files.
         help: One line on what the option does.
         choices: Short for `kind=one_of(*choices)`.
         fallback: The value when neither code nor environment gives one; `default` when left out.
         factory: Makes the default, where it is mutable.
+        key: Name in config files of an option that has no flag.
+        launch_default: What `accelerate launch` hands over when nobody says anything, where that is not the fallback;
+            None leaves the variable alone.
+        as_text: Whether `accelerate launch` keeps the text that was given instead of what it stands for.
+        switch: Whether the flag takes no value and means True.
 
     Returns:
         A `dataclasses.field`.
@@ -224,6 +292,10 @@ def option(
         flag=flag,
         help=help,
         fallback=default if fallback is None else fallback,
+        key=key,
+        launch_default=launch_default,
+        as_text=as_text,
+        switch=switch,
     )
     if factory is not None:
         return field(default_factory=factory, metadata={_METADATA_KEY: row})
@@ -260,7 +332,14 @@ def resolve_options(settings: Any, names: Iterable[str] | None = None) -> None:
 
 
 def _from_environment(known: Option) -> str | None:
-    text = None if known.env is None or _making_defaults.get() else os.environ.get(known.env)
+    if _making_defaults.get():
+        return None
+    if len(known.variables) > 1:  # those that are not set have the items of the fallback
+        texts = [os.environ.get(name) for name in known.variables]
+        if not any(texts):
+            return None
+        return ",".join(text or str(item) for text, item in zip(texts, known.fallback, strict=True))
+    text = None if known.env is None else os.environ.get(known.env)
     if text is not None and text.lower() == "none" and known.kind is not TEXT and "none" not in known.choices:
         return None  # launchers write str(None) for what nobody asked for
     return text

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
-from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, option, resolve_options, wrong_value
+from accel_state.settings.option import BOOLEAN, FUNCTION, Kind, at_least, one_of, option, resolve_options, wrong_value
 from accel_state.settings.plugin import VENDOR_KINDS, Plugin
 from accel_state.warning import warn_user
 
@@ -32,6 +32,7 @@ ATTENTION = Kind(
     _parse_attention,
     lambda value: isinstance(value, str),
     ATTENTION_CHOICES,
+    metavar="NAME",
 )
 SPLIT_POINTS = Kind(
     "'auto', or the names of the modules at which the second and every further stage begin",
@@ -42,9 +43,11 @@ SPLIT_POINTS = Kind(
     ),
 )
 LENGTH = Kind(
-    "a whole number of at least 0, or none",
+    "an integer of at least 0, or none",
     lambda text: None if text.lower() in EMPTY_WORDS else int(text),
     lambda value: value is None or at_least(0).accepts(value),
+    metavar="N",
+    limits=(1, None),
 )
 
 
@@ -106,11 +109,12 @@ class TorchContextParallelConfig:
 
     cp_comm_strategy: str | None = option(
         None,
-        choices=("allgather", "alltoall"),
+        kind=one_of("allgather", "alltoall", exact=False),
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         flag="--parallelism_config_cp_comm_strategy",
-        help="How keys and values travel between the processes of context parallelism.",
+        help="How context-parallel ranks exchange keys and values: allgather or alltoall.",
         fallback="allgather",
+        as_text=True,
     )
     cp_load_balance: bool = option(True, kind=BOOLEAN)
 
@@ -136,7 +140,8 @@ class DeepSpeedSequenceParallelConfig:
         kind=LENGTH,
         env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
         flag="--parallelism_config_sp_seq_length",
-        help="Length of every sequence in tokens, when it does not vary.",
+        help="Sequence length in tokens, where it does not vary.",
+        as_text=True,
     )
     sp_seq_length_is_variable: bool | None = option(
         None,
@@ -152,6 +157,8 @@ class DeepSpeedSequenceParallelConfig:
         env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         flag="--parallelism_config_sp_attn_implementation",
         help="Attention implementation of the model.",
+        launch_default="sdpa",
+        as_text=True,
     )
 
     def __post_init__(self) -> None:
@@ -196,23 +203,26 @@ class PipelineParallelConfig:
         choices=PIPELINE_SCHEDULES,
         env="PARALLELISM_CONFIG_PP_SCHEDULE",
         flag="--parallelism_config_pp_schedule",
-        help="In which order the microbatches of a pipeline run.",
+        help="Pipeline schedule.",
         fallback="gpipe",
+        launch_default=None,
     )
     num_microbatches: int | None = option(
         None,
         kind=at_least(1),
         env="PARALLELISM_CONFIG_PP_NUM_MICROBATCHES",
         flag="--parallelism_config_pp_num_microbatches",
-        help="Into how many parts a pipeline cuts a batch.",
+        help="Micro-batches per batch.",
     )
     split_points: Any = option(
         None,
         kind=SPLIT_POINTS,
         env="PARALLELISM_CONFIG_PP_SPLIT_POINTS",
         flag="--parallelism_config_pp_split_points",
-        help="Modules at which stages begin, with commas between them, or auto.",
+        help="Modules at which pipeline stages begin, with commas between them, or auto.",
         fallback="auto",
+        launch_default=None,
+        as_text=True,
     )
     stages_per_rank: int | None = option(None, kind=at_least(1), help="How many stages each process holds.")
     broadcast_outputs: bool | None = option(None, kind=BOOLEAN)

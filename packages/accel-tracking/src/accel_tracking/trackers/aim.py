@@ -7,15 +7,16 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import non_finite, plain_settings, sort_values
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import ServiceTracker
+from accel_tracking.values import non_finite, sort_values
 
 if TYPE_CHECKING:
     from aim import Run
 
 
 @known_as("accelerate.tracking.AimTracker")
-class AimTracker(GeneralTracker):
+class AimTracker(ServiceTracker["Run"]):
     """Logs to an Aim repository, read by `aim up`.
 
     Args:
@@ -24,54 +25,37 @@ class AimTracker(GeneralTracker):
         kwargs: For `aim.Run`.
     """
 
-    run_name: str
     aim_repo_path: str | os.PathLike[str] | None
-    init_kwargs: dict[str, Any]
     writer: Run | None
 
     name = "aim"
     requires_logging_directory = True
+    run_attribute = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.aim_repo_path = logging_dir
-        self.init_kwargs = kwargs
-        self.writer = None
 
-    @property
-    def tracker(self) -> Run:
-        """The `aim.Run`."""
-        assert self.writer is not None, "asked for before start()"
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
-        """Open the repository and begin the run."""
+    def _open(self) -> Run:
         from aim import Run
 
         repository = os.fspath(self.aim_repo_path) if self.aim_repo_path is not None else None
         if repository is not None and "://" not in repository:
             os.makedirs(repository, exist_ok=True)
-        self.writer = Run(**{"repo": repository, **self.init_kwargs})
-        self.writer.name = self.run_name
+        run = Run(**{"repo": repository, **self.init_kwargs})
+        run.name = self.run_name
+        return run
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as the run's `hparams`.
-
-        Args:
-            values (`dict`): The settings.
-        """
-        self.tracker["hparams"] = plain_settings(values)
+    def _store_config(self, config: dict[str, Any]) -> None:
+        self.tracker["hparams"] = config
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Track numbers and texts; dictionaries of numbers become `group/name`.
+        """Track numbers and strings; dictionaries of numbers become `group/name`.
 
         Args:
             values (`dict`): Values by name. NaN and infinities are left out of the curves, which cannot hold them,
-                and stored as texts under `name (not finite)`.
+                and stored as `aim.Text` under `name (not finite)`.
             step (`int`, *optional*): The training step.
             kwargs: For `aim.Run.track`.
         """
@@ -109,8 +93,5 @@ class AimTracker(GeneralTracker):
             ]
             self.tracker.track(images if isinstance(given, list) else images[0], name=str(name), step=step, **of_track)
 
-    @on_main_process
-    def finish(self) -> None:
-        """Close the run."""
-        if self.writer is not None:
-            self.writer.close()
+    def _close(self) -> None:
+        self.tracker.close()

@@ -6,61 +6,46 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import plain_settings, sort_values
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
+from accel_tracking.values import sort_values
 
 if TYPE_CHECKING:
     from comet_ml import CometExperiment
 
+TABLE_FORMATS = (".csv", ".tsv", ".json")
+
 
 @known_as("accelerate.tracking.CometMLTracker")
-class CometMLTracker(GeneralTracker):
+class CometMLTracker(LogsTables, LogsArtifacts, ServiceTracker["CometExperiment"]):
     """Logs to Comet; without an account or network with `init_kwargs={"comet_ml": {"online": False}}`.
+
+    Further arguments of `log_table` go to Comet's `log_table`, whose names without a file ending get ".csv"; those of
+    `log_artifact` to `log_asset`, or to `log_asset_folder` for a folder.
 
     Args:
         run_name (`str`): Name of the project.
         kwargs: For `comet_ml.start`.
     """
 
-    run_name: str
-    init_kwargs: dict[str, Any]
     writer: CometExperiment | None
 
     name = "comet_ml"
     requires_logging_directory = False
+    run_attribute = "writer"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.writer = None
-
-    @property
-    def tracker(self) -> CometExperiment:
-        """Comet's experiment object."""
-        assert self.writer is not None, "asked for before start()"
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the experiment."""
+    def _open(self) -> CometExperiment:
         import comet_ml
 
         named = {} if "project" in self.init_kwargs else {"project_name": self.run_name}
-        self.writer = comet_ml.start(**{**named, **self.init_kwargs})
+        return comet_ml.start(**{**named, **self.init_kwargs})
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters.
-
-        Args:
-            values (`dict`): The settings.
-        """
-        self.tracker.log_parameters(plain_settings(values))
+    def _store_config(self, config: dict[str, Any]) -> None:
+        self.tracker.log_parameters(config)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, dictionaries as groups of metrics, texts as other values.
+        """Log numbers as metrics, dictionaries as groups of metrics, strings as other values.
 
         Args:
             values (`dict`): Values by name.
@@ -90,53 +75,21 @@ class CometMLTracker(GeneralTracker):
             for image in images:
                 self.tracker.log_image(image, name=str(name), step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table, given as columns and rows or as a data frame.
-
-        Args:
-            table_name (`str`): Name of the table; ".csv" is added when it names no format.
-            columns (list of `str`, *optional*): Names of the columns.
-            data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
-            step (`int`, *optional*): The training step.
-            kwargs: For `log_table`.
-        """
+    def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         if step is not None:
             self.tracker.set_step(step)
-        file_name = table_name if os.path.splitext(table_name)[1] in (".csv", ".tsv", ".json") else f"{table_name}.csv"
-        if dataframe is not None:
-            self.tracker.log_table(file_name, tabular_data=dataframe, **kwargs)
+        file_name = table.name if os.path.splitext(table.name)[1] in TABLE_FORMATS else f"{table.name}.csv"
+        if table.dataframe is not None:
+            self.tracker.log_table(file_name, tabular_data=table.dataframe, **kwargs)
         else:
-            headers = {"headers": columns} if columns else {}
-            self.tracker.log_table(file_name, tabular_data=data or [], **headers, **kwargs)
+            headers = {"headers": table.columns} if table.columns else {}
+            self.tracker.log_table(file_name, tabular_data=table.data or [], **headers, **kwargs)
 
-    @on_main_process
-    def log_artifact(
-        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, **kwargs: Any
-    ) -> None:
-        """Keep a file or a folder's files with the experiment, as assets.
-
-        Args:
-            local_path (`str` or path): The file or folder.
-            artifact_path (`str`, *optional*): Name of the asset; that of the file if left out.
-            kwargs: For `log_asset` or `log_asset_folder`.
-        """
-        if os.path.isdir(local_path):
-            self.tracker.log_asset_folder(os.fspath(local_path), log_file_name=True, recursive=True, **kwargs)
+    def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
+        if os.path.isdir(path):
+            self.tracker.log_asset_folder(path, log_file_name=True, recursive=True, **kwargs)
         else:
-            self.tracker.log_asset(os.fspath(local_path), file_name=artifact_path, **kwargs)
+            self.tracker.log_asset(path, file_name=name, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        """Send what is left, or write the archive of an offline experiment."""
-        if self.writer is not None:
-            self.writer.end()
+    def _close(self) -> None:
+        self.tracker.end()

@@ -6,60 +6,47 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import plain_settings, sort_values
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import LogsArtifacts, ServiceTracker, numbered
+from accel_tracking.values import sort_values
 
 if TYPE_CHECKING:
     from dvclive import Live
 
 
 @known_as("accelerate.tracking.DVCLiveTracker")
-class DVCLiveTracker(GeneralTracker):
+class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
     """Logs with DVCLive.
+
+    Further arguments of `log_artifact` go to `Live.log_artifact`; outside a DVC repository, that only warns.
 
     Args:
         run_name (`str`, *optional*): Not used; DVC names experiments.
-        live (`dvclive.Live`, *optional*): One made before, instead of one of its own.
+        live (`dvclive.Live`, *optional*): One that the program made, instead of a new one.
         kwargs: For `dvclive.Live`.
     """
 
     live: Live | None
-    init_kwargs: dict[str, Any]
 
     name = "dvclive"
     requires_logging_directory = False
+    run_attribute = "live"
 
     def __init__(self, run_name: str | None = None, live: Live | None = None, **kwargs: Any) -> None:
-        super().__init__()
+        super().__init__(run_name, **kwargs)
         self.live = live
-        self.init_kwargs = kwargs
 
-    @property
-    def tracker(self) -> Live:
-        """The `dvclive.Live`."""
-        assert self.live is not None, "asked for before start()"
-        return self.live
-
-    @on_main_process
-    def start(self) -> None:
-        """Open the folder of the run."""
+    def _open(self) -> Live:
         from dvclive import Live
 
-        if self.live is None:
-            self.live = Live(**self.init_kwargs)
+        return Live(**self.init_kwargs) if self.live is None else self.live
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters.
-
-        Args:
-            values (`dict`): The settings.
-        """
-        self.tracker.log_params(plain_settings(values))
+    def _store_config(self, config: dict[str, Any]) -> None:
+        self.tracker.log_params(config)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and texts as metrics, and go on to the next step.
+        """Log numbers and strings as metrics, and advance to the next step.
 
         Args:
             values (`dict`): Values by name; dictionaries of numbers become `group/name`.
@@ -87,26 +74,11 @@ class DVCLiveTracker(GeneralTracker):
             self.tracker.step = step
         for name, given in values.items():
             stem, ending = os.path.splitext(str(name))
-            images = given if isinstance(given, (list, tuple)) else [given]
-            for place, image in enumerate(images):
-                label = stem if len(images) == 1 else f"{stem}_{place}"
+            for label, image in numbered(stem, given):
                 self.tracker.log_image(f"{label}{ending or '.png'}", image, **kwargs)
 
-    @on_main_process
-    def log_artifact(
-        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, **kwargs: Any
-    ) -> None:
-        """Have DVC keep a file or folder; outside a DVC repository, the library does nothing but warn.
+    def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
+        self.tracker.log_artifact(path, name=name, **kwargs)
 
-        Args:
-            local_path (`str` or path): The file or folder.
-            artifact_path (`str`, *optional*): Name of the artifact.
-            kwargs: For `Live.log_artifact`.
-        """
-        self.tracker.log_artifact(os.fspath(local_path), name=artifact_path, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Write the summary and, inside a DVC repository, save the experiment."""
-        if self.live is not None:
-            self.live.end()
+    def _close(self) -> None:
+        self.tracker.end()

@@ -15,10 +15,11 @@ from accel_ops.durable import fsync_folder, make_folder
 from accel_state.processes import PartialState
 from accel_tracking.local.record import FILE, FOLDER, FORMAT, Record, encode, process_identity
 from accel_tracking.tracker import GeneralTracker, on_main_process
+from accel_tracking.trackers.service import LogsTables, Table
 from accel_tracking.values import plain, plain_settings
 
 
-class LocalTracker(GeneralTracker):
+class LocalTracker(LogsTables, GeneralTracker):
     """Records a run in `logging_dir/tracking/<run>/record.jsonl`; `accelerate runs` lists, compares and exports runs.
 
     Logging costs the training thread microseconds. What was logged survives errors, signals, a full disk and power
@@ -150,29 +151,11 @@ class LocalTracker(GeneralTracker):
                 (self.folder / file).write_bytes(encode_png(image))
                 self._append(kind="image", name=str(name), step=step, file=file)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Record a table, given as columns and rows or as a data frame.
-
-        Args:
-            table_name (`str`): Name of the table.
-            columns (list of `str`, *optional*): Names of the columns.
-            data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
-            step (`int`, *optional*): The training step.
-            kwargs: None are used.
-        """
-        if dataframe is not None:
-            columns, data = [str(name) for name in dataframe.columns], dataframe.values.tolist()
-        self._append(kind="table", name=table_name, step=step, columns=columns or [], data=data or [])
+    def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:  # kwargs: none are used
+        columns, data = table.columns, table.data
+        if table.dataframe is not None:
+            columns, data = [str(name) for name in table.dataframe.columns], table.dataframe.values.tolist()
+        self._append(kind="table", name=table.name, step=step, columns=columns or [], data=data or [])
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:

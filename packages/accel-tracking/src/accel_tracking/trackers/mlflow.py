@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from accel_state.environment import str_to_bool
 from accel_state.public_names import known_as
 from accel_state.warning import warn_user
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import plain_settings, sort_values
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import LogsTables, ServiceTracker, Table
+from accel_tracking.values import sort_values
 
 if TYPE_CHECKING:
     from mlflow import ActiveRun
@@ -22,16 +23,18 @@ FORBIDDEN_IN_PATHS = re.compile(r"^/+|(?<=/)/+|(^|(?<=/))\.+(?=/|$)")  # names a
 
 
 @known_as("accelerate.tracking.MLflowTracker")
-class MLflowTracker(GeneralTracker):
+class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
     """Logs to MLflow: to `MLFLOW_TRACKING_URI`, which may be a file such as `sqlite:///runs.db`.
 
-    Four variables of the environment win over arguments: `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS`
-    (JSON, added to the argument's) and `MLFLOW_NESTED_RUN`.
+    Four environment variables win over arguments: `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS`
+    (JSON, added to the argument's) and `MLFLOW_NESTED_RUN`. Nested hyperparameters are stored as strings; values too
+    long for MLflow are left out, with a warning. Further arguments of `log_table` go to `mlflow.log_table`; a table is
+    a JSON artifact, and the step becomes part of its file's name.
 
     Args:
         experiment_name (`str`, *optional*): Name of the experiment; made if there is none of this name.
         logging_dir (`str` or path, *optional*): Where a new experiment keeps its artifacts.
-        run_id (`str`, *optional*): A run to go on with, instead of a new one.
+        run_id (`str`, *optional*): A run to resume, instead of a new one.
         tags (`dict` or `str`, *optional*): Tags of the run, as a dictionary or JSON.
         nested_run (`bool` or `str`, *optional*): Whether the run belongs to the one that is active.
         run_name (`str`, *optional*): Name of the run; chosen by the library if left out.
@@ -43,12 +46,12 @@ class MLflowTracker(GeneralTracker):
     run_id: str | None
     tags: dict[str, Any]
     nested_run: bool
-    run_name: str | None
     description: str | None
     active_run: ActiveRun | None
 
     name = "mlflow"
     requires_logging_directory = False
+    run_attribute = "active_run"
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class MLflowTracker(GeneralTracker):
         run_name: str | None = None,
         description: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(run_name)
         environment = os.environ
         nested = environment.get("MLFLOW_NESTED_RUN", nested_run)
         self.experiment_name = environment.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
@@ -68,26 +71,16 @@ class MLflowTracker(GeneralTracker):
         self.run_id = environment.get("MLFLOW_RUN_ID", run_id)
         self.tags = _tags(tags, "tags") | _tags(environment.get("MLFLOW_TAGS"), "MLFLOW_TAGS")
         self.nested_run = bool(str_to_bool(nested)) if isinstance(nested, str) else bool(nested)
-        self.run_name = run_name
         self.description = description
-        self.active_run = None
-
-    @property
-    def tracker(self) -> ActiveRun:
-        """The `mlflow.ActiveRun`."""
-        assert self.active_run is not None, "asked for before start()"
-        return self.active_run
 
     @property
     def _id(self) -> str:
         return str(self.tracker.info.run_id)
 
-    @on_main_process
-    def start(self) -> None:
-        """Find or make the experiment and begin the run."""
+    def _open(self) -> ActiveRun:
         import mlflow
 
-        self.active_run = mlflow.start_run(
+        return mlflow.start_run(
             run_id=self.run_id,
             experiment_id=self._experiment_id(),
             run_name=self.run_name,
@@ -107,31 +100,25 @@ class MLflowTracker(GeneralTracker):
         folder = os.fspath(self.logging_dir) if self.logging_dir is not None else None
         return str(mlflow.create_experiment(self.experiment_name, artifact_location=folder))
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store the settings as parameters; values too long for MLflow are left out, with a warning.
-
-        Args:
-            values (`dict`): The settings; nested ones are stored as text.
-        """
+    def _store_config(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, MAX_PARAMS_TAGS_PER_BATCH
 
-        settings = {_name(name): str(value) for name, value in plain_settings(values).items()}
-        too_long = [name for name, value in settings.items() if len(value) > MAX_PARAM_VAL_LENGTH]
+        parameters = {_name(name): str(value) for name, value in config.items()}
+        too_long = [name for name, value in parameters.items() if len(value) > MAX_PARAM_VAL_LENGTH]
         if too_long:
             warn_user(
-                f"MLflow does not get the settings {', '.join(map(repr, too_long))}: their values have more than "
+                f"MLflow does not get the parameters {', '.join(map(repr, too_long))}: their values have more than "
                 f"{MAX_PARAM_VAL_LENGTH} characters."
             )
-        kept = iter([Param(name, value) for name, value in settings.items() if name not in too_long])
+        kept = iter([Param(name, value) for name, value in parameters.items() if name not in too_long])
         while batch := list(islice(kept, MAX_PARAMS_TAGS_PER_BATCH)):
             MlflowClient().log_batch(self._id, params=batch)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers; MLflow's curves hold nothing else, so texts become tags of the run.
+        """Log numbers; MLflow's curves hold nothing else, so strings become tags of the run.
 
         Args:
             values (`dict`): Values by name. In names, characters that MLflow forbids become "_". NaN is kept;
@@ -166,32 +153,14 @@ class MLflowTracker(GeneralTracker):
             for image in images:
                 client.log_image(self._id, image, key=_name(name), step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as an artifact, given as columns and rows or as a data frame.
-
-        Args:
-            table_name (`str`): Name of the table; ".json" is added when it lacks it.
-            columns (list of `str`, *optional*): Names of the columns.
-            data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
-            step (`int`, *optional*): The training step; becomes part of the file's name.
-            kwargs: For `mlflow.log_table`.
-        """
+    def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import mlflow
 
-        stem = table_name.removesuffix(".json") + (f"_{step}" if step is not None else "")
+        stem = table.name.removesuffix(".json") + (f"_{step}" if step is not None else "")
+        dataframe = table.dataframe
         if dataframe is None:
-            rows = data or []
-            names = columns or [str(place) for place in range(len(rows[0]) if rows else 0)]
+            rows = table.data or []
+            names = table.columns or [str(place) for place in range(len(rows[0]) if rows else 0)]
             dataframe = {name: [row[place] for row in rows] for place, name in enumerate(names)}
         mlflow.log_table(dataframe, artifact_file=f"{stem}.json", **{"run_id": self._id, **kwargs})
 
@@ -232,9 +201,7 @@ class MLflowTracker(GeneralTracker):
 
         mlflow.log_artifact(os.fspath(local_path), artifact_path=artifact_path, run_id=self._id)
 
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
+    def _close(self) -> None:
         self._end("FINISHED")
 
     @on_main_process

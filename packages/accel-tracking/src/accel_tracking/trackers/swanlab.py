@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import plain_settings, presentable
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import ServiceTracker
+from accel_tracking.values import presentable
 
 if TYPE_CHECKING:
     from swanlab import Run
@@ -15,61 +16,41 @@ SHOWN = frozenset({"swanlab"})
 
 
 @known_as("accelerate.tracking.SwanLabTracker")
-class SwanLabTracker(GeneralTracker):
+class SwanLabTracker(ServiceTracker["Run"]):
     """Logs to SwanLab; without an account or network with `init_kwargs={"swanlab": {"mode": "offline"}}`.
 
-    Made by hand, it works in every process, for runs in groups.
+    Constructed by the program itself, it logs from every process, for runs in groups.
 
     Args:
         run_name (`str`): Name of the project.
         kwargs: For `swanlab.init`.
     """
 
-    run_name: str
-    init_kwargs: dict[str, Any]
     run: Run | None
 
     name = "swanlab"
     requires_logging_directory = False
     main_process_only = False
+    run_attribute = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run = None
-
-    @property
-    def tracker(self) -> Run:
-        """The `swanlab.Run`."""
-        assert self.run is not None, "asked for before start()"
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
+    def _open(self) -> Run:
         import swanlab
 
-        self.run = swanlab.init(**{"project": self.run_name, **self.init_kwargs})
+        run = swanlab.init(**{"project": self.run_name, **self.init_kwargs})
         swanlab.config["FRAMEWORK"] = "Accelerate"
+        return run
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add settings to those of the run.
-
-        Args:
-            values (`dict`): The settings.
-        """
+    def _store_config(self, config: dict[str, Any]) -> None:
         import swanlab
 
-        swanlab.config.update(plain_settings(values))
+        swanlab.config.update(config)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values; tensors and numbers of other libraries become plain numbers.
 
         Args:
-            values (`dict`): Whatever `swanlab.log` takes: numbers, media, dictionaries of these. Texts and other
+            values (`dict`): Whatever `swanlab.log` takes: numbers, media, dictionaries of these. Strings and other
                 objects become `swanlab.Text`.
             step (`int`, *optional*): The training step.
             kwargs: For `swanlab.log`.
@@ -85,20 +66,17 @@ class SwanLabTracker(GeneralTracker):
             step (`int`, *optional*): The training step.
             kwargs: For `swanlab.Image`.
         """
-        import swanlab
+        from swanlab import Image
 
-        images = {str(name): [swanlab.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
+        images = {str(name): [Image(image, **kwargs) for image in batch] for name, batch in values.items()}
         self.tracker.log(images, step=step)
 
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        if self.run is not None:
-            self.run.finish()
+    def _close(self) -> None:
+        self.tracker.finish()
 
     @on_main_process
     def abort(self, reason: str) -> None:
-        """End the run as crashed."""
+        """End the run as crashed, with the error."""
         if self.run is not None:
             self.run.finish(state="crashed", error=reason)
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import flatten, plain_settings, sort_values
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import ServiceTracker
+from accel_tracking.values import flatten, sort_values
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -20,70 +21,53 @@ SECONDS_TO_DISK = 10  # so that a killed process loses little, and curves are cu
 
 
 @known_as("accelerate.tracking.TensorBoardTracker")
-class TensorBoardTracker(GeneralTracker):
+class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
     """Writes event files to `logging_dir/run_name`.
+
+    Hyperparameters are shown as such and written to `hparams.yml` too; nested ones are shown as `outer.inner`, values
+    of other types than `bool`, `int`, `float` and `str` as strings.
 
     Args:
         run_name (`str`): Name of the run.
         logging_dir (`str` or path): Folder of all runs.
-        kwargs: For `SummaryWriter`; with `flush_secs`, how often it writes to the disk (10 seconds).
+        kwargs: For `SummaryWriter`; its `flush_secs`, the seconds between two writes to the disk, is 10 here.
     """
 
-    run_name: str
     logging_dir_param: str | os.PathLike[str]
     logging_dir: str
-    init_kwargs: dict[str, Any]
     writer: SummaryWriter | None
 
     name = "tensorboard"
     requires_logging_directory = True
+    run_attribute = "writer"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
+        super().__init__(run_name, **kwargs)
         self.logging_dir_param = logging_dir
         self.logging_dir = os.path.join(logging_dir, run_name)
-        self.init_kwargs = kwargs
-        self.writer = None
 
-    @property
-    def tracker(self) -> SummaryWriter:
-        """The `SummaryWriter`."""
-        assert self.writer is not None, "asked for before start()"
-        return self.writer
-
-    @on_main_process
-    def start(self) -> None:
-        """Open the event file."""
+    def _open(self) -> SummaryWriter:
         try:
             from torch.utils import tensorboard as library
-        except ImportError:  # tensorboard itself is missing, as the registry's question allows
+        except ImportError:  # tensorboard itself is missing; the registry's check accepts tensorboardX too
             library = import_module("tensorboardX")
-        self.writer = library.SummaryWriter(self.logging_dir, **{"flush_secs": SECONDS_TO_DISK, **self.init_kwargs})
+        return library.SummaryWriter(self.logging_dir, **{"flush_secs": SECONDS_TO_DISK, **self.init_kwargs})
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Show the settings as hyperparameters, and write them to `hparams.yml` as well.
-
-        Args:
-            values (`dict`): The settings; nested ones are shown as `outer.inner`, values of other types than number,
-                truth value and text as text.
-        """
-        settings = plain_settings(values)
+    def _store_config(self, config: dict[str, Any]) -> None:
         shown = {
             name: value if isinstance(value, (bool, int, float, str)) else json.dumps(value)
-            for name, value in flatten(settings)
+            for name, value in flatten(config)
         }
         folder = Path(self.logging_dir, str(time.time()))
         self.tracker.add_hparams(shown, {}, run_name=folder.name)
         self.tracker.flush()
         folder.mkdir(parents=True, exist_ok=True)
-        lines = [f"{json.dumps(name)}: {json.dumps(value)}\n" for name, value in settings.items()]  # JSON is YAML too
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}\n" for name, value in config.items()]  # JSON is YAML too
         (folder / "hparams.yml").write_text("".join(lines) or "{}\n")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Add scalars, groups of scalars (dictionaries) and texts.
+        """Add scalars, groups of scalars (dictionaries) and strings.
 
         Args:
             values (`dict`): Values by name; NaN and infinities are stored as such.
@@ -111,8 +95,5 @@ class TensorBoardTracker(GeneralTracker):
         for name, images in values.items():
             self.tracker.add_images(str(name), images, global_step=step, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        """Write what is left and close the event files."""
-        if self.writer is not None:
-            self.writer.close()
+    def _close(self) -> None:
+        self.tracker.close()

@@ -2,74 +2,54 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import plain_settings, presentable
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
+from accel_tracking.values import presentable
 
 SHOWN = frozenset({"trackio"})
-RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # names of its own columns
+RESERVED = ("project", "run", "timestamp", "step", "time", "metrics")  # its own columns
 
 if TYPE_CHECKING:
     from trackio import Run
 
 
 @known_as("accelerate.tracking.TrackioTracker")
-class TrackioTracker(GeneralTracker):
+class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
     """Logs to Trackio: to a file of this machine, or to a Hugging Face Space with `space_id`.
 
-    Made by hand, it works in every process, for runs in groups.
+    Constructed by the program itself, it logs from every process, for runs in groups. Further arguments of `log_table`
+    go to `trackio.Table`, those of `log_artifact` (`type`, `aliases`) to `trackio.Run.log_artifact`.
 
     Args:
         run_name (`str`): Name of the project.
         kwargs: For `trackio.init`.
     """
 
-    run_name: str
-    init_kwargs: dict[str, Any]
     run: Run | None
 
     name = "trackio"
     requires_logging_directory = False
     main_process_only = False
+    run_attribute = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run = None
-
-    @property
-    def tracker(self) -> Run:
-        """The `trackio.Run`."""
-        assert self.run is not None, "asked for before start()"
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
+    def _open(self) -> Run:
         import trackio
 
-        self.run = trackio.init(**{"project": self.run_name, **self.init_kwargs})
+        return trackio.init(**{"project": self.run_name, **self.init_kwargs})
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add settings to those of the run.
-
-        Args:
-            values (`dict`): The settings.
-        """
-        self.tracker.config.update(plain_settings(values))
+    def _store_config(self, config: dict[str, Any]) -> None:
+        self.tracker.config.update(config)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values; tensors and numbers of other libraries become plain numbers.
 
         Args:
-            values (`dict`): Whatever `trackio.Run.log` takes: numbers, texts, dictionaries, media. Other objects
-                become text. A name that Trackio has a use of its own for gets an underscore: "step" becomes "step_".
+            values (`dict`): Whatever `trackio.Run.log` takes: numbers, strings, dictionaries, media. Other
+                objects become strings. A name that Trackio reserves gets an underscore: "step" becomes "step_".
             step (`int`, *optional*): The training step.
             kwargs: For `trackio.Run.log`.
         """
@@ -96,49 +76,16 @@ class TrackioTracker(GeneralTracker):
         }
         self.tracker.log(images, step=step)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table, given as columns and rows or as a data frame.
-
-        Args:
-            table_name (`str`): Name of the table.
-            columns (list of `str`, *optional*): Names of the columns.
-            data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
-            step (`int`, *optional*): The training step.
-            kwargs: For `trackio.Table`.
-        """
+    def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import trackio
 
-        given = {"columns": columns, "data": data} if dataframe is None else {"dataframe": dataframe}
-        self.tracker.log({table_name: trackio.Table(**given, **kwargs)}, step=step)
+        self.tracker.log({table.name: trackio.Table(**table.arguments, **kwargs)}, step=step)
 
-    @on_main_process
-    def log_artifact(
-        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, **kwargs: Any
-    ) -> None:
-        """Keep a file or folder with the run.
+    def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
+        self.tracker.log_artifact(path, name=name, **kwargs)
 
-        Args:
-            local_path (`str` or path): The file or folder.
-            artifact_path (`str`, *optional*): Name of the artifact; chosen by the library if left out.
-            kwargs: For `trackio.Run.log_artifact`, such as `type` and `aliases`.
-        """
-        self.tracker.log_artifact(os.fspath(local_path), name=artifact_path, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        if self.run is not None:
-            self.run.finish()
+    def _close(self) -> None:
+        self.tracker.finish()
 
 
 def _name(name: Any) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from accel_state.public_names import known_as
-from accel_tracking.tracker import GeneralTracker, on_main_process
-from accel_tracking.values import MEDIA, plain_settings, presentable
+from accel_tracking.tracker import on_main_process
+from accel_tracking.trackers.service import LogsArtifacts, LogsTables, ServiceTracker, Table
+from accel_tracking.values import MEDIA, presentable
 
 if TYPE_CHECKING:
     import wandb
@@ -16,65 +16,45 @@ SHOWN = MEDIA | {"wandb", "bokeh", "moviepy", "rdkit"}
 
 
 @known_as("accelerate.tracking.WandBTracker")
-class WandBTracker(GeneralTracker):
+class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
     """Logs to Weights & Biases; without an account or network with `WANDB_MODE=offline`.
 
-    Made by hand, it works in every process, for runs in groups.
+    Constructed by the program itself, it logs from every process, for runs in groups. Further arguments of `log_table`
+    go to `wandb.Table`, those of `log_artifact` (`type`, `aliases`) to `wandb.Run.log_artifact`.
 
     Args:
         run_name (`str`): Name of the project.
         kwargs: For `wandb.init`.
     """
 
-    run_name: str
-    init_kwargs: dict[str, Any]
     run: wandb.Run | None
 
     name = "wandb"
     requires_logging_directory = False
     main_process_only = False
+    run_attribute = "run"
 
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-        self.run = None
-
-    @property
-    def tracker(self) -> wandb.Run:
-        """The `wandb.Run`."""
-        assert self.run is not None, "asked for before start()"
-        return self.run
-
-    @on_main_process
-    def start(self) -> None:
-        """Begin the run."""
+    def _open(self) -> wandb.Run:
         import wandb
 
-        self.run = wandb.init(**{"project": self.run_name, **self.init_kwargs})
+        return wandb.init(**{"project": self.run_name, **self.init_kwargs})
 
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Add settings to those of the run.
-
-        Args:
-            values (`dict`): The settings.
-        """
-        self.tracker.config.update(plain_settings(values), allow_val_change=True)
+    def _store_config(self, config: dict[str, Any]) -> None:
+        self.tracker.config.update(config, allow_val_change=True)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values as they are.
 
         Args:
-            values (`dict`): Whatever `wandb.Run.log` takes: numbers, texts, dictionaries, media. Other objects become
-                text.
+            values (`dict`): Whatever `wandb.Run.log` takes: numbers, strings, dictionaries, media. Other objects become
+                strings.
             step (`int`, *optional*): The training step; steps must not go back.
             kwargs: For `wandb.Run.log`.
         """
         try:
             self.tracker.log({str(name): value for name, value in values.items()}, step=step, **kwargs)
-        except TypeError:  # of a value that cannot be written down
+        except TypeError:  # of a value that cannot be serialized
             self.tracker.log(presentable(values, SHOWN), step=step, **kwargs)
 
     @on_main_process
@@ -91,49 +71,16 @@ class WandBTracker(GeneralTracker):
         images = {str(name): [wandb.Image(image, **kwargs) for image in batch] for name, batch in values.items()}
         self.tracker.log(images, step=step)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table, given as columns and rows or as a data frame.
-
-        Args:
-            table_name (`str`): Name of the table.
-            columns (list of `str`, *optional*): Names of the columns.
-            data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
-            step (`int`, *optional*): The training step.
-            kwargs: For `wandb.Table`.
-        """
+    def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         import wandb
 
-        given = {"columns": columns, "data": data} if dataframe is None else {"dataframe": dataframe}
-        self.tracker.log({table_name: wandb.Table(**given, **kwargs)}, step=step)
+        self.tracker.log({table.name: wandb.Table(**table.arguments, **kwargs)}, step=step)
 
-    @on_main_process
-    def log_artifact(
-        self, local_path: str | os.PathLike[str], artifact_path: str | None = None, **kwargs: Any
-    ) -> None:
-        """Keep a file or folder with the run.
+    def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:
+        self.tracker.log_artifact(path, name=name, **kwargs)
 
-        Args:
-            local_path (`str` or path): The file or folder.
-            artifact_path (`str`, *optional*): Name of the artifact; chosen by the service if left out.
-            kwargs: For `wandb.Run.log_artifact`, such as `type` and `aliases`.
-        """
-        self.tracker.log_artifact(os.fspath(local_path), name=artifact_path, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        if self.run is not None:
-            self.run.finish()
+    def _close(self) -> None:
+        self.tracker.finish()
 
     @on_main_process
     def abort(self, reason: str) -> None:

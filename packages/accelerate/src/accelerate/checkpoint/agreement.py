@@ -78,6 +78,12 @@ class Ranks:
             raise RuntimeError(f"Process {rank}{others} could not {doing}: {text}")
         return [value for _, value in outcomes]
 
+    def each(self, doing: str, work: Callable[[], Result]) -> Result:
+        """Do something on every process, with the same promise; its result, which need not be picklable, stays there."""
+        results: list[Result] = []
+        self.together(doing, lambda: results.append(work()))
+        return results[0]
+
     def only_first(self, doing: str, work: Callable[[], Result]) -> Result:
         """Do something on process 0, with the same promise; every process gets its result."""
         results: list[Any] = self.together(doing, lambda: work() if self.is_first else None)

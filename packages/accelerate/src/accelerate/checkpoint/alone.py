@@ -14,12 +14,10 @@ from accel_state.warning import warn_user
 from accelerate.checkpoint.attendance import Call, attendance
 
 if TYPE_CHECKING:
-    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.run import Run
 
 
-def begin_call(
-    kind: str, accelerator: Accelerator, facts: dict[str, Any], *, main_writes_all: bool = False
-) -> Call | None:
+def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_writes_all: bool = False) -> Call | None:
     """Find out whether all ranks make a call, or the main process alone.
 
     Args:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Number
 from typing import Any
 
 from torch import nn
 
-from accel_integrations.parallel.whole_state import cut_like
-from accel_ops.filenames import OPTIMIZER_NAME, SAMPLER_NAME, SCALER_NAME
-from accel_ops.modules import model_has_dtensor
+from accel_integrations.checkpoints.module_values import check_values, loads_itself
+from accel_ops.filenames import SAMPLER_NAME, SCALER_NAME, numbered
 from accel_ops.random import capture_rng_state, restore_rng_state
 from accel_state.warning import warn_user
-from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState, check_values, has_own_way_of_loading
+from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState
 from accelerate.checkpoint.loaders import restore_order
-from accelerate.checkpoint.naming import numbered
-from accelerate.checkpoint.optimizer_fit import check_optimizer
 from accelerate.checkpoint.save import custom_object_file
 from accelerate.checkpoint.undo import Undo
-from accelerate.checkpoint.whole_optimizer import WholeOptimizer, plain_optimizer
 
 KEYS_OF_ALL_SCHEDULERS = frozenset({"base_lrs", "last_epoch", "verbose"})
 NUMBERS_OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -33,10 +29,6 @@ def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingS
     Raises:
         ValueError: Naming the file and what does not fit.
     """
-    for index, (optimizer, found) in enumerate(zip(receivers.optimizers, state.optimizers, strict=True)):
-        name = numbered(f"{OPTIMIZER_NAME}.bin", index)
-        own_state = optimizer.own_state if isinstance(optimizer, WholeOptimizer) else None
-        check_optimizer(plain_optimizer(optimizer), found, str(checkpoint.path(name)), own_state)
     for scheduler, found in zip(receivers.schedulers, state.schedulers, strict=True):
         _warn_of_another_scheduler(scheduler, found)
     for index, order in state.samplers.items():
@@ -95,45 +87,18 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
             restore_order(loader, state.samplers[index])
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
-    for optimizer, found in zip(receivers.optimizers, state.optimizers, strict=True):
-        undo.keep_optimizer(plain_optimizer(optimizer))
-        optimizer.load_state_dict(found)
 
 
-def apply_models_with_own_way(
-    models: Sequence[nn.Module], state: TrainingState, undo: Undo, **load_model_kwargs: Any
-) -> None:
-    """Give models that load in a way of their own their weights, with arguments of their `load_state_dict`."""
-    for model, weights in zip(models, state.weights, strict=False):
-        if not _was_compared(model):
-            undo.keep_values(model)
-            _load_weights(model, weights, load_model_kwargs)
-
-
-def apply_compared_modules(
-    models: Sequence[nn.Module], receivers: Receivers, state: TrainingState, **load_model_kwargs: Any
-) -> None:
-    """Give all other modules their values, last of all: too large to be kept, but they were compared and cannot refuse."""
-    for model, weights in zip(models, state.weights, strict=False):
-        if _was_compared(model):
-            _load_weights(model, weights, load_model_kwargs)
+def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
+    """Give registered modules their values: too large to be kept, but they were compared and cannot refuse."""
     for obj, found in zip(receivers.custom, state.custom, strict=True):
         if _was_compared(obj):
             obj.load_state_dict(found)
 
 
-def _load_weights(model: nn.Module, weights: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    if options.get("assign"):  # the model would live in the checkpoint's file
-        weights = {name: value.clone() for name, value in weights.items()}
-    if model_has_dtensor(model):
-        own = model.state_dict()
-        weights = {name: cut_like(value, own[name]) if name in own else value for name, value in weights.items()}
-    model.load_state_dict(weights, **options)
-
-
 def _was_compared(obj: Any) -> bool:
     """Whether an object is a module of which names and shapes say all about what it takes."""
-    return isinstance(obj, nn.Module) and not has_own_way_of_loading(obj)
+    return isinstance(obj, nn.Module) and not loads_itself(obj)
 
 
 def apply_random_states(states: dict[str, Any] | None) -> None:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
-from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
+from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome, warn_of_saving_alone
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
@@ -27,12 +26,11 @@ from accelerate.checkpoint.naming import (
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
-from accelerate.checkpoint.whole_optimizer import WholeOptimizer
 
 if TYPE_CHECKING:
-    from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accelerate.accelerator import Accelerator
+    from accel_integrations.checkpoints.pending import FileWriter, PendingSave
     from accelerate.checkpoint.attendance import Call
+    from accelerate.checkpoint.run import Run
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -47,7 +45,7 @@ class CheckpointKeeper:
         accelerator: Whose prepared and registered objects are kept.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Run) -> None:
         self._accelerator = accelerator
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
@@ -79,19 +77,22 @@ class CheckpointKeeper:
     ) -> Path:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
         accelerator = self._accelerator
-        options = _known_options(save_model_func_kwargs, accelerator.engine.options_of_saving)
         folder, is_automatic = self._target(output_dir)
         call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
         if call is not None and is_automatic:  # the main process may have saved alone before
             accelerator.project_configuration.iteration = call.facts["iteration"]
             folder = folder.with_name(f"checkpoint_{call.facts['iteration']}")
         if call is None or call.everyone:
-            return self._save(folder, is_automatic, Ranks(accelerator.state), safe_serialization, options)[0]
+            return self._save(
+                folder, is_automatic, Ranks(accelerator.state), safe_serialization, save_model_func_kwargs
+            )[0]
         if accelerator.state.process_index > 0:
             return self._add_own_state(call, folder)
         with telling_outcome(call) as outcome:
             ranks = Ranks(accelerator.state, alone=True)
-            saved, outcome["token"] = self._save(folder, is_automatic, ranks, safe_serialization, options)
+            saved, outcome["token"] = self._save(
+                folder, is_automatic, ranks, safe_serialization, save_model_func_kwargs
+            )
             outcome["folder"] = os.path.abspath(saved)
         warn_of_saving_alone(call, saved)
         return saved
@@ -107,24 +108,14 @@ class CheckpointKeeper:
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         target = Path(os.path.abspath(folder))
         storage = find_storage(ranks, target)
-        ranks.together("find one folder for all", lambda: self._check_storage(storage, target))
+        ranks.together("find one folder for all", lambda: accelerator.engine.check_storage(storage.owner == 0, target))
         if is_automatic:
             ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
         with Transaction(ranks, storage, target) as transaction:
-            weights: list[dict[str, Any]] = []
-            optimizers: list[WholeOptimizer] = []
-            ranks.together("collect the weights", lambda: self._collect(weights, optimizers, transaction.folder))
-            transaction.write(
-                lambda files: self._write(
-                    files,
-                    weights,
-                    optimizers,
-                    storage.writes_shared(project.save_on_each_node),
-                    safe_serialization,
-                    options,
-                )
-            )
+            pending = self._collect(ranks, transaction.folder, options)
+            is_writer = storage.writes_shared(project.save_on_each_node)
+            transaction.write(lambda files: self._write(files, pending, is_writer, safe_serialization))
             transaction.publish(accelerator.step, project.iteration)
         project.iteration += 1
         if is_automatic and storage.is_owner and project.total_limit is not None:
@@ -171,14 +162,6 @@ class CheckpointKeeper:
             raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...)")
         return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}", True
 
-    def _check_storage(self, storage: Storage, target: Path) -> None:
-        """Refuse to divide a state between folders that do not see each other: none could be loaded."""
-        if self._accelerator.engine.writes_states and storage.owner != 0:
-            raise ValueError(
-                f"The machine of process {storage.owner} does not see what process 0 writes beside {target}, but all "
-                "processes write one state together: save into a folder that all machines share."
-            )
-
     def _make_room(self, target: Path) -> None:
         """Refuse a taken automatic name, and clean up after killed runs."""
         if target.exists():
@@ -199,93 +182,27 @@ class CheckpointKeeper:
                 f"{target.name!r}: load_state() first to go on after it, or set iteration in ProjectConfiguration"
             )
 
-    def _collect(self, weights: list[dict[str, Any]], optimizers: list[WholeOptimizer], folder: Path) -> None:
-        models, engine = self._accelerator._models, self._accelerator.engine
-        if not engine.writes_states:
-            weights.extend(engine.full_state_dict(model) for model in models)
-            optimizers.extend(WholeOptimizer.collect(engine, one) for one in self._accelerator._optimizers)
-        for hook in list(self._save_hooks.values()):
-            hook(models, weights, os.fspath(folder))
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return schedulers_with_files(self._accelerator)
-
-    def _write(
-        self,
-        files: FileWriter,
-        weights: list[dict[str, Any]],
-        optimizers: list[WholeOptimizer],
-        writes_shared: bool,
-        safe_serialization: bool,
-        options: dict[str, Any],
-    ) -> None:
+    def _collect(self, ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> PendingSave:
+        """The states of models and optimizers, as hooks have left them."""
         accelerator = self._accelerator
-        if accelerator.engine.writes_states:
-            files.adopt(accelerator.engine.write_states(files.folder, **options))
-        if writes_shared:
-            write_shared_state(
-                files,
-                weights,
-                optimizers,
-                self._schedulers,
-                accelerator._dataloaders,
-                accelerator.scaler,
-                safe_serialization,
-            )
+
+        def collect() -> PendingSave:
+            pending = accelerator.engine.save(options)
+            for hook in list(self._save_hooks.values()):
+                hook(accelerator._models, pending.weights, os.fspath(folder))
+            return pending
+
+        return ranks.each("collect the weights", collect)
+
+    def _write(self, files: FileWriter, pending: PendingSave, is_writer: bool, safe_serialization: bool) -> None:
+        accelerator = self._accelerator
+        pending.write(files, is_writer=is_writer, safe_serialization=safe_serialization)
+        if is_writer:
+            scale = accelerator.engine.precision.state_dict()
+            write_shared_state(files, schedulers_with_files(accelerator), accelerator._dataloaders, scale)
             for index, obj in enumerate(accelerator._custom_objects):
                 write_custom_object(files, obj, index)
         write_own_state(files, accelerator._dataloaders, accelerator.state.process_index, accelerator.step)
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write a model folder; see `Accelerator.save_model`."""
-        accelerator = self._accelerator
-        parse_size(max_shard_size)
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"save_model takes a torch.nn.Module, not {type(model).__name__}: pass the prepared model")
-        folder = Path(os.path.abspath(Path(save_directory).expanduser()))
-        if folder.is_file():
-            raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
-        on_each_node = accelerator.project_configuration.save_on_each_node
-        call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
-        if call is None or call.everyone:
-            ranks = Ranks(accelerator.state)
-            storage = find_storage(ranks, folder)
-            state_dict = self._values_of(model)
-            is_writer = storage.writes_shared(on_each_node)
-            doing = f"write the model folder {folder}"
-            ranks.together(
-                doing,
-                lambda: (
-                    write_model_folder(state_dict, folder, max_shard_size, safe_serialization) if is_writer else None
-                ),
-            )
-        elif accelerator.state.process_index > 0:
-            if error := outcome_of(call, "save_model").get("error"):
-                raise RuntimeError(f"Process 0 could not write the model folder {folder}: {error}")
-        else:
-            with telling_outcome(call):
-                write_model_folder(self._values_of(model), folder, max_shard_size, safe_serialization)
-
-    def _values_of(self, model: nn.Module) -> dict[str, Any]:
-        """The whole model's tensors.
-
-        Raises:
-            RuntimeError: Some have no values.
-        """
-        state_dict = self._accelerator.get_state_dict(model)
-        if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
-            raise RuntimeError(
-                f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
-                "device. Load a checkpoint into the model first."
-            )
-        return state_dict
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
@@ -298,14 +215,6 @@ class CheckpointKeeper:
         """Verify a checkpoint and load it, on all processes or none; see `Accelerator.load_state`."""
         loader = StateLoader(self._accelerator, list(self._load_hooks.values()))
         loader.load(input_dir, load_kwargs, **load_model_func_kwargs)
-
-
-def _known_options(given: dict[str, Any], known: frozenset[str]) -> dict[str, Any]:
-    """The arguments of `save_state` that the way of training takes; the others are only worth a warning."""
-    if surplus := sorted(given.keys() - known):
-        names = ", ".join(map(repr, surplus))
-        warn_user(f"save_state has no use for {names} with this way of training: leave it out")
-    return {name: value for name, value in given.items() if name in known}
 
 
 def _remove_surplus(newest: Path, total_limit: int) -> None:

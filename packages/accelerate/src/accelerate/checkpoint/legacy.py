@@ -8,7 +8,7 @@ import struct
 import zipfile
 from pathlib import Path
 
-from accel_integrations.checkpoints.forms import ENGINE_STATES
+from accel_integrations.checkpoints.sharded_states import DEEPSPEED_STATES
 from accel_ops.filenames import CUSTOM_OBJECT_NAME, FSDP_MODEL_NAME, MODEL_NAME, RNG_STATE_NAME, SCALER_NAME
 
 TRAINING_FILES = re.compile(
@@ -55,7 +55,7 @@ def list_legacy_files(folder: Path, *, with_divided: bool = False) -> list[str]:
     divided = [name for name in present if with_divided and DIVIDED.fullmatch(name)]
     if with_divided:
         inner = (path.relative_to(folder).as_posix() for path in folder.glob(f"{MODEL_NAME}*/*.pt"))
-        divided += sorted(name for name in inner if ENGINE_STATES.fullmatch(name))
+        divided += sorted(name for name in inner if DEEPSPEED_STATES.fullmatch(name))
     for name in names:
         if problem := _find_cut(folder / name):
             raise ValueError(f"The checkpoint {folder} is not complete: {name!r} {problem}. Load another checkpoint")

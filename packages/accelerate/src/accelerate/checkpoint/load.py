@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import pickle
-import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch import nn
-
-from accel_ops.filenames import (
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAMPLER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    WEIGHTS_NAME,
-)
+from accel_integrations.checkpoints.full_states import check_count, read_dict
+from accel_ops.filenames import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, numbered
 from accel_ops.files import load
 from accel_ops.staging import path_inside
-from accel_ops.tensor_files import find_shared_names, read_tensors
 from accel_state.warning import warn_user
 from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
 from accelerate.checkpoint.loaders import is_stateful
 from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, share_of
-from accelerate.checkpoint.naming import count_files, numbered, numbered_checkpoints, weights_file
+from accelerate.checkpoint.naming import numbered_checkpoints
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
 
 
@@ -85,6 +73,16 @@ class Checkpoint:
         if self.manifest is not None:
             self.manifest.check_contents(self.folder, share_of(self.names, self.manifest, index, count))
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A block whose errors tell damage from what this run does not allow; where there are checksums, these tell."""
+        try:
+            yield
+        except ValueError as error:
+            if self.manifest is None and not isinstance(error.__cause__, pickle.UnpicklingError):
+                raise DamagedCheckpointError(str(error)) from error
+            raise
+
     def path(self, name: str) -> Path:
         """Where a file of the checkpoint is."""
         return path_inside(self.folder, name)
@@ -120,10 +118,8 @@ def find_newest(folder: Path, skipped: Mapping[Path, str] | None = None) -> tupl
 
 @dataclass
 class TrainingState:
-    """What was read of a checkpoint, in the order of the prepared objects; not applied yet."""
+    """What was read of a checkpoint besides models and optimizers, in the order of the prepared objects."""
 
-    weights: list[dict[str, Any]] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     samplers: dict[int, Any] = field(default_factory=dict)
     positions: dict[int, Any] = field(default_factory=dict)
@@ -135,13 +131,37 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Receivers:
-    """The objects of this run that a checkpoint is loaded into."""
+    """The objects of this run that a checkpoint is loaded into, besides models and optimizers.
 
-    optimizers: Sequence[Any] = ()
+    Attributes:
+        schedulers: With `load_state_dict(state)`.
+        dataloaders: Prepared loaders.
+        scaler: What has the loss scale: the precision or a scaler; None where there is none.
+        custom: Objects that were registered.
+    """
+
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
     scaler: Any = None
     custom: Sequence[Any] = ()
+
+
+Read = TypeVar("Read")
+
+
+def read_verified(read: Callable[[], Read], verify: Callable[[], None]) -> Read:
+    """Read while another thread verifies.
+
+    Args:
+        read: Reads a state.
+        verify: Raises when the checkpoint is damaged; then its error is raised, whatever `read` found.
+    """
+    with ThreadPoolExecutor(1, "verify") as pool:
+        verified = pool.submit(verify)
+        try:
+            return read()
+        finally:
+            verified.result()  # a damaged file is best reported as one
 
 
 def read_state(
@@ -149,130 +169,62 @@ def read_state(
     receivers: Receivers,
     process_index: int = 0,
     *,
-    map_location: str | torch.device | None = None,
     load_kwargs: Mapping[str, Any] | None = None,
-    verify: Callable[[], None] = lambda: None,
 ) -> TrainingState:
-    """Read everything that the run has a receiver for, while other threads verify it.
+    """Read everything that the run has a receiver for.
 
     Args:
         checkpoint: What to read.
         receivers: The objects to read for. There may be fewer than were saved.
         process_index: Whose random states and positions to read.
-        map_location: Where the tensors of optimizers go.
         load_kwargs: Further arguments of `torch.load`.
-        verify: Raises when the checkpoint is damaged.
 
     Raises:
         ValueError: A file is damaged, holds more than plain data, or is missing for an object.
     """
-    options = dict(load_kwargs or {})
-    with ThreadPoolExecutor(1, "verify") as pool:
-        verified = pool.submit(verify)
-        try:
-            state = _read_all(checkpoint, receivers, process_index, map_location, options)
-        finally:
-            verified.result()  # a damaged file is best reported as one
-    return state
-
-
-def _read_all(
-    checkpoint: Checkpoint,
-    receivers: Receivers,
-    process_index: int,
-    map_location: str | torch.device | None,
-    options: dict[str, Any],
-) -> TrainingState:
     state = TrainingState()
+    options = dict(load_kwargs or {})
 
-    def read(name: str, location: Any = "cpu") -> Any:
-        with _saying_what_is_damaged(checkpoint):
-            return load(checkpoint.path(name), map_location=location, **options)
+    def read_each(name: str) -> dict[str, Any]:
+        return read_dict(checkpoint, name, load_kwargs=options)
 
-    def read_dict(name: str, location: Any = "cpu") -> dict[str, Any]:
-        found = read(name, location)
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"{checkpoint.path(name)} holds a {type(found).__name__} instead of a state: load another checkpoint"
-            )
-        return found
-
-    def read_each(kind: str, name: str, count: int, location: Any = "cpu") -> list[Any]:
-        _check_count(checkpoint, kind, name, count)
-        return [read_dict(numbered(name, index), location) for index in range(count)]
-
-    late = frozenset(added_by(checkpoint.folder, checkpoint.manifest, process_index))
-    own_names = checkpoint.names | late
-    for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)):
-        state.weights.append(_read_weights(checkpoint, index, options))
-    state.optimizers = read_each(
-        "optimizer", f"{OPTIMIZER_NAME}.bin", len(receivers.optimizers), map_location or "cpu"
-    )
-    state.schedulers = read_each("scheduler", f"{SCHEDULER_NAME}.bin", len(receivers.schedulers))
-    state.custom = _read_custom(checkpoint, receivers.custom, read)
+    own_names = checkpoint.names | frozenset(added_by(checkpoint.folder, checkpoint.manifest, process_index))
+    scheduler_file = f"{SCHEDULER_NAME}.bin"
+    check_count(checkpoint, "scheduler", scheduler_file, len(receivers.schedulers))
+    state.schedulers = [read_each(numbered(scheduler_file, index)) for index in range(len(receivers.schedulers))]
+    state.custom = _read_custom(checkpoint, receivers.custom, options)
     for index, loader in enumerate(receivers.dataloaders):
         if (name := numbered(f"{SAMPLER_NAME}.bin", index)) in checkpoint.names:
-            state.samplers[index] = _read_sampler(checkpoint, name, read_dict)
+            state.samplers[index] = _read_sampler(checkpoint, name, read_each)
         positions = (position_file(index, process_index), position_file(index, 0))
         if is_stateful(loader) and (name := next((name for name in positions if name in own_names), "")):
-            state.positions[index] = read_dict(name)
+            state.positions[index] = read_each(name)
     if receivers.scaler is not None:
         if SCALER_NAME in checkpoint.names:
-            state.scaler = read_dict(SCALER_NAME)
+            state.scaler = read_each(SCALER_NAME)
         else:
             warn_user(
                 f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew"
             )
     step_file = random_states_file(process_index)
     if (name := step_file) in own_names:
-        state.random_states = read_dict(name)
+        state.random_states = read_each(name)
         state.random_states.pop(TOKEN_KEY, None)
         state.step = state.random_states.pop("step", None)
     elif checkpoint.manifest is not None:
         state.step = checkpoint.manifest.step
     elif (step_file := random_states_file(0)) in checkpoint.names:
-        state.step = read_dict(step_file).get("step")
+        state.step = read_each(step_file).get("step")
     if state.step is not None and type(state.step) is not int:
         raise ValueError(f"{checkpoint.path(step_file)} is damaged: its step is {state.step!r}, no int")
     return state
 
 
-@contextmanager
-def _saying_what_is_damaged(checkpoint: Checkpoint) -> Iterator[None]:
-    """Tell damage from what this run does not allow; where there are checksums, these tell."""
-    try:
-        yield
-    except ValueError as error:
-        if checkpoint.manifest is None and not isinstance(error.__cause__, pickle.UnpicklingError):
-            raise DamagedCheckpointError(str(error)) from error
-        raise
+def _read_custom(checkpoint: Checkpoint, objects: Sequence[Any], options: Mapping[str, Any]) -> list[Any]:
+    def read(name: str) -> Any:
+        with checkpoint.reading():
+            return load(checkpoint.path(name), map_location="cpu", **options)
 
-
-def _read_weights(checkpoint: Checkpoint, index: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's weights, as views of the file: they are copied once, into the model."""
-    safe = weights_file(index, safe_serialization=True)
-    with _saying_what_is_damaged(checkpoint):
-        if safe in checkpoint.names:
-            return read_tensors(checkpoint.path(safe))
-        path = checkpoint.path(weights_file(index, safe_serialization=False))
-        weights = load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **options})
-    if not isinstance(weights, dict):
-        raise ValueError(
-            f"{path} holds a {type(weights).__name__} instead of a model's weights: load another checkpoint"
-        )
-    return weights
-
-
-def _check_count(checkpoint: Checkpoint, kind: str, name: str, wanted: int) -> None:
-    found = count_files(checkpoint.names, name)
-    if found < wanted:
-        raise ValueError(
-            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {found}: {numbered(name, found)!r} "
-            "is missing. Prepare the same objects as when it was saved, in the same order"
-        )
-
-
-def _read_custom(checkpoint: Checkpoint, objects: Sequence[Any], read: Callable[[str], Any]) -> list[Any]:
     found = 0
     while custom_object_file(found) in checkpoint.names:
         found += 1
@@ -296,92 +248,3 @@ def _read_sampler(checkpoint: Checkpoint, name: str, read: Callable[[str], Any])
             "without running code: the order of samples starts anew"
         )
         return None
-
-
-def check_weights(checkpoint: Checkpoint, models: Sequence[nn.Module], state: TrainingState, strict: bool) -> None:
-    """See that the weights fit the models, before any of them changes.
-
-    Args:
-        checkpoint: Where the weights are from.
-        models: Without wrappers; there may be fewer than were saved.
-        state: Its weights are completed by the other names of tied ones.
-        strict: Whether names must be the same on both sides.
-
-    Raises:
-        ValueError: There are weights missing, too many, or of other shapes.
-    """
-    found = len(state.weights)
-    if found < len(models):
-        raise ValueError(
-            f"{len(models)} models are prepared, but the checkpoint {checkpoint.folder} holds the weights of {found}: "
-            f"{weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in the same order"
-        )
-    for index, (model, weights) in enumerate(zip(models, state.weights, strict=False)):
-        complete_ties(model.state_dict(), weights)
-        check_values(model, weights, f"The weights in {checkpoint.folder} do not fit model {index}", strict)
-
-
-def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, strict: bool) -> None:
-    """See that values fit a module; one with a way of loading of its own is not asked.
-
-    Args:
-        model: Without wrappers.
-        values: By name.
-        problem: How the error begins.
-        strict: Whether names must be the same on both sides.
-
-    Raises:
-        ValueError: There are values missing, too many, or of other shapes.
-    """
-    if has_own_way_of_loading(model):
-        return
-    own = model.state_dict()
-    shapes = [
-        f"{name!r} is {_shape_of(values[name])}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if isinstance(own[name], torch.Tensor)
-        and name in values
-        and getattr(values[name], "shape", None) != own[name].shape
-    ]
-    missing = [f"{name!r} is missing" for name in own if name not in values] if strict else []
-    surplus = [f"{name!r} is not in the model" for name in values if name not in own] if strict else []
-    if problems := [*shapes, *missing, *surplus]:
-        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
-        raise ValueError(
-            f"{problem} ({type(model).__name__}): {'; '.join(problems[:3])}{more}. Build the model as it was when saved"
-            + (", or pass strict=False" if not shapes else "")
-        )
-
-
-def _shape_of(value: Any) -> Any:
-    shape = getattr(value, "shape", None)
-    return f"a {type(value).__name__}" if shape is None else tuple(shape)
-
-
-def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
-    """Give tied weights back the names under which they were not saved.
-
-    Args:
-        own: The state dict of the model that is loaded into, which says what is tied.
-        weights: Changed in place.
-    """
-    for names in find_shared_names(own):
-        saved = next((name for name in names if name in weights), None)
-        if saved is not None:
-            for name in names:
-                weights.setdefault(name, weights[saved])
-
-
-def has_own_way_of_loading(model: nn.Module) -> bool:
-    """True when only the model knows which names and shapes it takes."""
-    if type(model).load_state_dict is not nn.Module.load_state_dict:
-        return True
-    return any(
-        module._load_state_dict_pre_hooks
-        or type(module).set_extra_state is not nn.Module.set_extra_state
-        or type(module)._load_from_state_dict not in _USUAL_LOADING
-        for module in model.modules()
-    )
-
-
-_USUAL_LOADING = {nn.Module._load_from_state_dict, nn.modules.batchnorm._NormBase._load_from_state_dict}

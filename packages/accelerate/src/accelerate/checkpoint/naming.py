@@ -1,15 +1,14 @@
-"""Names of checkpoint folders, and of the files in them."""
+"""Names of checkpoint folders."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Collection
 from pathlib import Path
 
 from accel_ops.durable import fsync_folder
-from accel_ops.filenames import MANIFEST_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.filenames import MANIFEST_NAME
 from accel_ops.owners import Owner
 from accel_ops.staging import STAGING, remove_gone
 from accelerate.checkpoint.manifest import Manifest
@@ -17,25 +16,6 @@ from accelerate.checkpoint.manifest import Manifest
 CHECKPOINTS_FOLDER = "checkpoints"
 UNFINISHED = re.compile(rf"\.checkpoint_\d+\.{STAGING}")
 REMOVING = re.compile(r"\.checkpoint_\d+\.removing")
-
-
-def numbered(name: str, index: int) -> str:
-    """The file of the object at `index` of its kind: `optimizer.bin`, `optimizer_1.bin`, ..."""
-    stem, dot, extension = name.partition(".")
-    return f"{stem}_{index}{dot}{extension}" if index else name
-
-
-def weights_file(index: int, safe_serialization: bool) -> str:
-    """The weights file of the model at `index`."""
-    return numbered(SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME, index)
-
-
-def count_files(names: Collection[str], *patterns: str) -> int:
-    """How many objects of a kind a checkpoint holds: the first index for which no pattern names a file."""
-    index = 0
-    while any(numbered(pattern, index) in names for pattern in patterns):
-        index += 1
-    return index
 
 
 def checkpoints_folder(project_dir: str | os.PathLike[str] | None) -> Path:

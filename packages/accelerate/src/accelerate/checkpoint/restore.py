@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.stored_states import is_divided
+from accel_integrations.checkpoints.pending import PendingLoad
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks
-from accelerate.checkpoint.apply import (
-    apply_compared_modules,
-    apply_models_with_own_way,
-    apply_objects,
-    apply_random_states,
-    check_objects,
-)
+from accelerate.checkpoint.apply import apply_compared_objects, apply_objects, apply_random_states, check_objects
 from accelerate.checkpoint.load import (
     Checkpoint,
     Receivers,
     TrainingState,
-    check_weights,
     find_newest,
     read_state,
+    read_verified,
 )
 from accelerate.checkpoint.manifest import DamagedCheckpointError
 from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.undo import Undo
-from accelerate.checkpoint.whole_optimizer import WholeOptimizer
 from accelerate.checkpoint.world_size import warn_of_other_world_size
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.run import Run
 
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -54,7 +46,7 @@ class StateLoader:
         hooks: Called with the models and the folder before models are loaded.
     """
 
-    def __init__(self, accelerator: Accelerator, hooks: Sequence[LoadHook]) -> None:
+    def __init__(self, accelerator: Run, hooks: Sequence[LoadHook]) -> None:
         self._accelerator = accelerator
         self._hooks = hooks
         self._ranks = Ranks(accelerator.state)
@@ -66,24 +58,42 @@ class StateLoader:
     ) -> None:
         """Load it; see `Accelerator.load_state`."""
         accelerator, ranks = self._accelerator, self._ranks
-        location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
-        known = accelerator.engine.options_of_loading
-        options = {name: model_kwargs.pop(name) for name in known & model_kwargs.keys()}
+        precision = accelerator.engine.precision
         receivers = Receivers(
-            [WholeOptimizer(accelerator.engine, one) for one in accelerator._optimizers],
             schedulers_with_files(accelerator),
             accelerator._dataloaders,
-            accelerator.scaler,
+            precision if precision.state_dict() is not None else None,
             accelerator._custom_objects,
         )
-        checkpoint, state = self._read(input_dir, receivers, location, load_kwargs)
-        if self._is_divided(checkpoint):
-            receivers = replace(receivers, optimizers=())
-        ranks.together(f"use the checkpoint {checkpoint.folder}", lambda: check_objects(checkpoint, receivers, state))
+        location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
+
+        def read(checkpoint: Checkpoint) -> tuple[PendingLoad, TrainingState]:
+            pending = accelerator.engine.open(checkpoint, location, load_kwargs or {}, model_kwargs)
+            return pending, read_state(checkpoint, receivers, ranks.rank, load_kwargs=load_kwargs)
+
+        checkpoint, pending, state = self._read(input_dir, read)
+
+        def check() -> None:
+            pending.check()
+            check_objects(checkpoint, receivers, state)
+
+        def check_models() -> None:
+            models = list(accelerator._models)
+            for hook in self._hooks:
+                hook(models, os.fspath(checkpoint.folder))
+            pending.check_models(models)
+
+        def apply_compared() -> None:
+            apply_compared_objects(receivers, state)
+            pending.apply()
+
+        ranks.together(f"use the checkpoint {checkpoint.folder}", check)
         undo = Undo()
         try:
             ranks.together("load its objects", lambda: apply_objects(receivers, state, undo))
-            self._load_modules(checkpoint, receivers, state, undo, options, model_kwargs)
+            ranks.together(f"use the checkpoint {checkpoint.folder}", check_models)
+            ranks.together("load the optimizers and models", lambda: pending.apply_undoable(undo))
+            ranks.together("load the weights", apply_compared)
         except BaseException:
             undo.roll_back()
             raise
@@ -100,10 +110,8 @@ class StateLoader:
     def _read(
         self,
         input_dir: str | os.PathLike[str] | None,
-        receivers: Receivers,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[Checkpoint, TrainingState]:
+        read: Callable[[Checkpoint], tuple[PendingLoad, TrainingState]],
+    ) -> tuple[Checkpoint, PendingLoad, TrainingState]:
         """Read and verify the checkpoint; the newest that is not damaged, when none is named."""
         ranks = self._ranks
         while True:
@@ -111,32 +119,28 @@ class StateLoader:
             named = found if input_dir is None else Path(input_dir).expanduser()
             folder, here = self._folder_here(named)
             logger.info("Loading the training state from %s", folder)
-            loaded: list[tuple[Checkpoint, TrainingState]] = []
+            loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = []
 
-            def read(
+            def read_here(
                 folder: Path = folder,
                 here: list[int] = here,
-                loaded: list[tuple[Checkpoint, TrainingState]] = loaded,
+                loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = loaded,
             ) -> str | None:
                 checkpoint = Checkpoint.open(folder, with_divided=True)
-                self._accelerator.engine.check_states(checkpoint.names, folder)
                 try:
-                    state = read_state(
-                        checkpoint,
-                        replace(receivers, optimizers=()) if self._is_divided(checkpoint) else receivers,
-                        ranks.rank,
-                        map_location=location,
-                        load_kwargs=load_kwargs,
-                        verify=lambda: checkpoint.verify(here.index(ranks.rank), len(here)),
+                    found = read_verified(
+                        lambda: read(checkpoint), lambda: checkpoint.verify(here.index(ranks.rank), len(here))
                     )
                 except DamagedCheckpointError as error:
                     if input_dir is not None:
                         raise
                     return str(error)
-                loaded.append((checkpoint, state))
+                loaded.append((checkpoint, *found))
                 return None
 
-            problems = [text for text in ranks.together(f"read the checkpoint {folder}", read) if text is not None]
+            problems = [
+                text for text in ranks.together(f"read the checkpoint {folder}", read_here) if text is not None
+            ]
             if not problems:
                 if self._passed_over:
                     reasons = " ".join(self._passed_over)
@@ -173,45 +177,6 @@ class StateLoader:
             recover(folder)
         return self._ranks.local_rank, os.path.abspath(folder)
 
-    def _is_divided(self, checkpoint: Checkpoint) -> bool:
-        """Whether models and optimizers are read part by part: where they were so written, or are so held now."""
-        return self._accelerator.engine.writes_states or is_divided(checkpoint.names)
-
-    # ---- applying -----------------------------------------------------------------------------------------------
-
-    def _load_modules(
-        self,
-        checkpoint: Checkpoint,
-        receivers: Receivers,
-        state: TrainingState,
-        undo: Undo,
-        options: dict[str, Any],
-        model_kwargs: dict[str, Any],
-    ) -> None:
-        """Load the models, and where they are stored part by part the optimizers, last: nothing can refuse after them."""
-        accelerator, ranks, folder = self._accelerator, self._ranks, checkpoint.folder
-        models = list(accelerator._models)
-        divided: list[Any] = []
-
-        def check() -> None:
-            for hook in self._hooks:
-                hook(models, os.fspath(folder))
-            strict = model_kwargs.get("strict", True)
-            if self._is_divided(checkpoint):
-                prepared = accelerator._prepared
-                wanted = [whole for one, whole in zip(prepared.models, prepared.wrapped, strict=True) if one in models]
-                divided.append(accelerator.engine.read_states(folder, wanted, strict=strict, **options))
-                return
-            models[:] = [accelerator.engine.unwrap(model) for model in models]
-            check_weights(checkpoint, models, state, strict)
-
-        ranks.together(f"use the checkpoint {folder}", check)
-        apart = replace(state, weights=[]) if divided else state
-        ranks.together("load the models", lambda: apply_models_with_own_way(models, apart, undo, **model_kwargs))
-        ranks.together("load the weights", lambda: apply_compared_modules(models, receivers, apart, **model_kwargs))
-        if divided:
-            divided[0].apply()
-
     def _go_on_counting(self) -> None:
         project = self._accelerator.project_configuration
         if project.project_dir is not None:
@@ -219,7 +184,7 @@ class StateLoader:
             project.iteration = max(project.iteration, *(number + 1 for number in last), 0)
 
 
-def schedulers_with_files(accelerator: Accelerator) -> list[AcceleratedScheduler]:
+def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
     """Those that no engine stores."""
     kept: list[AcceleratedScheduler] = accelerator._schedulers
     return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones

@@ -2,51 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from accel_integrations.checkpoints.pending import FileWriter
 from accel_ops.filenames import (
     CUSTOM_OBJECT_NAME,
     DATALOADER_NAME,
-    OPTIMIZER_NAME,
     RNG_STATE_NAME,
     SAMPLER_NAME,
     SCALER_NAME,
     SCHEDULER_NAME,
+    numbered,
 )
 from accel_ops.files import check_loadable
 from accel_ops.random import capture_rng_state
 from accelerate.checkpoint.late import TOKEN_KEY
 from accelerate.checkpoint.loaders import loader_position, order_state
-from accelerate.checkpoint.naming import numbered, weights_file
-from accelerate.checkpoint.transaction import FileWriter
 
 
 def write_shared_state(
-    files: FileWriter,
-    model_states: Sequence[Mapping[str, Any]],
-    optimizers: Iterable[Any],
-    schedulers: Iterable[Any],
-    dataloaders: Iterable[Any],
-    scaler: Any = None,
-    safe_serialization: bool = True,
+    files: FileWriter, schedulers: Iterable[Any], dataloaders: Iterable[Any], scale: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what is the same on all processes: weights, optimizers, schedulers, samplers and the loss scaler.
+    """Write what is the same on all ranks besides models and optimizers: schedulers, samplers and the loss scale.
+
+    Args:
+        files: Where to.
+        schedulers: With `state_dict()`.
+        dataloaders: Prepared loaders.
+        scale: The state of the precision, None where it has none.
 
     Raises:
         TypeError: Some state could not be loaded again without running code from the file.
     """
-    for index, weights in enumerate(model_states):
-        files.save(weights_file(index, safe_serialization), weights, safe_serialization)
-    for index, optimizer in enumerate(optimizers):
-        _save_checked(files, numbered(f"{OPTIMIZER_NAME}.bin", index), optimizer)
     for index, scheduler in enumerate(schedulers):
-        _save_checked(files, numbered(f"{SCHEDULER_NAME}.bin", index), scheduler)
+        name = numbered(f"{SCHEDULER_NAME}.bin", index)
+        state = scheduler.state_dict()
+        check_loadable(state, f"The state_dict() for {name}")
+        files.save(name, state)
     for index, loader in enumerate(dataloaders):
-        if (state := order_state(loader)) is not None:
-            files.save(numbered(f"{SAMPLER_NAME}.bin", index), state)
-    if scaler is not None:
-        files.save(SCALER_NAME, scaler.state_dict())
+        if (order := order_state(loader)) is not None:
+            files.save(numbered(f"{SAMPLER_NAME}.bin", index), order)
+    if scale is not None:
+        files.save(SCALER_NAME, scale)
 
 
 def write_own_state(
@@ -94,9 +92,3 @@ def position_file(index: int, process_index: int) -> str:
     """The file with the position of the loader at `index`. accelerate 1.15 reads that of process 0 on all processes."""
     own = f"_rank{process_index}" if process_index else ""
     return numbered(f"{DATALOADER_NAME}.bin", index).replace(".bin", f"{own}.bin")
-
-
-def _save_checked(files: FileWriter, name: str, stateful: Any) -> None:
-    state = stateful.state_dict()
-    check_loadable(state, f"The state_dict() for {name}")
-    files.save(name, state)

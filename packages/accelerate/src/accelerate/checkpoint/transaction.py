@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
+from accel_integrations.checkpoints.pending import FileWriter
 from accel_ops.checksum import checksum_file
 from accel_ops.durable import DurableFile, fsync_file, write_atomically
 from accel_ops.filenames import MANIFEST_NAME
@@ -18,20 +19,6 @@ from accel_ops.staging import StagedFolder, list_files
 from accelerate.checkpoint.agreement import Ranks, Storage
 from accelerate.checkpoint.late import late_files
 from accelerate.checkpoint.manifest import FileRecord, Manifest
-
-
-class FileWriter(Protocol):
-    """Takes the objects of a training state, each under a file name."""
-
-    folder: Path
-
-    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
-        """Write one file."""
-        ...
-
-    def adopt(self, names: Iterable[str]) -> None:
-        """Take over files that somebody else wrote into the folder."""
-        ...
 
 
 class FolderWriter:

@@ -12,7 +12,7 @@ from torch import nn
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.precision.sharded_scaler import ShardedGradScaler
-from accel_integrations.prepared.names import plain_name
+from accel_integrations.prepared.parameters import plain_name
 from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
 
 

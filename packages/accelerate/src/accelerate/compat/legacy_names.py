@@ -89,8 +89,8 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_bigmodel.hooks.user_offload": "CpuOffload UserCpuOffloadHook",
         "accel_bigmodel.offload.folder": "offload_state_dict",
         "accel_bigmodel.offload.loader": "OffloadedWeightsLoader extract_submodules_state_dict",
-        "accel_bigmodel.tied": "find_tied_parameters retie_parameters",
         "accel_ops.nested": "recursive_getattr",
+        "accel_ops.tied": "find_tied_parameters retie_parameters",
         "accel_state.environment": "parse_flag_from_env",
         "accel_state.libraries": (
             "is_bnb_available is_mlu_available is_musa_available is_neuron_available is_npu_available "

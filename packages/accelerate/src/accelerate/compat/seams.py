@@ -1,7 +1,8 @@
 """Every name that other libraries monkeypatch, and how our code comes to call what they put there.
 
 A seam is a promise: the name stays, it is looked up again at every call, and it is called with the arguments with which
-accelerate 1.15 calls it. Packages below the umbrella know nothing of this: they offer a registration, which is filled here.
+accelerate 1.15 calls it. Packages below the umbrella know nothing of this: they offer a registration
+(`accel_bigmodel.replaceable`), which the module that has the seam fills.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Seam:
 
 
 SEAMS = (
-    # functions, looked up in their module: through `late_bound` or `replacement`
+    # functions, looked up in their module: through `late_bound`, `replacement` or a registration
     Seam(
         "accelerate.accelerator", "fsdp2_prepare_model", "axolotl shards models itself; unsloth corrects dtypes before"
     ),

@@ -12,7 +12,9 @@ from accelerate.utils.tqdm import tqdm as tqdm
 EXPORTS = {
     "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
     "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
-    "accel_bigmodel.device_map.check": "check_device_map",
+    "accel_bigmodel.device_map.check": (
+        "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"
+    ),
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
     "accel_bigmodel.offload.collect": "load_offloaded_weights",
     "accel_bigmodel.offload.folder": "load_offloaded_weight offload_state_dict offload_weight save_offload_index",
@@ -22,9 +24,6 @@ EXPORTS = {
         "named_module_tensors"
     ),
     "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
-    "accel_bigmodel.tied": (
-        "check_tied_parameters_in_config check_tied_parameters_on_same_device find_tied_parameters retie_parameters"
-    ),
     "accel_cli.configfile.write": "write_basic_config",
     "accel_cli.launch.old_names": (
         "prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
@@ -95,6 +94,7 @@ EXPORTS = {
     "accel_ops.objects": "broadcast_object_list gather_object",
     "accel_ops.random": "set_seed synchronize_rng_state synchronize_rng_states",
     "accel_ops.tensor_files": "clean_state_dict_for_safetensors id_tensor_storage",
+    "accel_ops.tied": "find_tied_parameters retie_parameters",
     "accel_state.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS "
         "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"

@@ -5,6 +5,8 @@ from accel_bigmodel.budgets import get_max_memory as get_max_memory
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.checkpoint.load import load_state_dict as load_state_dict
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
+from accel_bigmodel.device_map.check import check_tied_parameters_in_config as check_tied_parameters_in_config
+from accel_bigmodel.device_map.check import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.offload.collect import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
@@ -22,10 +24,6 @@ from accel_bigmodel.sizes import get_max_layer_size as get_max_layer_size
 from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
 from accel_bigmodel.tensors import align_module_device as align_module_device
 from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from accel_bigmodel.tied import check_tied_parameters_in_config as check_tied_parameters_in_config
-from accel_bigmodel.tied import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
-from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
-from accel_bigmodel.tied import retie_parameters as retie_parameters
 from accel_cli.configfile.write import write_basic_config as write_basic_config
 from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
 from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env
@@ -121,6 +119,8 @@ from accel_ops.random import synchronize_rng_state as synchronize_rng_state
 from accel_ops.random import synchronize_rng_states as synchronize_rng_states
 from accel_ops.tensor_files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage
+from accel_ops.tied import find_tied_parameters as find_tied_parameters
+from accel_ops.tied import retie_parameters as retie_parameters
 from accel_state.constants import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
 from accel_state.constants import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
 from accel_state.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS

@@ -7,7 +7,6 @@ from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.offload.folder import offload_weight as offload_weight
 from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from accel_bigmodel.tied import find_tied_parameters as find_tied_parameters
 from accel_integrations.bitsandbytes.layers import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_integrations.bitsandbytes.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_integrations.bitsandbytes.layers import replace_with_bnb_layers as replace_with_bnb_layers
@@ -16,5 +15,6 @@ from accel_integrations.bitsandbytes.quantize import get_quantized_model_device_
 from accel_integrations.bitsandbytes.quantize import load_and_quantize_model as load_and_quantize_model
 from accel_integrations.bitsandbytes.quantize import quantize_and_offload_8bit as quantize_and_offload_8bit
 from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_ops.tied import find_tied_parameters as find_tied_parameters
 from accel_state.libraries import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.libraries import is_8bit_bnb_available as is_8bit_bnb_available

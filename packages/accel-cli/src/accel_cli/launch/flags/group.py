@@ -2,54 +2,127 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import import_module
+from typing import Any
 
 from accel_cli.arguments import Option
+from accel_cli.launch.settings import LaunchSettings
+from accel_state.settings.option import SAME, options_of
+from accel_state.settings.option import Option as SettingsOption
 
 
-def always(settings: Namespace) -> bool:
-    """Hand the values on in every launch."""
+def always(settings: LaunchSettings) -> bool:
+    """Hand the values over in every launch."""
     return True
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class OptionGroup:
     """Options under one heading.
 
     Attributes:
         title: The heading. Several groups may share one; empty for the program's own options.
-        options: The rows.
+        own: The rows of options that no settings class declares.
+        settings: The dataclass whose fields are options, or `"module:Class"`, which is imported when somebody asks.
+        launch_defaults: Field name -> what the launcher hands over, for fields that do not say it themselves.
         shown_with: The flag that makes `--help` show the group; empty for always.
         handed_when: Given the settings, whether the script gets these values through the environment.
         counts_with: What must be given for that, as messages call it; `shown_with` when empty.
         announced_by: The variable set to `true` to say that the others are there.
+        section: The section of the config file that holds the values; empty for none.
+        prefix: What the names of all options begin with, and keys of the section need not; empty for nothing.
     """
 
     title: str
-    options: tuple[Option, ...]
+    own: tuple[Option, ...] = ()
+    settings: type | str | None = None
+    launch_defaults: Mapping[str, Any] = field(default_factory=dict)
     shown_with: str = ""
-    handed_when: Callable[[Namespace], bool] = always
+    handed_when: Callable[[LaunchSettings], bool] = always
     counts_with: str = ""
     announced_by: str = ""
+    section: str = ""
+    prefix: str = ""
 
-    def variables(self, settings: Namespace) -> Iterator[tuple[str, str, str]]:
+    @classmethod
+    def from_settings(cls, settings: type | str, title: str, **more: Any) -> OptionGroup:
+        """Make a group of the fields of a settings class that have a flag or a key.
+
+        Args:
+            settings: The dataclass, or `"module:Class"`.
+            title: The heading.
+            **more: The other attributes.
+        """
+        return cls(title, settings=settings, **more)
+
+    @cached_property
+    def options(self) -> tuple[Option, ...]:
+        """The rows; the first look imports the settings class."""
+        if self.settings is None:
+            return self.own
+        found = options_of(_load(self.settings))
+        rows = (
+            _row(known, self.launch_defaults.get(name, known.launch_default))
+            for name, known in found.items()
+            if known.flag or known.key
+        )
+        return (*rows, *self.own)
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the rows can be had without importing a settings class."""
+        return self.settings is None or "options" in self.__dict__
+
+    def value(self, option: Option, settings: LaunchSettings) -> Any:
+        """The value of one of the options: what was given, else the default."""
+        if option in self.own:
+            return getattr(settings, option.name)
+        return settings.options.get(option.name, option.initial)
+
+    def variables(self, settings: LaunchSettings) -> Iterator[tuple[str, str, str]]:
         """Yield (option name, variable, text) for all values that the script is to see.
 
         Args:
-            settings: The resolved settings; a value of None is not handed on.
+            settings: The settings; a value of None is not handed over.
         """
         if not self.handed_when(settings):
             return
         if self.announced_by:
             yield "", self.announced_by, "true"
         for option in self.options:
-            value = getattr(settings, option.name, None)
+            value = self.value(option, settings)
             if value is None or not option.environment:
                 continue
             variables = option.environment.split()
             values = [value] if len(variables) == 1 else value
             for variable, item in zip(variables, values, strict=True):
-                if text := option.spelled(item):
+                if text := option.spell(item):
                     yield option.name, variable, text
+
+
+def _load(settings: type | str) -> type:
+    if not isinstance(settings, str):
+        return settings
+    module, _, name = settings.partition(":")
+    found: type = getattr(import_module(module), name)
+    return found
+
+
+def _row(known: SettingsOption, launch_default: Any) -> Option:
+    """Make the row of a command-line option out of what a settings class declares."""
+    default = known.fallback if launch_default is SAME else launch_default
+    if known.as_text and default is not None:
+        default = known.kind.spell(default).lower() if isinstance(default, bool) else str(default)
+    return Option(
+        known.flag or "",
+        known.help,
+        default=bool(default) if known.switch else default,
+        kind=known.kind,
+        as_text=known.as_text,
+        action="store_true" if known.switch else "store",
+        dest=known.key,
+        environment=known.env or "",
+    )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import warnings
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.network import gloo_interface, own_address
 from accel_cli.launch.plan import USUAL_PORT, Plan, environment
+from accel_cli.launch.settings import LaunchSettings
 from accel_state.environment import convert_dict_to_env_variables
 
 OWN_FILES = ("~/.deepspeed_env", ".deepspeed_env")  # where users say what DeepSpeed is to set on every machine
@@ -56,7 +56,7 @@ STAYS_HERE = (
 SECRET_WORDS = ("KEY", "PASSWORD", "SECRET", "TOKEN", "CREDENTIAL")
 
 
-def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch with DeepSpeed's launcher.
 
     Args:
@@ -85,7 +85,7 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def check_selection(settings: Namespace, launcher: Launcher) -> None:
+def check_selection(settings: LaunchSettings, launcher: Launcher) -> None:
     """Refuse to use a part of the hostfile where the launcher only knows the whole."""
     if launcher.selects:
         return
@@ -104,7 +104,7 @@ def check_selection(settings: Namespace, launcher: Launcher) -> None:
         )
 
 
-def command(settings: Namespace, launcher: Launcher) -> list[str]:
+def command(settings: LaunchSettings, launcher: Launcher) -> list[str]:
     """Return the command for all machines; `nossh` starts those of this machine, and runs on each of them."""
     words = ["deepspeed"]
     if settings.deepspeed_hostfile:

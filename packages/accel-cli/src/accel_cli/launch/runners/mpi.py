@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import MissingFileError, UsageError
 from accel_cli.launch.plan import USUAL_PORT, Plan, environment, script_command, single_environment
+from accel_cli.launch.settings import LaunchSettings
 
 # beginnings of variables that a script may need on the other machines
 FORWARDED = ("ACCELERATE_", "CCL_", "FI_", "FSDP_", "GLOO_", "HF_", "I_MPI_", "KMP_", "MKL_", "OMP_", "PARALLELISM_CONFIG_",
@@ -68,7 +68,7 @@ def kind_of(version: str) -> Mpi:
     raise UsageError(f"mpirun says it is {version.splitlines()[0]!r}, which is none of {known}.")
 
 
-def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch with mpirun.
 
     Args:
@@ -78,7 +78,7 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     kind = kind_of(settings.mpi_version)
     variables = environment(settings, environ) | single_environment(settings) | _meeting_point(settings)
     per_machine = str(settings.num_processes // settings.num_machines)
-    argv = ["mpirun", kind.hostfile, settings.mpirun_hostfile, kind.per_machine, per_machine]
+    argv = ["mpirun", kind.hostfile, settings.mpirun_hostfile or "", kind.per_machine, per_machine]
     argv += ["-n", str(settings.num_processes), *kind.always]
     argv += kind.as_root if settings.is_root else ()
     if kind.send and settings.num_machines > 1:
@@ -86,7 +86,7 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     return Plan("mpi", (*argv, *script_command(settings)), variables, quiet=bool(settings.quiet))
 
 
-def _meeting_point(settings: Namespace) -> dict[str, str]:
+def _meeting_point(settings: LaunchSettings) -> dict[str, str]:
     """Say where the process of rank 0 is: on the first machine of the list."""
     alone = settings.num_machines == 1
     address = settings.main_process_ip or ("127.0.0.1" if alone else next(iter(settings.hosts)))

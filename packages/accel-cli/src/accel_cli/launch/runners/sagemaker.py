@@ -6,21 +6,21 @@ import csv
 import json
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from accel_cli.errors import MissingFileError, UsageError
-from accel_cli.launch.flags.general import RESOURCES
+from accel_cli.launch.flags.table import RESOURCES, value_of
 from accel_cli.launch.libraries import SAGEMAKER
 from accel_cli.launch.plan import Plan
+from accel_cli.launch.settings import LaunchSettings
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
 NOT_SENT = ("OMP_NUM_THREADS", "ACCELERATE_CPU_AFFINITY")  # about this machine
 
 
-def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a job.
 
     Args:
@@ -39,19 +39,19 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def job(config: Any, args: Namespace) -> tuple[dict[str, Any], dict[str, str] | None]:
+def job(config: Any, settings: LaunchSettings) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Return the arguments of SageMaker's `HuggingFace` estimator, and the inputs of its `fit`.
 
     Args:
         config: A `SageMakerConfig`.
-        args: The parsed command line, or the resolved settings.
+        settings: What the command line said, or the resolved settings.
 
     Raises:
         ValueError: When the script or its arguments cannot be sent.
         FileNotFoundError: When a table that the settings file names does not exist.
     """
-    script = args.training_script
-    if args.module or args.no_python or not script.endswith(".py"):
+    script = settings.training_script
+    if settings.module or settings.no_python or not script.endswith(".py"):
         raise UsageError(f"Amazon SageMaker runs Python files: {script!r} must be one, without -m or --no_python.")
     kind = config.distributed_type.value
     metrics = _table(config.sagemaker_metrics_file, "metric_name", "metric_regex")
@@ -68,20 +68,22 @@ def job(config: Any, args: Namespace) -> tuple[dict[str, Any], dict[str, str] | 
         "instance_type": config.ec2_instance_type,
         "debugger_hook_config": False,
         "distribution": DATA_PARALLEL if kind == "DATA_PARALLEL" else None,
-        "hyperparameters": hyperparameters(args.training_script_args),
-        "environment": _environment(config, args, kind),
+        "hyperparameters": hyperparameters(settings.training_script_args),
+        "environment": _environment(config, settings, kind),
         "metric_definitions": None if metrics is None else [{"Name": a, "Regex": b} for a, b in metrics.items()],
     }
     inputs = _table(config.sagemaker_inputs_file, "channel_name", "data_location")
     return arguments | (config.additional_args or {}), inputs
 
 
-def _environment(config: Any, args: Namespace, kind: str) -> dict[str, str]:
+def _environment(config: Any, settings: LaunchSettings, kind: str) -> dict[str, str]:
     """Return the variables of the job."""
-    chosen = Namespace(**vars(args))
-    chosen.mixed_precision = args.mixed_precision or config.mixed_precision or "no"
-    chosen.dynamo_backend = args.dynamo_backend or "no"
-    variables = {name: text for _, name, text in RESOURCES.variables(chosen) if name not in NOT_SENT}
+    chosen = settings.but(
+        mixed_precision=settings.mixed_precision or config.mixed_precision or "no",
+        options={**settings.options, "dynamo_backend": value_of(settings, "dynamo_backend") or "no"},
+    )
+    rows = (row for group in RESOURCES for row in group.variables(chosen))
+    variables = {name: text for _, name, text in rows if name not in NOT_SENT}
     return {"ACCELERATE_USE_SAGEMAKER": "true", **variables, "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind}
 
 
@@ -131,7 +133,7 @@ def _number_or_text(text: str) -> int | float | bool | str:
     return text
 
 
-def credentials(config: Any, args: Namespace, environ: Mapping[str, str]) -> dict[str, str]:
+def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which Amazon's SDK knows who pays.
 
     Raises:
@@ -140,7 +142,7 @@ def credentials(config: Any, args: Namespace, environ: Mapping[str, str]) -> dic
     variables = {"AWS_DEFAULT_REGION": config.region} if config.region else {}
     if config.profile:
         return variables | {"AWS_PROFILE": config.profile}
-    given = {name: getattr(args, name.lower()) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    given = {name: getattr(settings, name.lower()) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
     if all(given.values()):
         return variables | given
     if environ.get("AWS_PROFILE") or all(environ.get(name) for name in given):

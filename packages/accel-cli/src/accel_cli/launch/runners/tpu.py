@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from accel_cli.errors import UsageError, did_you_mean
+from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.plan import Plan, environment
+from accel_cli.launch.settings import ROWS, LaunchSettings
 
 USUAL_FUNCTION = "main"
 IN_POD = "ACCELERATE_IN_TPU_POD"
 PASSED_TO_POD = ("num_machines", "mixed_precision", "dynamo_backend", "num_processes", "main_training_function")
 
 
-def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch on the TPU of this machine.
 
     Args:
@@ -30,7 +31,7 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     """
     if settings.no_python:
         raise UsageError("--no_python and --tpu exclude one another: torch_xla calls a function of a Python script.")
-    words = [sys.executable or "python3", "-m", __name__, "--function", settings.main_training_function]
+    words = [sys.executable or "python3", "-m", __name__, "--function", settings.main_training_function or "main"]
     if settings.num_processes is not None:
         words += ["--num_processes", str(settings.num_processes)]
     words += ["--module"] if settings.module else []
@@ -42,7 +43,7 @@ def plan(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     )
 
 
-def plan_pod(settings: Namespace, environ: Mapping[str, str]) -> Plan:
+def plan_pod(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch on every machine of a TPU pod, through torch_xla's program for it; arguments as in `plan`."""
     if not settings.tpu_name:
         raise UsageError("A TPU pod has a name: set tpu_name in the settings file, or give --no_tpu_cluster.")
@@ -56,14 +57,18 @@ def plan_pod(settings: Namespace, environ: Mapping[str, str]) -> Plan:
     words += ["--restart-tpuvm-pod-server", "--", *(["sudo"] if settings.tpu_use_sudo else [])]
     words += ["accelerate-launch", "--tpu", "--no_tpu_cluster"]
     for name in PASSED_TO_POD:
-        value = 1 if name == "num_machines" else getattr(settings, name)
+        value = 1 if name == "num_machines" else _value(settings, name)
         words += [f"--{name}", str(value)] if value is not None else []
     words += ["-m"] if settings.module else []
     return Plan("tpu_pod", (*words, settings.training_script, *settings.training_script_args), {},
                 quiet=bool(settings.quiet))  # fmt: skip
 
 
-def xla_variables(settings: Namespace) -> dict[str, str]:
+def _value(settings: LaunchSettings, name: str) -> Any:
+    return getattr(settings, name) if name in ROWS else value_of(settings, name)
+
+
+def xla_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return what torch_xla must find before it starts."""
     if str(settings.mixed_precision).lower() != "bf16":
         return {}

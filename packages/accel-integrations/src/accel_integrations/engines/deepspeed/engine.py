@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from accel_integrations.averaging import StepAverage
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave
+from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
@@ -22,25 +25,16 @@ from accel_integrations.engines.deepspeed.prepare_arguments import (
 )
 from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
-from accel_integrations.engines.deepspeed.states import (
-    OPTIONS_OF_LOADING,
-    OPTIONS_OF_SAVING,
-    StoredEngines,
-    check_form,
-    open_engines,
-    read_plain,
-    write_engines,
-    write_plain,
-)
+from accel_integrations.engines.deepspeed.states import EnginesLoad, EnginesSave
 from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
 )
-from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
-from accel_integrations.prepared.prepared import PREPARED_MARK
+from accel_integrations.prepared.prepared import keep
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -60,10 +54,15 @@ class DeepSpeedEngine(Engine):
     name = "deepspeed"
     accepts_transforms = False
     compiles_in_place = True
-    divides_losses = False
-    writes_states = True
-    options_of_saving = OPTIONS_OF_SAVING
-    options_of_loading = OPTIONS_OF_LOADING
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.library_engine: Any = None
+        """What runs backward: the first of DeepSpeed's engines that trains."""
+        self._together = PrepareArguments()
+        self._objects: tuple[Any, Any, Any] | None = None
+        self._attention: SharedAttention | None = None
+        self._warned_of_clipping = False
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -76,7 +75,7 @@ class DeepSpeedEngine(Engine):
         state = self.context.state
         if state.device.type == "cpu" and state.mixed_precision == "fp16":
             raise ValueError("mixed_precision='fp16' is not possible with DeepSpeed on a CPU: choose 'bf16', or 'no'.")
-        if self.averaging is not None:
+        if self.averaging.is_by_window:
             raise ValueError(
                 "GradientAccumulationPlugin(average_over=...) needs gradients at the end of a window, but DeepSpeed "
                 "steps in backward: leave it out."
@@ -104,6 +103,10 @@ class DeepSpeedEngine(Engine):
         asked = self.context.state._mixed_precision
         return super().make_precision("fp8" if asked == "fp8" else "no")
 
+    def make_step_average(self) -> StepAverage:
+        """DeepSpeed divides losses in backward."""
+        return StepAverage(self.gradient_state, divides=False)
+
     def data_place(self) -> DataPlace:
         """All processes read different samples, but for those that share layers."""
         state = self.context.state
@@ -125,30 +128,45 @@ class DeepSpeedEngine(Engine):
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
-    def prepare(self, objects: Sequence[Any], prepare_each: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-        """Build one engine of the model, its optimizer and its scheduler; everything else is prepared as everywhere.
+    def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Find the model with its optimizer and its scheduler, of which one DeepSpeed engine is made, and settle "auto".
 
         Raises:
             ValueError: For objects that do not belong together, or do not fit the configuration.
         """
-        roles = PrepareArguments.find(objects)
-        if roles.model is None:
-            return prepare_each(objects)
-        model: nn.Module = objects[roles.model]
-        optimizer = None if roles.optimizer is None else objects[roles.optimizer]
-        scheduler = None if roles.scheduler is None else objects[roles.scheduler]
-        plugin = self.plugin
-        check_fit(optimizer, scheduler, plugin.deepspeed_config)
-        check_parts(model, optimizer, plugin.deepspeed_config)
+        self._objects = None
+        self._together = found = PrepareArguments.find(objects)
+        if found.model is None:
+            return list(objects)
+        model, optimizer, scheduler = found.pick(objects)
+        config = self.plugin.deepspeed_config
+        check_fit(optimizer, scheduler, config)
+        check_parts(model, optimizer, config)
         readers = self.data_place().count
-        settle(plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size())
-        results = prepare_each([None if index in roles.positions else item for index, item in enumerate(objects)])
-        built = self._build(model, optimizer, scheduler)
-        for index, made in zip((roles.model, roles.optimizer, roles.scheduler), built, strict=True):
+        settle(
+            self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
+        )
+        self._objects = (model, optimizer, scheduler)
+        return [None if index in found.positions else item for index, item in enumerate(objects)]
+
+    def after_prepare(self, results: list[Any]) -> list[Any]:
+        """Build one engine of what was found; everything else was prepared as everywhere."""
+        found, objects = self._together, self._objects
+        self._objects = None
+        if objects is None:
+            return results
+        record = self.context.prepared
+        engine, optimizer, scheduler = self._build(*objects)
+        record.keep_model(self.unwrap(engine), engine)
+        for kept, made in ((record.optimizers, optimizer), (record.schedulers, scheduler)):
+            if made is not None:
+                keep(kept, made)
+        for index, made in zip(
+            (found.model, found.optimizer, found.scheduler), (engine, optimizer, scheduler), strict=True
+        ):
             if index is not None:
-                results[index] = _mark(made)
-        results = prepare_each(results)
-        return [self.share_sequences(one) if one in self.context.prepared.dataloaders else one for one in results]
+                results[index] = made
+        return [self.shard_sequences(one) if one in record.dataloaders else one for one in results]
 
     def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
         """What stands for a model, its optimizer and its scheduler from now on."""
@@ -213,8 +231,8 @@ class DeepSpeedEngine(Engine):
                 "of the first: make an Accelerator for each model that is trained."
             )
 
-    def share_sequences(self, loader: Any) -> Any:
-        """The loader cut along sequences, where DeepSpeed shares them; for one prepared without the model too."""
+    def shard_sequences(self, loader: Any) -> Any:
+        """The loader of which each rank yields its shard of sequences, where DeepSpeed shards them."""
         if not shares_sequences(self.context.state.parallelism_config) or isinstance(loader, SharedBatches):
             return loader
         return SharedBatches(loader, self.context.state.device)
@@ -250,8 +268,6 @@ class DeepSpeedEngine(Engine):
             )
         norm: Any = None if self.library_engine is None else self.library_engine.get_global_grad_norm()
         return norm
-
-    _warned_of_clipping = False
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
         """Not possible: DeepSpeed stepped in backward.
@@ -314,26 +330,25 @@ class DeepSpeedEngine(Engine):
         """Models that were prepared on their own."""
         return [one for one in self.context.prepared.wrapped if not _is_engine(one)]
 
-    def write_states(self, folder: Path, **options: Any) -> list[str]:
-        """Write all engines, each into a folder of its own."""
-        return write_plain(self._others, folder) + write_engines(self._engines, folder, options)
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks write into one folder."""
+        check_shared_folder(sees_main, folder)
 
-    def check_states(self, names: Collection[str], folder: Path) -> None:
-        """Refuse a checkpoint of another way of training."""
-        check_form(names, folder)
+    def save(self, options: Mapping[str, Any]) -> PendingSave:
+        """Have DeepSpeed write all engines, each into a folder of its own."""
+        return EnginesSave(self._engines, self._others, options)
 
-    def read_states(
-        self, folder: Path, models: Sequence[nn.Module], *, strict: bool = True, **options: Any
-    ) -> StoredEngines:
-        """Look at the states of engines; `apply` of the result loads them."""
-        engines = [(engine, index) for index, engine in enumerate(self._engines) if engine in models]
-        stored = open_engines(folder, engines, {"load_module_strict": strict, **options})
-        stored.plain = [(one, read_plain(folder, index)) for index, one in enumerate(self._others) if one in models]
-        return stored
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Have DeepSpeed read them, as data only."""
+        return EnginesLoad(checkpoint, self._engines, self._others, self.context.prepared, model_kwargs)
 
     # ---- the end ------------------------------------------------------------------------------------------------
-
-    _attention: SharedAttention | None = None
 
     def _restore_attention(self) -> None:
         if self._attention is not None:
@@ -358,11 +373,6 @@ def _trains(engine: Any) -> bool:
 
 def _is_engine(model: Any) -> bool:
     return hasattr(model, "save_checkpoint")
-
-
-def _mark(made: Any) -> Any:
-    setattr(made, PREPARED_MARK, True)
-    return made
 
 
 def _own_copy(value: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.prepared import PREPARED_MARK
+from accel_integrations.prepared.prepared import is_prepared
 from accel_state.settings.deepspeed_auto import get_value
 
 OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
@@ -33,24 +33,30 @@ class PrepareArguments:
         Raises:
             ValueError: For two of a kind, or for an optimizer without its model.
         """
-        roles = cls()
+        found = cls()
         for index, item in enumerate(objects):
-            role = _role_of(item)
-            if role is None:
+            kind = _kind_of(item)
+            if kind is None:
                 continue
-            if getattr(roles, role) is not None:
-                names = [type(one).__name__ for one in objects if _role_of(one) == role]
+            if getattr(found, kind) is not None:
+                names = [type(one).__name__ for one in objects if _kind_of(one) == kind]
                 raise ValueError(
-                    f"prepare() got {len(names)} {role}s ({', '.join(names)}), but a DeepSpeed engine trains one model "
+                    f"prepare() got {len(names)} {kind}s ({', '.join(names)}), but a DeepSpeed engine trains one model "
                     "with one optimizer: make one Accelerator for each model, and prepare them apart."
                 )
-            setattr(roles, role, index)
-        if roles.model is None and roles.optimizer is not None:
+            setattr(found, kind, index)
+        if found.model is None and found.optimizer is not None:
             raise ValueError(
-                f"prepare() got the optimizer {type(objects[roles.optimizer]).__name__} without its model: DeepSpeed "
+                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model: DeepSpeed "
                 "builds one engine of both, so pass model, optimizer and scheduler to one call of prepare()."
             )
-        return roles
+        return found
+
+    def pick(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """Model, optimizer and scheduler; None for the latter two where there is none."""
+        assert self.model is not None
+        others = (None if index is None else objects[index] for index in (self.optimizer, self.scheduler))
+        return objects[self.model], *others
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -58,8 +64,8 @@ class PrepareArguments:
         return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
 
 
-def _role_of(item: Any) -> str | None:
-    if getattr(item, PREPARED_MARK, False):
+def _kind_of(item: Any) -> str | None:
+    if is_prepared(item):
         return None
     if isinstance(item, nn.Module):
         return "model"

@@ -6,19 +6,28 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch.distributed as dist
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from accel_integrations.checkpoints.forms import holds_engines
+from accel_integrations.checkpoints.pending import (
+    CheckpointFiles,
+    FileWriter,
+    PendingLoad,
+    PendingSave,
+    warn_of_unused,
+)
+from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
 from accel_ops.filenames import MODEL_NAME
 from accel_ops.files import allowed_globals, load, save
+
+if TYPE_CHECKING:
+    from accel_integrations.prepared.prepared import Prepared
 
 BESIDE_STATES = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
 DIVIDED_STATES = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
@@ -54,51 +63,104 @@ def write_engines(engines: Sequence[Any], folder: Path, options: dict[str, Any])
     return [path.relative_to(folder).as_posix() for path in mine]
 
 
-@dataclass
-class StoredEngines:
-    """What a checkpoint holds for this run's engines, looked at but not loaded yet.
+@final
+class EnginesSave(PendingSave):
+    """States that DeepSpeed writes; all ranks together.
 
-    Attributes:
-        folder: The checkpoint.
-        engines: Each with the name of its folder.
-        options: Arguments of `DeepSpeedEngine.load_checkpoint`.
-        plain: Models that are in no engine, each with its weights.
+    Args:
+        engines: DeepSpeed's engines.
+        others: Prepared models that are in no engine.
+        options: The further arguments of `save_state`, of which DeepSpeed takes `OPTIONS_OF_SAVING`.
     """
 
-    folder: Path
-    engines: list[tuple[Any, str]] = field(default_factory=list)
-    options: dict[str, Any] = field(default_factory=dict)
-    plain: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
+    def __init__(self, engines: Sequence[Any], others: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
+        self.weights = []
+        self._engines = engines
+        self._others = others
+        self._options = {name: value for name, value in options.items() if name in OPTIONS_OF_SAVING}
+        warn_of_unused({name: value for name, value in options.items() if name not in OPTIONS_OF_SAVING})
+
+    def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
+        """Write the engines, and the other models on the main process."""
+        files.adopt(write_plain(self._others, files.folder))
+        files.adopt(write_engines(self._engines, files.folder, self._options))
+
+
+@final
+class EnginesLoad(PendingLoad):
+    """What a checkpoint holds for DeepSpeed's engines, looked at but not loaded yet.
+
+    Args:
+        checkpoint: The checkpoint.
+        engines: DeepSpeed's engines, in the order in which they were when it was saved.
+        others: Prepared models that are in no engine.
+        prepared: The record of what was prepared.
+        options: The further arguments of `load_state`, of which DeepSpeed takes `OPTIONS_OF_LOADING`.
+
+    Raises:
+        ValueError: The checkpoint was saved by another engine.
+    """
+
+    def __init__(
+        self,
+        checkpoint: CheckpointFiles,
+        engines: Sequence[Any],
+        others: Sequence[nn.Module],
+        prepared: Prepared,
+        options: Mapping[str, Any],
+    ) -> None:
+        check_form(checkpoint.names, checkpoint.folder)
+        self._folder = checkpoint.folder
+        self._all_engines = engines
+        self._all_others = others
+        self._prepared = prepared
+        self._options = {
+            "load_module_strict": strict_of(options),
+            **{name: value for name, value in options.items() if name in OPTIONS_OF_LOADING},
+        }
+        self._engines: list[tuple[Any, str]] = []
+        self._others: list[tuple[nn.Module, dict[str, Any]]] = []
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """See that states are there, of as many ranks, and plain data; read the models that are in no engine."""
+        chosen = self._prepared.wrapped_of(models)
+        engines = [(engine, index) for index, engine in enumerate(self._all_engines) if engine in chosen]
+        self._engines = find_engines(self._folder, engines)
+        self._others = [
+            (model, read_plain(self._folder, index)) for index, model in enumerate(self._all_others) if model in chosen
+        ]
 
     def apply(self) -> None:
-        """Have all engines load their state; every process must call this.
+        """Have all engines load their state.
 
         Raises:
             ValueError: Some of it cannot be loaded.
         """
-        for model, weights in self.plain:
+        for model, weights in self._others:
             model.load_state_dict(weights)
         with plain_data_only():
-            for engine, tag in self.engines:
-                where, _ = engine.load_checkpoint(os.fspath(self.folder), tag, **self.options)
+            for engine, tag in self._engines:
+                where, _ = engine.load_checkpoint(os.fspath(self._folder), tag, **self._options)
                 if where is None:
                     raise ValueError(
-                        f"DeepSpeed found nothing to load in {self.folder / tag}: load another checkpoint."
+                        f"DeepSpeed found nothing to load in {self._folder / tag}: load another checkpoint."
                     )
 
 
-def open_engines(folder: Path, engines: Sequence[tuple[Any, int]], options: dict[str, Any]) -> StoredEngines:
+def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple[Any, str]]:
     """See that a checkpoint can be loaded into engines, before any of them changes.
 
     Args:
         folder: The checkpoint.
         engines: DeepSpeed's engines, each with its position when it was saved.
-        options: Arguments of `DeepSpeedEngine.load_checkpoint`.
+
+    Returns:
+        Each engine with the name of its folder.
 
     Raises:
-        ValueError: A state is missing, was saved by another number of processes, or holds more than plain data.
+        ValueError: A state is missing, was saved by another number of ranks, or holds more than plain data.
     """
-    stored = StoredEngines(folder, options=options)
+    found = []
     for engine, index in engines:
         tag = tag_of(index)
         files = sorted((folder / tag).glob("*.pt"))
@@ -110,8 +172,8 @@ def open_engines(folder: Path, engines: Sequence[tuple[Any, int]], options: dict
         _check_shares(engine, folder / tag, [path.name for path in files])
         for path in files[dist.get_rank() :: dist.get_world_size()]:
             _check_plain(path)
-        stored.engines.append((engine, tag))
-    return stored
+        found.append((engine, tag))
+    return found
 
 
 def check_form(names: Collection[str], folder: Path) -> None:
@@ -120,7 +182,7 @@ def check_form(names: Collection[str], folder: Path) -> None:
     Raises:
         ValueError: Saying what to do with it.
     """
-    if not holds_engines(names):
+    if not holds_deepspeed_states(names):
         raise ValueError(
             f"The checkpoint {folder} was not saved under DeepSpeed: load it without DeepSpeed, or load its weights "
             "into the model before it is prepared."

@@ -1,7 +1,7 @@
 """The old path of the questions about machines of one's own."""
 
 from accel_cli.questionnaire.cluster import get_cluster_input as get_cluster_input
-from accel_cli.questionnaire.dynamo import DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accel_cli.questionnaire.precision import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
 from accel_state.constants import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY

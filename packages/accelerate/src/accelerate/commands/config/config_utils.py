@@ -2,6 +2,6 @@
 
 from argparse import RawDescriptionHelpFormatter
 
-from accel_cli.questionnaire.dynamo import DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accel_cli.questionnaire.precision import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 
 SubcommandHelpFormatter = RawDescriptionHelpFormatter

@@ -1,0 +1,65 @@
+"""What installed packages add to the program: commands and options, declared as entry points.
+
+`importlib.metadata` reads the metadata of every installed package, which takes longer than a whole `--help`. The names
+alone are in small files that are read here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+COMMANDS_GROUP = "accelerate.commands"
+"""Entry points that are modules with `add_arguments(parser)` and `run(args)`."""
+OPTIONS_GROUP = "accelerate.options"
+"""Entry points that are settings dataclasses, with fields made by `accel_state.settings.option.option`."""
+
+
+def entry_points(group: str) -> dict[str, str]:
+    """Find the entry points of a group.
+
+    Args:
+        group: `COMMANDS_GROUP` or `OPTIONS_GROUP`.
+
+    Returns:
+        Name -> `"module"` or `"module:object"`. Where two packages use a name, the first one on `sys.path` has it.
+    """
+    found: dict[str, str] = {}
+    for known, name, path in _all(tuple(sys.path)):
+        if known == group:
+            found.setdefault(name, path)
+    return found
+
+
+@cache
+def _all(folders: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
+    return tuple(row for folder in folders for text in _files(folder or os.curdir) for row in _read(text))
+
+
+def _files(folder: str) -> Iterator[str]:
+    """Yield the texts that declare entry points of ours in one folder of `sys.path`."""
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
+    except OSError:  # no folder
+        return
+    for name in names:
+        try:
+            with open(os.path.join(folder, name, "entry_points.txt"), encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError):  # most packages have none
+            continue
+        if "[accelerate." in text:
+            yield text
+
+
+def _read(text: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (group, name, path) of each line."""
+    group = ""
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("["):
+            group = line.strip("[]").strip()
+        elif "=" in line and not line.startswith(("#", ";")):
+            name, path = (word.strip() for word in line.split("=", 1))
+            yield group, name, path.partition("[")[0].strip()  # without extras

@@ -1,0 +1,326 @@
+"""The settings of a launch: one field for each option that the launcher itself acts upon, and what was settled of it.
+
+Options that the launcher only hands over to the processes are fields of their settings classes; see `flags.table`.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from accel_cli.arguments import Option, only_if_on, switch
+from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accel_state.settings.option import BOOLEAN, NUMBER, WHOLE, one_of
+
+PRECEDENCE = ("flag", "file", "environment", "guess")
+PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+COMMAND, HARDWARE, RESOURCES = "", "Hardware Selection Arguments", "Resource Selection Arguments"
+PARADIGM, PROCESSES, TPU = "Training Paradigm Arguments", "Distributed GPUs", "TPU"
+DEEPSPEED, FP8, AWS, MPI = "DeepSpeed Arguments", "FP8 Arguments", "AWS Arguments", "MPI Arguments"
+RETIRED, SCRIPT = "retired", "script"  # no headings: options without help, and what stands last
+
+
+def _row(group: str, option: Option, *more: Option) -> Any:
+    """A field that is an option of `accelerate launch`.
+
+    Args:
+        group: The heading it stands under.
+        option: The row; its name is that of the field.
+        *more: Other flags that set the same value.
+    """
+    return field(default=option.default, metadata={"group": group, "rows": (option, *more)})
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LaunchSettings:
+    """What a launch was told, and what was settled of it. Fields that nobody gave hold their default.
+
+    The fields without a row of their own are settled by `resolve`:
+
+    Attributes:
+        use_cpu: Whether processes compute on the CPU.
+        options: Name -> value of the options that settings classes declare; `flags.table.value_of` knows their
+            defaults.
+        sources: Option name -> `"flag"`, `"file"`, `"environment"` or `"guess"`; an option that is not in it has its
+            default.
+        notes: What the user should be told.
+        runner: Who starts the processes, a key of `accel_cli.launch.plan.PLANNERS`.
+        settings_file: Path of the config file that was read.
+        sagemaker: Its content, a `SageMakerConfig`, if it is for Amazon.
+        deepspeed_fields: What the file says that a config of DeepSpeed's own would say, too.
+        inside_mpi: Whether mpirun has started this process.
+        hosts: Machines of the hostfile, with how many processes each takes where it says so.
+        has_default_hostfile: Whether there is a hostfile where DeepSpeed looks for one.
+        visible_devices_variable: The variable that limits which accelerators a process sees.
+        lacks_devices_for: The flags that ask for accelerators where there are none; empty if nothing is missing.
+        mpi_version: What mpirun says of itself.
+        is_root: Whether this user may do anything.
+        port_was_named: Whether somebody chose the port at which processes meet.
+    """
+
+    config_file: str | None = _row(
+        COMMAND, Option("--config_file", "Config file to use instead of the default one.", metavar="FILE")
+    )
+    quiet: bool = _row(COMMAND, switch("-q --quiet", "Print nothing of our own when the script fails.", default=None))
+    module: bool = _row(
+        COMMAND, switch("-m --module", "The script is the name of a module, as in `python -m`.", default=None)
+    )
+    no_python: bool = _row(
+        COMMAND,
+        switch("--no_python", "The script is a program of its own: do not put `python` before it.", default=None),
+    )
+    dry_run: bool = _row(
+        COMMAND,
+        switch("--dry_run", "Start nothing: print every setting, where it comes from, and the command.", default=None),
+    )
+    debug: bool = _row(
+        COMMAND,
+        switch(
+            "--debug",
+            "Compare shapes on all ranks before every collective: slower, finds hangs.",
+            default=None,
+            environment="ACCELERATE_DEBUG_MODE",
+            spelled=only_if_on("true"),
+        ),
+    )
+    cpu: bool = _row(HARDWARE, switch("--cpu", "Train on the CPU, whatever else there is."))
+    multi_gpu: bool = _row(
+        HARDWARE, switch("--multi_gpu", "Train on several GPUs or other accelerators, one process each.")
+    )
+    tpu: bool = _row(HARDWARE, switch("--tpu", "Train on TPUs."))
+    mixed_precision: str = _row(
+        RESOURCES,
+        Option(
+            "--mixed_precision",
+            "Mixed precision dtype; no for none.",
+            kind=one_of(*PRECISIONS),
+            environment="ACCELERATE_MIXED_PRECISION",
+            spelled=str,
+        ),
+    )
+    num_processes: int = _row(
+        RESOURCES, Option("--num_processes", "Number of processes, on all machines together.", kind=WHOLE)
+    )
+    num_machines: int = _row(RESOURCES, Option("--num_machines", "Number of machines.", kind=WHOLE))
+    num_cpu_threads_per_process: int | None = _row(
+        RESOURCES,
+        Option(
+            "--num_cpu_threads_per_process", "CPU threads of each process.", kind=WHOLE, environment="OMP_NUM_THREADS"
+        ),
+    )
+    hang_timeout: float | None = _row(
+        RESOURCES,
+        Option(
+            "--hang_timeout",
+            "End the run, and show where each process is, when none has made progress for this long.",
+            kind=NUMBER,
+            metavar="SECONDS",
+        ),
+    )
+    enable_cpu_affinity: bool = _row(
+        RESOURCES,
+        switch(
+            "--enable_cpu_affinity",
+            "Pin each process to the CPU cores that are near its GPU.",
+            environment="ACCELERATE_CPU_AFFINITY",
+            spelled=only_if_on("1"),
+        ),
+    )
+    use_deepspeed: bool = _row(PARADIGM, switch("--use_deepspeed", "Train with DeepSpeed."))
+    use_fsdp: bool = _row(PARADIGM, switch("--use_fsdp", "Train with fully sharded data parallelism."))
+    use_parallelism_config: bool = _row(
+        PARADIGM, switch("--use_parallelism_config", "Combine several kinds of parallelism.")
+    )
+    use_megatron_lm: bool = _row(PARADIGM, switch("--use_megatron_lm", "Train with Megatron-LM."))
+    gpu_ids: str | None = _row(
+        PROCESSES,
+        Option("--gpu_ids", "GPUs of this machine to use, separated by commas; `all` for all.", metavar="IDS"),
+    )
+    same_network: bool = _row(PROCESSES, switch("--same_network", "All machines are in one local network."))
+    machine_rank: int = _row(PROCESSES, Option("--machine_rank", "Rank of this machine, from 0.", kind=WHOLE))
+    main_process_ip: str | None = _row(
+        PROCESSES, Option("--main_process_ip", "Address of machine 0.", metavar="ADDRESS")
+    )
+    main_process_port: int | None = _row(
+        PROCESSES, Option("--main_process_port", "Port on machine 0; 0 for any free one.", kind=WHOLE, metavar="PORT")
+    )
+    tee: str = _row(
+        PROCESSES,
+        Option("-t --tee", "Write output to a file and to the console: 1 stdout, 2 stderr, 3 both.", default="0"),
+    )
+    log_dir: str | None = _row(
+        PROCESSES, Option("--log_dir", "Folder for the files that --tee writes.", metavar="FOLDER")
+    )
+    role: str = _row(PROCESSES, Option("--role", "Name of the processes in the logs.", default="default"))
+    rdzv_backend: str = _row(
+        PROCESSES, Option("--rdzv_backend", "Rendezvous backend.", default="static", metavar="BACKEND")
+    )
+    rdzv_conf: str = _row(
+        PROCESSES,
+        Option(
+            "--rdzv_conf",
+            "Rendezvous configuration, as key=value pairs separated by commas.",
+            default="",
+            metavar="PAIRS",
+        ),
+    )
+    max_restarts: int = _row(
+        PROCESSES,
+        Option("--max_restarts", "How often to start all processes again after a failure.", default=0, kind=WHOLE),
+    )
+    monitor_interval: float = _row(
+        PROCESSES,
+        Option(
+            "--monitor_interval",
+            "Seconds between looks at the processes.",
+            default=0.1,
+            kind=NUMBER,
+            metavar="SECONDS",
+        ),
+    )
+    tpu_use_cluster: bool = _row(
+        TPU,
+        switch("--tpu_cluster", "Start on all machines of a TPU pod.", dest="tpu_use_cluster"),
+        Option(
+            "--no_tpu_cluster",
+            "Start on this machine only.",
+            default=True,
+            kind=BOOLEAN,
+            action="store_false",
+            dest="tpu_use_cluster",
+        ),
+    )
+    tpu_use_sudo: bool = _row(TPU, switch("--tpu_use_sudo", "Run the command on the pod's machines with sudo."))
+    vm: list[str] | None = _row(
+        TPU, Option("--vm", "A machine of the pod; may be given several times.", action="append")
+    )
+    env: list[str] | None = _row(
+        TPU,
+        Option(
+            "--env",
+            "An environment variable to set on the pod's machines; may be given several times.",
+            action="append",
+        ),
+    )
+    main_training_function: str | None = _row(
+        TPU, Option("--main_training_function", "Function of the script to call on each core.", metavar="NAME")
+    )
+    downcast_bf16: bool = _row(
+        TPU,
+        switch(
+            "--downcast_bf16",
+            "Use bfloat16 for both float and double.",
+            environment="ACCELERATE_DOWNCAST_BF16",
+            spelled=only_if_on("true"),
+        ),
+    )
+    tpu_name: str | None = _row(TPU, Option("", "Name of the pod.", dest="tpu_name"))
+    tpu_zone: str | None = _row(TPU, Option("", "Zone of the pod.", dest="tpu_zone"))
+    deepspeed_hostfile: str | None = _row(
+        DEEPSPEED, Option("--deepspeed_hostfile", "Hostfile: the list of machines.", metavar="FILE")
+    )
+    deepspeed_exclusion_filter: str | None = _row(
+        DEEPSPEED, Option("--deepspeed_exclusion_filter", "Machines or GPUs to leave out.", metavar="FILTER")
+    )
+    deepspeed_inclusion_filter: str | None = _row(
+        DEEPSPEED, Option("--deepspeed_inclusion_filter", "Machines or GPUs to use.", metavar="FILTER")
+    )
+    deepspeed_multinode_launcher: str = _row(
+        DEEPSPEED,
+        Option(
+            "--deepspeed_multinode_launcher",
+            "How to start on several machines: pdsh, standard (this command on each of them), openmpi, mvapich, "
+            "mpich, slurm or nossh.",
+            kind=one_of(*DEEPSPEED_MULTINODE_LAUNCHERS, exact=False),
+            as_text=True,
+            metavar="LAUNCHER",
+        ),
+    )
+    fp8_backend: str | None = _row(
+        FP8,
+        Option(
+            "--fp8_backend",
+            "FP8 backend: torchao, Transformer Engine or MS-AMP.",
+            kind=one_of("ao", "te", "msamp"),
+            environment="ACCELERATE_FP8_BACKEND",
+            spelled=str,
+        ),
+    )
+    aws_access_key_id: str | None = _row(
+        AWS, Option("--aws_access_key_id", "Key id for starting an Amazon SageMaker job.", metavar="ID")
+    )
+    aws_secret_access_key: str | None = _row(AWS, Option("--aws_secret_access_key", "Its secret key.", metavar="KEY"))
+    mpirun_hostfile: str | None = _row(
+        MPI, Option("--mpirun_hostfile", "Hostfile for starting CPU processes with mpirun.", metavar="FILE")
+    )
+    mpirun_ccl: int | None = _row(
+        MPI,
+        Option("", "oneCCL worker threads of each process.", kind=WHOLE, dest="mpirun_ccl",
+               environment="CCL_WORKER_COUNT"),
+    )  # fmt: skip
+    # what older versions had: accepted, and answered with a line on what to do instead
+    ipex: bool = _row(RETIRED, switch("--ipex", SUPPRESS))
+    use_xpu: bool = _row(RETIRED, switch("--use_xpu", SUPPRESS))
+    training_script: str = _row(SCRIPT, Option("training_script", "The script to run."))
+    training_script_args: list[str] = _row(
+        SCRIPT, Option("training_script_args", "Its arguments: everything that follows.", nargs="...")
+    )
+
+    use_cpu: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    runner: str = ""
+    settings_file: str | None = None
+    sagemaker: Any = None
+    deepspeed_fields: tuple[str, ...] = ()
+    inside_mpi: bool = False
+    hosts: Mapping[str, int | None] = field(default_factory=dict)
+    has_default_hostfile: bool = False
+    visible_devices_variable: str = "CUDA_VISIBLE_DEVICES"
+    lacks_devices_for: str = ""
+    mpi_version: str = ""
+    is_root: bool = False
+    port_was_named: bool = False
+
+    def but(self, **changes: Any) -> Self:
+        """Return these settings with other values in some fields."""
+        return replace(self, **changes)
+
+    def with_values(self, values: Mapping[str, Any], source: str) -> Self:
+        """Return these settings with options set, but for those that somebody who counts for more has set.
+
+        Args:
+            values: Option name -> value.
+            source: One of `PRECEDENCE`.
+        """
+        rank = PRECEDENCE.index(source)
+        taken = {
+            name: value
+            for name, value in values.items()
+            if name not in self.sources or rank <= PRECEDENCE.index(self.sources[name])
+        }
+        own = {name: value for name, value in taken.items() if name in ROWS}
+        handed = {name: value for name, value in taken.items() if name not in ROWS}
+        sources = {**self.sources, **dict.fromkeys(taken, source)}
+        return replace(self, **own, options={**self.options, **handed}, sources=sources)
+
+    def noting(self, *notes: str) -> Self:
+        """Return these settings with more to tell the user."""
+        return replace(self, notes=(*self.notes, *notes)) if notes else self
+
+
+def rows_under(group: str) -> Iterator[Option]:
+    """Yield the rows of the launcher's own options under a heading."""
+    for known in fields(LaunchSettings):
+        if known.metadata.get("group") == group:
+            yield from known.metadata["rows"]
+
+
+# where two flags set one value, the first one knows its default
+ROWS: Mapping[str, Option] = {
+    known.name: known.metadata["rows"][0] for known in fields(LaunchSettings) if "rows" in known.metadata
+}

@@ -1,0 +1,143 @@
+"""How a loader is to be prepared: everything that was asked for and what follows from it, decided once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
+from accel_state.mesh import data_place_of
+from accel_state.processes import PartialState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderPlan:
+    """What `prepare_data_loader` was asked for, its defaults filled in.
+
+    Attributes:
+        dataloader: The loader, as for one process.
+        device: Where batches go; None leaves them where they are.
+        num_processes: Over how many processes the dataset is sharded.
+        process_index: Which of these shards this process reads.
+        split_batches: Whether a batch of `dataloader` is the global batch, of all processes together.
+        rng_types: Kinds of random generators to synchronize when an iteration begins.
+        is_dispatched: Whether only the main process reads and the others receive.
+        even_batches: Whether all processes get equally many batches, with repeated samples if need be.
+        slice_fn: Slices a global batch into local ones; None for the default.
+        sampler: The sampler of single indices, made seedable where that was asked for.
+        is_seedable: Whether a seedable sampler was asked for.
+        non_blocking: Whether copies to the device overlap with other work.
+        use_stateful_dataloader: Whether to read through torchdata's `StatefulDataLoader`.
+        mesh: The device mesh; ranks that differ only along its tensor, context or sequence dimension read the same.
+        split: The shard of a stream that can be sharded at its source; None for other data.
+
+    Raises:
+        ValueError: For what cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
+    """
+
+    dataloader: DataLoader[Any]
+    device: torch.device | None
+    num_processes: int
+    process_index: int
+    split_batches: bool
+    rng_types: list[Any] | None
+    is_dispatched: bool
+    even_batches: bool
+    slice_fn: Callable[..., Any] | None
+    sampler: Any
+    is_seedable: bool
+    non_blocking: bool
+    use_stateful_dataloader: bool
+    mesh: Any
+    split: Any
+
+    def __post_init__(self) -> None:
+        if self.is_dispatched and self.device is None:
+            raise ValueError(
+                "dispatch_batches=True sends batches to the devices, so it cannot be combined with "
+                "put_on_device=False: leave device_placement on, or set dispatch_batches=False."
+            )
+        if not self.is_stream:
+            _check_indexed(self)
+        if self.split_batches:
+            _check_divisible(self.dataloader, self.num_processes)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the dataset is an `IterableDataset`."""
+        return isinstance(self.dataloader.dataset, IterableDataset)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other processes read the same dataset, this process's shard of it or others."""
+        return self.num_processes > 1 or (self.mesh is not None and self.mesh.size() > 1)
+
+    @property
+    def local_batch_size(self) -> int | None:
+        """Samples in a batch of this process; None when the loader's batch size is unknown."""
+        size = self.dataloader.batch_size
+        return size // self.num_processes if self.split_batches and size is not None else size
+
+
+def shard_position(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
+    """Over how many processes the dataset is sharded, and which shard is this process's."""
+    if mesh is not None and num_processes is None:
+        place = data_place_of(mesh)
+        return place.count, place.index
+    state = PartialState()
+    return (
+        state.num_processes if num_processes is None else num_processes,
+        state.process_index if process_index is None else process_index,
+    )
+
+
+def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:
+    """The sampler of single indices, made seedable if that is wanted."""
+    sampler = get_sampler(dataloader)
+    if not isinstance(sampler, RandomSampler) or not use_seedable_sampler:
+        return sampler
+    return SeedableRandomSampler(
+        data_source=sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator if sampler.generator is not None else torch.Generator(),
+        data_seed=data_seed,
+    )
+
+
+def _check_indexed(plan: LoaderPlan) -> None:
+    """Raise for an indexed dataset without samples, or, unless one process alone reads it, without batches."""
+    dataset: Any = plan.dataloader.dataset
+    reads_alone = plan.num_processes == 1 or plan.is_dispatched
+    kind = type(dataset).__name__
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ValueError(
+            f"{kind} has length 0, so there is nothing to shard: check how it was read, or do not prepare a data loader "
+            "for it."
+        )
+    if not reads_alone and batch_sampler_of(plan.dataloader) is None:
+        raise ValueError(
+            f"batch_size=None yields the items of {kind} one by one, without batches to shard over "
+            f"{plan.num_processes} processes: give the data loader a batch_size, or read on one process for all with "
+            "dispatch_batches=True."
+        )
+
+
+def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
+    size = dataloader.batch_size
+    if size is None:
+        size = getattr(batch_sampler_of(dataloader), "batch_size", None)
+    if size is None:
+        raise ValueError(
+            "split_batches=True needs to know the batch size, but neither the data loader nor its batch sampler has "
+            "one: give the sampler the attribute batch_size, or set split_batches=False."
+        )
+    if size % count != 0:
+        raise ValueError(
+            f"split_batches=True cannot split batches of {size} evenly over {count} processes: choose a batch size "
+            f"that is a multiple of {count}, or set split_batches=False."
+        )

@@ -1,0 +1,157 @@
+"""What `prepare_data_loader` returns: a loader that counts epochs and can continue one in the order it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.epoch_order import EpochOrder
+from accel_data.samplers import batch_sampler_of, index_sampler, innermost
+from accel_state.gradient_state import GradientState
+
+
+@dataclass(eq=False, slots=True)
+class EpochStart:
+    """Where the next iteration of a loader begins.
+
+    Attributes:
+        rest_of: The loader that `skip_first_batches` made this one from, to read the rest of its epoch.
+        continues: Whether the epoch began before: then starting leaves random numbers where they were, as continuing
+            it would.
+        is_mid_epoch: Whether the last iteration that was started began after the first batches of an epoch.
+    """
+
+    rest_of: PreparedLoader | None = None
+    continues: bool = False
+    is_mid_epoch: bool = False
+
+
+class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
+    """Base of the prepared loaders; a subclass says how its processes synchronize and how it reads an epoch.
+
+    Args:
+        dataset: As for `torch.utils.data.DataLoader`.
+        drop_last (`bool`): Whether the remainder of the dataset is left out.
+        non_blocking (`bool`): Let copies to the device overlap with other work.
+        skip_batches (`int`): How many batches of each iteration are read and not yielded.
+        iteration (`int`): The epoch of the next iteration.
+        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        loader_arguments: For `torch.utils.data.DataLoader`.
+
+    Attributes:
+        epoch_order: The random states that the order of the current epoch was drawn from.
+        epoch_start: Where the next iteration begins.
+        sequence_shard: Called with each batch before it is yielded, for processes that hold shards of its sequences;
+            None for whole sequences.
+    """
+
+    iteration: int
+    epoch_order: EpochOrder
+    epoch_start: EpochStart
+    sequence_shard: Callable[[Any], Any] | None = None
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        drop_last: bool,
+        non_blocking: bool,
+        skip_batches: int,
+        iteration: int,
+        use_stateful_dataloader: bool,
+        loader_arguments: dict[str, Any],
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **loader_arguments)
+        self._drop_last = drop_last
+        self._non_blocking = non_blocking
+        self.skip_batches = skip_batches
+        self.iteration = iteration
+        self.gradient_state = GradientState()
+        self.epoch_order = EpochOrder()
+        self.epoch_start = EpochStart()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        order, start = self.epoch_order, self.epoch_start
+        start.is_mid_epoch = self._take_up_position() or start.rest_of is not None
+        is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
+        settle = self._begin_order(is_restored)
+        self.set_epoch(self.iteration)
+        self.begin()
+        try:
+            batches = self._batches(settle)
+            yield from batches if self.sequence_shard is None else map(self.sequence_shard, batches)
+        except BaseException:
+            self.end()
+            self.gradient_state._leave_dataloader(self)
+            raise
+        self.end()
+        order.finish()
+        self.iteration += 1
+        loader = start.rest_of if is_restored else None
+        while loader is not None:  # so that its next epoch is the one after this, too
+            loader.iteration = max(loader.iteration, self.iteration)
+            loader = loader.epoch_start.rest_of
+
+    def _begin_order(self, is_restored: bool) -> Callable[[], None] | None:
+        """Bring the random generators to where the order of the epoch is drawn from.
+
+        Returns:
+            What sets this process's random numbers, to be called once the order is drawn; None for nothing.
+        """
+        settle: Callable[[], None] | None = None
+        if is_restored:
+            settle = self.epoch_order.rewind(self).settle
+        elif self.epoch_start.continues:
+            settle = partial(torch.set_rng_state, torch.get_rng_state())
+        restore_own = self._synchronize()
+        if not is_restored:
+            self.epoch_order.begin(self)
+        return settle or restore_own
+
+    def _synchronize(self) -> Callable[[], None] | None:
+        """Bring the random generators of all processes into one state.
+
+        Returns:
+            What gives this process its own random numbers back once the order is drawn, where it had others.
+        """
+        raise NotImplementedError
+
+    def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
+        """Read the epoch.
+
+        Args:
+            settle: To be called once the first batch to yield was read, before the next one is; resets random
+                numbers.
+        """
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, for samplers and datasets that shuffle by it."""
+        self.iteration = epoch
+        batches: Any = batch_sampler_of(self)
+        receiver: Any
+        for receiver in (batches, getattr(innermost(batches), "sampler", None)):
+            if hasattr(receiver, "set_epoch"):
+                receiver.set_epoch(epoch)
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples over all processes."""
+        dataset: Any = self.dataset
+        length: int = dataset.total_length if hasattr(dataset, "total_length") else len(dataset)
+        return length
+
+    def get_sampler(self) -> Any:
+        """The sampler of single indices."""
+        return index_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler of single indices."""
+        innermost(batch_sampler_of(self)).sampler = sampler

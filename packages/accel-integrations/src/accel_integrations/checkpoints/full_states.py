@@ -1,0 +1,247 @@
+"""States as one process has them: each model's full weights in one file, each optimizer's full state in another."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, final
+
+import torch
+from torch import nn
+
+from accel_integrations.checkpoints.module_values import check_values, complete_ties, loads_itself
+from accel_integrations.checkpoints.optimizer_fit import check_optimizer
+from accel_integrations.checkpoints.pending import CheckpointFiles, FileWriter, PendingLoad, PendingSave, UndoLog
+from accel_integrations.parallel.whole_state import cut_like
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_ops.filenames import (
+    OPTIMIZER_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    count_files,
+    numbered,
+    weights_file,
+)
+from accel_ops.files import check_loadable, load
+from accel_ops.modules import model_has_dtensor
+from accel_ops.tensor_files import read_tensors
+
+OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"
+
+
+class OptimizerStates(Protocol):
+    """Who knows what of a full optimizer state is for this rank: an engine, or nobody where all of it is."""
+
+    def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """What of a full state is for the parameters that this rank has."""
+        ...
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give an optimizer its full state."""
+        ...
+
+
+@final
+class PlainOptimizers:
+    """Optimizers of which every rank holds all."""
+
+    def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        """All of the state: this rank has all parameters."""
+        return state
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give the optimizer all of its state."""
+        optimizer.load_state_dict(state)
+
+
+@final
+class FullStatesSave(PendingSave):
+    """Full states of what an engine has prepared, written by one rank.
+
+    Args:
+        weights: The full state dict of each model.
+        optimizers: The full state dict of each optimizer.
+    """
+
+    def __init__(self, weights: list[dict[str, Any]], optimizers: Sequence[dict[str, Any]]) -> None:
+        self.weights = weights
+        self._optimizers = optimizers
+
+    def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
+        """Write one file for each model and each optimizer."""
+        if is_writer:
+            write_full_states(files, self.weights, self._optimizers, safe_serialization)
+
+
+def write_full_states(
+    files: FileWriter,
+    weights: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
+    safe_serialization: bool,
+) -> None:
+    """Write full states.
+
+    Args:
+        files: Where to.
+        weights: The state dict of each model.
+        optimizers: The state dict of each optimizer.
+        safe_serialization: Whether weights become safetensors rather than files of `torch.save`.
+
+    Raises:
+        TypeError: A state could not be loaded again without running code from the file.
+    """
+    for index, values in enumerate(weights):
+        files.save(weights_file(index, safe_serialization), values, safe_serialization)
+    for index, state in enumerate(optimizers):
+        name = numbered(OPTIMIZER_FILE, index)
+        check_loadable(state, f"The state_dict() for {name}")
+        files.save(name, state)
+
+
+@final
+class FullStatesLoad(PendingLoad):
+    """Full states of a checkpoint, read into CPU memory.
+
+    Args:
+        checkpoint: Where they are.
+        optimizers: The optimizers of this run, prepared or plain; there may be fewer than were saved.
+        location: The device on which the tensors of optimizers are while they are loaded.
+        owner: Says what of an optimizer's state is for this rank.
+        load_kwargs: Further arguments of `torch.load`.
+        model_kwargs: Further arguments of the models' `load_state_dict`.
+
+    Raises:
+        ValueError: A file is damaged, holds more than plain data, or is missing for an optimizer.
+    """
+
+    def __init__(
+        self,
+        checkpoint: CheckpointFiles,
+        optimizers: Sequence[Any],
+        location: torch.device,
+        owner: OptimizerStates,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._optimizers = optimizers
+        self._owner = owner
+        self._model_kwargs = model_kwargs
+        self._models: Sequence[nn.Module] = ()
+        self._weights = [
+            _read_weights(checkpoint, index, load_kwargs)
+            for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME))
+        ]
+        check_count(checkpoint, "optimizer", OPTIMIZER_FILE, len(optimizers))
+        self._states = [
+            read_dict(checkpoint, numbered(OPTIMIZER_FILE, index), location, load_kwargs)
+            for index in range(len(optimizers))
+        ]
+
+    def check(self) -> None:
+        """Compare groups and shapes of all optimizers."""
+        for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
+            where = str(self._checkpoint.path(numbered(OPTIMIZER_FILE, index)))
+
+            def own_state(state: dict[str, Any], optimizer: Any = optimizer) -> dict[str, Any]:
+                return self._owner.own_optimizer_state(optimizer, state)
+
+            check_optimizer(plain_optimizer(optimizer), state, where, own_state)
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Compare names and shapes; models that load themselves are not asked."""
+        self._models, found = models, len(self._weights)
+        if found < len(models):
+            raise ValueError(
+                f"{len(models)} models are prepared, but the checkpoint {self._checkpoint.folder} holds the weights of "
+                f"{found}: {weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in the "
+                "same order"
+            )
+        strict = self._model_kwargs.get("strict", True)
+        for index, (model, weights) in enumerate(zip(models, self._weights, strict=False)):
+            complete_ties(model.state_dict(), weights)
+            check_values(model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", strict)
+
+    def apply_undoable(self, undo: UndoLog) -> None:
+        """Load the optimizers, and the models that load themselves."""
+        for optimizer, state in zip(self._optimizers, self._states, strict=True):
+            undo.keep_optimizer(plain_optimizer(optimizer))
+            self._owner.load_optimizer_state(optimizer, state)
+        for model, weights in zip(self._models, self._weights, strict=False):
+            if loads_itself(model):
+                undo.keep_values(model)
+                _load_weights(model, weights, self._model_kwargs)
+
+    def apply(self) -> None:
+        """Load all other models: too large to be kept, but they were compared."""
+        for model, weights in zip(self._models, self._weights, strict=False):
+            if not loads_itself(model):
+                _load_weights(model, weights, self._model_kwargs)
+
+
+def plain_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside what this library puts around it."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def read_dict(
+    checkpoint: CheckpointFiles, name: str, location: Any = "cpu", load_kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Read a state from a file of a checkpoint.
+
+    Args:
+        checkpoint: The checkpoint.
+        name: The file.
+        location: The device for its tensors.
+        load_kwargs: Further arguments of `torch.load`.
+
+    Raises:
+        ValueError: The file is damaged, holds more than plain data, or something else than a dict.
+    """
+    with checkpoint.reading():
+        found = load(checkpoint.path(name), map_location=location, **(load_kwargs or {}))
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"{checkpoint.path(name)} holds a {type(found).__name__} instead of a state: load another checkpoint"
+        )
+    return found
+
+
+def check_count(checkpoint: CheckpointFiles, kind: str, name: str, wanted: int) -> None:
+    """See that there is a file for each object of a kind.
+
+    Raises:
+        ValueError: There are fewer.
+    """
+    found = count_files(checkpoint.names, name)
+    if found < wanted:
+        raise ValueError(
+            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {found}: {numbered(name, found)!r} "
+            "is missing. Prepare the same objects as when it was saved, in the same order"
+        )
+
+
+def _read_weights(checkpoint: CheckpointFiles, index: int, load_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's weights, as views of the file: they are copied once, into the model."""
+    safe = weights_file(index, safe_serialization=True)
+    with checkpoint.reading():
+        if safe in checkpoint.names:
+            return read_tensors(checkpoint.path(safe))
+        path = checkpoint.path(weights_file(index, safe_serialization=False))
+        weights = load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **load_kwargs})
+    if not isinstance(weights, dict):
+        raise ValueError(
+            f"{path} holds a {type(weights).__name__} instead of a model's weights: load another checkpoint"
+        )
+    return weights
+
+
+def _load_weights(model: nn.Module, weights: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    if options.get("assign"):  # the model would live in the checkpoint's file
+        weights = {name: value.clone() for name, value in weights.items()}
+    if model_has_dtensor(model):
+        own = model.state_dict()
+        weights = {name: cut_like(value, own[name]) if name in own else value for name, value in weights.items()}
+    model.load_state_dict(weights, **options)

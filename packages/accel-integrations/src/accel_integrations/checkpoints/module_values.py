@@ -1,0 +1,69 @@
+"""Whether the values of a checkpoint fit a module, found out before it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ops.modules import customizes_loading
+from accel_ops.tensor_files import find_shared_names
+
+
+def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, strict: bool) -> None:
+    """See that values fit a module; one with a way of loading of its own is not asked.
+
+    Args:
+        model: Without wrappers.
+        values: By name.
+        problem: How the error begins.
+        strict: Whether names must be the same on both sides.
+
+    Raises:
+        ValueError: There are values missing, too many, or of other shapes.
+    """
+    if loads_itself(model):
+        return
+    own = model.state_dict()
+    shapes = [
+        f"{name!r} is {_shape_of(values[name])}, the model has {tuple(own[name].shape)}"
+        for name in own
+        if isinstance(own[name], torch.Tensor)
+        and name in values
+        and getattr(values[name], "shape", None) != own[name].shape
+    ]
+    missing = [f"{name!r} is missing" for name in own if name not in values] if strict else []
+    surplus = [f"{name!r} is not in the model" for name in values if name not in own] if strict else []
+    if problems := [*shapes, *missing, *surplus]:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(
+            f"{problem} ({type(model).__name__}): {'; '.join(problems[:3])}{more}. Build the model as it was when saved"
+            + (", or pass strict=False" if not shapes else "")
+        )
+
+
+def _shape_of(value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" if shape is None else tuple(shape)
+
+
+def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
+    """Give tied weights back the names under which they were not saved.
+
+    Args:
+        own: The state dict of the model that is loaded into, which says what is tied.
+        weights: Changed in place.
+    """
+    for names in find_shared_names(own):
+        saved = next((name for name in names if name in weights), None)
+        if saved is not None:
+            for name in names:
+                weights.setdefault(name, weights[saved])
+
+
+def loads_itself(model: nn.Module) -> bool:
+    """Whether only the model knows which names and shapes it takes."""
+    keeps_extra_state = any(type(one).set_extra_state is not nn.Module.set_extra_state for one in model.modules())
+    return keeps_extra_state or customizes_loading(model)

@@ -1,0 +1,118 @@
+"""States of which every rank holds shards: each rank writes its own, and reads its own back from any form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+from torch import nn
+
+from accel_integrations.checkpoints.load_states import LoadedStates, read_states
+from accel_integrations.checkpoints.pending import CheckpointFiles, FileWriter, PendingLoad, PendingSave
+from accel_integrations.checkpoints.state_forms import write_states
+from accel_ops.filenames import FSDP_MODEL_NAME, MODEL_NAME
+
+if TYPE_CHECKING:
+    from accel_integrations.prepared.prepared import Prepared
+
+
+DEEPSPEED_STATES = re.compile(rf"{MODEL_NAME}(?:_\d+)?/.*_states\.pt")
+
+
+@final
+class ShardedStatesSave(PendingSave):
+    """Sharded states of all prepared models and optimizers, written by all ranks.
+
+    Args:
+        prepared: The models and optimizers.
+        form: A key of `state_forms.FORMS`, such as "SHARDED_STATE_DICT".
+    """
+
+    def __init__(self, prepared: Prepared, form: Any) -> None:
+        self.weights = []
+        self._prepared = prepared
+        self._form = str(getattr(form, "name", form))
+
+    def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
+        """Write what this rank holds."""
+        prepared = self._prepared
+        files.adopt(write_states(prepared.wrapped, prepared.optimizers, files.folder, self._form))
+
+
+@final
+class ShardedStatesLoad(PendingLoad):
+    """States that each rank reads what it needs of, saved by any number of ranks in any form but DeepSpeed's.
+
+    Args:
+        checkpoint: Where they are.
+        prepared: The models and optimizers of this run.
+        strict: Whether the names of weights must be the same on both sides.
+    """
+
+    def __init__(self, checkpoint: CheckpointFiles, prepared: Prepared, strict: bool = True) -> None:
+        self._folder = checkpoint.folder
+        self._prepared = prepared
+        self._strict = strict
+        self._states = LoadedStates()
+
+    def check_models(self, models: Sequence[nn.Module]) -> None:
+        """Read this rank's shards of models and of all optimizers, and compare them."""
+        prepared = self._prepared
+        chosen = prepared.wrapped_of(models)
+        self._states = read_states(
+            self._folder, chosen, prepared.optimizers, owners=prepared.wrapped, strict=self._strict
+        )
+
+    def apply(self) -> None:
+        """Load models and optimizers."""
+        self._states.apply()
+
+
+def check_shared_folder(sees_main: bool, folder: Path) -> None:
+    """Refuse to write one state into folders that do not see each other: none could be loaded.
+
+    Args:
+        sees_main: Whether this rank sees the files of rank 0.
+        folder: Where the checkpoint is to be.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not sees_main:
+        raise ValueError(
+            f"This machine does not see what process 0 writes beside {folder}, but all ranks write one sharded "
+            "checkpoint: save into a folder that all machines share."
+        )
+
+
+def strict_of(options: Mapping[str, Any]) -> bool:
+    """What arguments of `load_state_dict` say about names that only one side has."""
+    return bool(options.get("strict", True))
+
+
+# ---- which engine saved a checkpoint, by the names of its files -----------------------------------------------------
+
+
+def holds_deepspeed_states(names: Collection[str]) -> bool:
+    """Whether there are states of DeepSpeed among the files of a checkpoint, named relative to it."""
+    return any(DEEPSPEED_STATES.fullmatch(name) for name in names)
+
+
+def holds_shards(names: Collection[str]) -> bool:
+    """Whether the files of a checkpoint hold models in a form of sharded training."""
+    return any(name.startswith(FSDP_MODEL_NAME) for name in names)
+
+
+def refuse_deepspeed_states(checkpoint: CheckpointFiles) -> None:
+    """Refuse a checkpoint whose states only DeepSpeed can read.
+
+    Raises:
+        ValueError: Saying how it can be loaded.
+    """
+    if holds_deepspeed_states(checkpoint.names):
+        raise ValueError(
+            f"The checkpoint {checkpoint.folder} was saved under DeepSpeed: load it with a DeepSpeedPlugin, or make plain "
+            "weights of it with the zero_to_fp32.py in it."
+        )

@@ -1,0 +1,65 @@
+"""Writing the weights of a prepared model for others to load: a folder without anything that training needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
+from accelerate.checkpoint.agreement import Ranks, find_storage
+from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.run import Run
+
+
+def save_model(
+    accelerator: Run,
+    model: nn.Module,
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+) -> None:
+    """Write a model folder; see `Accelerator.save_model`."""
+    parse_size(max_shard_size)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"save_model takes a torch.nn.Module, not {type(model).__name__}: pass the prepared model")
+    folder = Path(os.path.abspath(Path(save_directory).expanduser()))
+    if folder.is_file():
+        raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
+    if call is None or call.everyone:
+        ranks = Ranks(accelerator.state)
+        storage = find_storage(ranks, folder)
+        state_dict = _values_of(accelerator, model)
+        is_writer = storage.writes_shared(on_each_node)
+        doing = f"write the model folder {folder}"
+        ranks.together(
+            doing,
+            lambda: write_model_folder(state_dict, folder, max_shard_size, safe_serialization) if is_writer else None,
+        )
+    elif accelerator.state.process_index > 0:
+        if error := outcome_of(call, "save_model").get("error"):
+            raise RuntimeError(f"Process 0 could not write the model folder {folder}: {error}")
+    else:
+        with telling_outcome(call):
+            write_model_folder(_values_of(accelerator, model), folder, max_shard_size, safe_serialization)
+
+
+def _values_of(accelerator: Run, model: nn.Module) -> dict[str, Any]:
+    """The whole model's tensors.
+
+    Raises:
+        RuntimeError: Some have no values.
+    """
+    state_dict = accelerator.get_state_dict(model)
+    if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
+        raise RuntimeError(
+            f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
+            "device. Load a checkpoint into the model first."
+        )
+    return state_dict

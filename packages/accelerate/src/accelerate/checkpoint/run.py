@@ -1,0 +1,34 @@
+"""What checkpoints ask of an accelerator."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel_integrations.engines.engine import Engine
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.settings.project import ProjectConfiguration
+
+
+class Run(Protocol):
+    """A training run: what is stored of it, and where.
+
+    Attributes:
+        step: Micro-batches since the last end of a data loader.
+    """
+
+    step: int
+    state: AcceleratorState
+    engine: Engine
+    project_configuration: ProjectConfiguration
+    _models: list[nn.Module]
+    _schedulers: list[Any]
+    _dataloaders: list[Any]
+    _custom_objects: list[Any]
+
+    def get_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The full state dict of a model."""
+        ...

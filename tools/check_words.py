@@ -1,0 +1,76 @@
+#!/usr/bin/env python3
+"""Check that code and documents use the field's words: a PyTorch engineer greps for "all-reduce", not for "exchange".
+
+Words that have a better one in the field are listed with it. They must not come back, whether in names, docstrings,
+comments, messages, help texts or documents.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+PHRASES = {
+    r"number formats?": "mixed precision, dtype",
+    r"ways? of training": "engine, training backend, strategy",
+    r"speaks? for": "main process",
+    r"sen[dt]s? round|hand(?:s|ed)? round|tell all": "broadcast, all-gather, collective",
+    r"comput\w+ again": "activation checkpointing, recompute",
+    r"page-locked|page_locked": "pinned memory",
+    r"main memory": "CPU memory, host memory",
+    r"wait(?:s|ing)? elsewhere": "offload",
+    r"truth values?": "bool",
+    r"whole numbers?": "int",
+    r"(?:parameters|what|that) learns?\b|learning parameters?": "trainable, requires_grad",
+    r"deal(?:s|t)? out": "yield",
+    r"fill(?:s|ed)? up": "padding, remainder",
+    r"settings files?": "config file",
+    r"neighbours?": "compatibility, shim, process group",
+    r"go(?:es)? back through": "backward pass",
+    r"true size": "unscale, loss scale",
+    r"wait(?:s|ing)? for ?ever": "deadlock, hang",
+    r"put(?:s|ting)? together": "full tensor, unshard, build",
+}
+NAMES = {
+    "found_among_neighbours": "a generated table", "Rounds": "BatchScatter", "Share": "ScatteredBatch",
+    "Terms": "BatchSpec", "sync_in_backward": "sync_next_backward", "first_sizes": "dim0_sizes",
+    "Roles": "PrepareArguments", "wire_device": "collective_device", "group_device": "collective_device",
+    "make_alike": "sync_module_states", "share_start_values": "sync_module_states", "local_part": "to_local",
+    "AgreeingGradScaler": "ShardedGradScaler", "divides_gradients": "shards_gradients",
+    "learning_names": "trainable_names", "writes_states": "Engine.save", "WholeOptimizer": "FullStatesSave",
+}  # fmt: skip
+LISTS = ("packages/*/src/**/*.py", "packages/*/README.md", "docs/**/*.md", "docs/**/*.py", "README.md")
+
+
+def findings(text: str) -> Iterator[tuple[int, str, str]]:
+    """Line number, word, and what to write instead, for each word of a text that has a better one in the field."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for pattern, better in PHRASES.items():
+            for found in re.finditer(rf"(?i)\b(?:{pattern})\b", line):
+                yield number, found[0], better
+        for found in re.finditer(r"\b\w+\b", line):
+            if found[0] in NAMES:
+                yield number, found[0], NAMES[found[0]]
+
+
+def main() -> int:
+    """Print what was found; the exit code says whether there was anything."""
+    chosen = sys.argv[1:]
+    count = 0
+    for pattern in LISTS:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            if chosen and not name.startswith(tuple(chosen)):
+                continue
+            for number, word, better in findings(path.read_text()):
+                count += 1
+                print(f"{name}:{number}: {word!r}: write {better}")
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
