@@ -46,6 +46,7 @@ from accelerate.arguments import (
 from accelerate.checkpoint.attendance import attendance
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
+from accelerate.compat.seams import replacement
 from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import (
@@ -612,7 +613,7 @@ class Accelerator:
             device_placement (`bool`, *optional*): Whether to move it to the device.
             evaluation_mode (`bool`): Leave out what only training needs, such as the exchange of gradients.
         """
-        replaced = globals().get("fsdp2_prepare_model") if self.is_fsdp2 else None  # libraries set their own here
+        replaced = replacement(__name__, "fsdp2_prepare_model") if self.is_fsdp2 else None
         shard = None if replaced is None else partial(replaced, self)
         known = self._preparer.prepared_model(model)
         if known is not None:
