@@ -139,7 +139,7 @@ def test_shared_parameters_count_once_where_sizes_have_them_under_each_name() ->
     ("limits", "told"),
     [
         ({0: 256, "cpu": 10_000}, "0: 256 bytes, where module.a needs 336 (160 of them for running offloaded parts)"),
-        ({0: 256, 1: 100, "cpu": 10_000}, "to); 1: 100 bytes, where module.a needs 176)"),
+        ({0: 256, 1: 100, "cpu": 10_000}, "parts); 1: 100 bytes, where module.a needs 176)"),
         ({0: 500, "cpu": 0}, None),  # all fits before CPU memory is reached
         ({0: 400, "cpu": 10}, "(cpu: 10 bytes, where module.b needs 240"),
         ({"cpu": 10_000}, None),

@@ -28,7 +28,7 @@ class Operation:
 
     Args:
         name: Of the collective, as users know it.
-        data: What this rank brings.
+        data: The data of this rank.
         needs: What has to fit together, and is not said otherwise.
         group: The ranks that take part; all of them when None.
     """
@@ -39,11 +39,11 @@ class Operation:
     group: Any = None
 
     def raise_mismatch(self, world: int) -> NoReturn:
-        """Raise the same error on all ranks, with what each of them brought."""
-        brought: list[Any] = [None] * world
-        dist.all_gather_object(brought, (self.name, describe(self.data)), group=self.group)
-        listed = "\n".join(f"  - process {rank}: {name}({text})" for rank, (name, text) in enumerate(brought))
-        if len({name for name, _ in brought}) > 1:
+        """Raise the same error on all ranks, with what each of them called."""
+        calls: list[Any] = [None] * world
+        dist.all_gather_object(calls, (self.name, describe(self.data)), group=self.group)
+        listed = "\n".join(f"  - process {rank}: {name}({text})" for rank, (name, text) in enumerate(calls))
+        if len({name for name, _ in calls}) > 1:
             raise DistributedOperationException(
                 f"{self.name}: the ranks called different collectives:\n{listed}\n"
                 "Call the same collectives in the same order on every rank; look for a branch that only some ranks take."
@@ -84,7 +84,7 @@ def announce(
     """Exchange slots.
 
     Args:
-        leaves: What this rank brings, on `device`.
+        leaves: The data of this rank, on `device`.
         payload: Made of them and of the operation.
         operation: For the error.
         transport: Moves the slots.

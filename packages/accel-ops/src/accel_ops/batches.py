@@ -1,4 +1,4 @@
-"""Batches: how large one is, cutting it, joining several, filling one up."""
+"""Batches: their size, slicing, concatenation and padding."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:
             return first
-        raise TypeError(f"Only tensors can be joined, not {first!r} of type {type(first).__name__}.")
+        raise TypeError(f"Only tensors can be concatenated, not {first!r} of type {type(first).__name__}.")
     return torch.cat(list(data), dim=dim)
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Fill a batch up with zeros so that it divides evenly between processes.
+    """Pad a batch with zeros so that it divides evenly over processes.
 
     Args:
         tensor: Nested tensors whose dimension `dim` has `batch_size` elements; others are kept.
         batch_size: Its size now.
         num_processes: Its size becomes the next multiple of this.
-        dim: The dimension to fill up.
+        dim: The dimension to pad.
     """
     missing = -batch_size % num_processes
 

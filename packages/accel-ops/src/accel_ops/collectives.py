@@ -195,7 +195,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     Args:
         tensor: A tensor or nested structure of tensors.
         dim (`int`): The dimension; tensors without it are kept as they are.
-        pad_index: What to fill up with.
+        pad_index: The padding value.
         pad_first (`bool`): Fill up at the beginning.
 
     Returns:
@@ -225,16 +225,16 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
             f"{dimensions_everywhere.tolist()}. Give them the same number on all processes, for example with unsqueeze."
         )
     largest = iter(sizes.amax(0).tolist())
-    return recursively_apply(lambda leaf: _fill_up(leaf, dim, next(largest), pad_index, pad_first), tensor)
+    return recursively_apply(lambda leaf: _padded(leaf, dim, next(largest), pad_index, pad_first), tensor)
 
 
-def _fill_up(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
+def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
     if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size:
         return leaf
     shape = list(leaf.shape)
     shape[dim] = size - leaf.shape[dim]
-    filling = leaf.new_full(shape, pad_index)
-    return torch.cat([filling, leaf] if pad_first else [leaf, filling], dim=dim)
+    padding = leaf.new_full(shape, pad_index)
+    return torch.cat([padding, leaf] if pad_first else [leaf, padding], dim=dim)
 
 
 def wait_for_everyone() -> None:

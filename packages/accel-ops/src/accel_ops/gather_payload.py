@@ -1,7 +1,7 @@
-"""What a process sends in a gather, and how the messages of all processes become joined leaves.
+"""What a rank sends in a gather, and how the payloads of all ranks become concatenated leaves.
 
-A payload has a header - a digest of structure, dtypes and all sizes but the first, the number of leaves, the first
-sizes - and the packed leaves. It travels in a slot of fixed size if it fits.
+A payload has a header - a digest of structure, dtypes and trailing shapes, the number of leaves, their sizes in
+dimension 0 - and the packed leaves. It is sent in a slot of fixed size if it fits.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from accel_ops.packing import (
 
 SLOT_BYTES = 8192
 WORD_BYTES = 8
-HEADER_WORDS = 2  # digest, number of leaves; the first sizes follow
-Sizes = tuple[tuple[int, ...], ...]  # the first size of each leaf, per process
+HEADER_WORDS = 2  # digest, number of leaves; the sizes in dimension 0 follow
+Sizes = tuple[tuple[int, ...], ...]  # the size of each leaf in dimension 0, per rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)  # known by identity: `payload_of` makes one for each signature
 class GatherPayload:
-    """What a process sends: a header, then its packed leaves. The same object serves all leaves of one signature."""
+    """What a rank sends: a header, then its packed leaves. The same object serves all leaves of one signature."""
 
-    trailing_shapes: tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # of each leaf: dtype, and sizes but the first
+    trailing_shapes: tuple[
+        tuple[torch.dtype, tuple[int, ...]], ...
+    ]  # of each leaf: dtype, and shape without dimension 0
     dim0_sizes: tuple[int, ...]
     data_start: int
     header: torch.Tensor  # uint8 of shape (data_start,), on the CPU
     layout: Layout
 
     def layout_for(self, dim0_sizes: tuple[int, ...]) -> Layout:
-        """The layout of a process's data, from its first sizes."""
+        """The layout of a rank's data, from its sizes in dimension 0."""
         if dim0_sizes == self.dim0_sizes:
             return self.layout
         return layout_of(_with_dim0_sizes(self.trailing_shapes, dim0_sizes))
@@ -57,23 +59,23 @@ class GatherPayload:
         return self.data_start <= SLOT_BYTES
 
     def all_fit(self, sizes: Sizes) -> bool:
-        """Whether every process's data fit into its slot."""
+        """Whether every rank's payload fits into its slot."""
         return _longest(self, sizes) <= SLOT_BYTES
 
     def slot(self, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """uint8 of shape (SLOT_BYTES,), on the device where the leaves are."""
-        beginning = self.header
+        header = self.header
         if not self.lists_sizes:  # the length of the payload stands in for the sizes
-            beginning = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
-            beginning.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
-        parts = [beginning if device.type == "cpu" else beginning.to(device)]
+            header = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
+            header.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
+        pieces = [header if device.type == "cpu" else header.to(device)]
         if self.data_start + self.layout.num_bytes <= SLOT_BYTES:
-            parts += grouped_bytes(leaves, self.layout)
-        used = sum([part.numel() for part in parts])
-        return torch.cat([*parts, _filler(SLOT_BYTES - used, device)])
+            pieces += grouped_bytes(leaves, self.layout)
+        used = sum([piece.numel() for piece in pieces])
+        return torch.cat([*pieces, _padding(SLOT_BYTES - used, device)])
 
-    def everything(self, leaves: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-        """Header and data, filled up to `length` bytes."""
+    def full_payload(self, leaves: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+        """Header and data, padded to `length` bytes."""
         buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
         buffer[: self.data_start] = self.header
         pack_into(buffer[self.data_start : self.data_start + self.layout.num_bytes], leaves, self.layout)
@@ -81,13 +83,13 @@ class GatherPayload:
 
 
 @lru_cache(maxsize=256)
-def _filler(num_bytes: int, device: torch.device) -> torch.Tensor:
+def _padding(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
 @lru_cache(maxsize=256)
 def payload_of(structure: tuple[Any, ...], signature: Signature) -> GatherPayload:
-    """What a process sends for leaves with these dtypes and shapes."""
+    """What a rank sends for leaves with these dtypes and shapes."""
     shapes = [(dtype, tuple(shape) or (1,)) for dtype, shape in signature]
     trailing_shapes = tuple((dtype, shape[1:]) for dtype, shape in shapes)
     dim0_sizes = tuple(shape[0] for _, shape in shapes)
@@ -117,14 +119,14 @@ def _longest(payload: GatherPayload, sizes: Sizes) -> int:
 
 
 def join_small(slots: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> list[torch.Tensor]:
-    """The joined leaves, from slots that hold everything.
+    """The leaves of all ranks concatenated, from slots that hold full payloads.
 
-    One reordering for each dtype, cut into leaves afterwards, is several times faster than a copy for each leaf.
+    One `index_select` for each dtype, split into leaves afterwards, is several times faster than a copy for each leaf.
 
     Args:
-        slots: uint8 of shape (processes, SLOT_BYTES).
-        payload: What the processes sent.
-        sizes: The first size of each leaf, per process.
+        slots: uint8 of shape (world size, SLOT_BYTES).
+        payload: What the ranks sent.
+        sizes: The size of each leaf in dimension 0, per rank.
     """
     flat = slots.view(-1)
     found: list[torch.Tensor] = [flat] * payload.num_leaves
@@ -137,12 +139,12 @@ def join_small(slots: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> lis
 
 @dataclass(frozen=True, slots=True)
 class _Join:
-    """How the leaves of one dtype come out of the slots of all processes."""
+    """How the leaves of one dtype are gathered from the slots of all ranks."""
 
     dtype: torch.dtype
     leaves: tuple[int, ...]  # positions in the list of leaves
     order: torch.Tensor  # which elements of all slots, seen in this dtype
-    counts: tuple[int, ...]  # elements of each joined leaf
+    counts: tuple[int, ...]  # elements of each concatenated leaf
     shapes: tuple[tuple[int, ...], ...]
 
 
@@ -151,15 +153,15 @@ def _joins(payload: GatherPayload, sizes: Sizes, device: torch.device) -> tuple[
     layouts = [payload.layout_for(row) for row in sizes]
     joins = []
     for position, group in enumerate(payload.layout.groups):
-        parts: list[list[torch.Tensor]] = [[] for _ in group.leaves]
+        ranges: list[list[torch.Tensor]] = [[] for _ in group.leaves]
         for rank, layout in enumerate(layouts):
             there = layout.groups[position]
             start = (rank * SLOT_BYTES + payload.data_start + there.start) // group.dtype.itemsize
-            for part, count in zip(parts, there.counts, strict=True):
-                part.append(torch.arange(start, start + count, dtype=torch.int32, device=device))
+            for of_leaf, count in zip(ranges, there.counts, strict=True):
+                of_leaf.append(torch.arange(start, start + count, dtype=torch.int32, device=device))
                 start += count
-        counts = tuple(sum(map(len, part)) for part in parts)
+        counts = tuple(sum(map(len, of_leaf)) for of_leaf in ranges)
         shapes = tuple((sum(row[leaf] for row in sizes), *payload.trailing_shapes[leaf][1]) for leaf in group.leaves)
-        order = torch.cat([index for part in parts for index in part])
+        order = torch.cat([one for of_leaf in ranges for one in of_leaf])
         joins.append(_Join(group.dtype, group.leaves, order, counts, shapes))
     return tuple(joins)

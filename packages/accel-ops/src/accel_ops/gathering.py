@@ -58,7 +58,7 @@ def _joined(
 ) -> list[torch.Tensor]:
     sizes = announced.sizes
     if sizes is None:  # too many leaves for a slot: their sizes are part of the data
-        buffers = transport.all_gather(payload.everything(leaves, announced.longest), world)
+        buffers = transport.all_gather(payload.full_payload(leaves, announced.longest), world)
         sizes = tuple([tuple(row[HEADER_WORDS:]) for row in words_of(buffers, HEADER_WORDS + payload.num_leaves)])
         return _join(buffers[:, payload.data_start :], payload, sizes)
     if not payload.all_fit(sizes):

@@ -51,8 +51,8 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
     kind = sys.modules.get("torch.distributed.tensor")
     if kind is None or not isinstance(tensor, kind.DTensor):
         return tensor
-    part: torch.Tensor = tensor._local_tensor
-    return part
+    local: torch.Tensor = tensor._local_tensor
+    return local
 
 
 def full_tensor(tensor: Any) -> Any:
@@ -165,7 +165,7 @@ def get_parameters_from_modules(
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a hook keeps the module's parameters elsewhere and brings them for each forward."""
+    """Whether a hook offloads the module's parameters between forward passes."""
     return bool(getattr(getattr(module, "_hf_hook", None), "offload", False))
 
 

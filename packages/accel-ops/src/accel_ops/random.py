@@ -1,4 +1,4 @@
-"""Seeds and random states: set, shared between processes, captured and restored."""
+"""Seeds and random states: set, broadcast to other processes, captured and restored."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed (`int`): The seed.
-        device_specific (`bool`): Add the rank, so that processes draw different numbers; those that share the layers of
-            a model (tensor parallelism) count as one, because they must drop out the same.
+        device_specific (`bool`): Add the rank, so that processes draw different numbers; the ranks of a tensor parallel
+            group count as one, because their dropout must be the same.
         deterministic (`bool`): Make torch use deterministic algorithms, or fail where there is none.
     """
     common = seed
     if device_specific:
-        seed += PartialState().process_index // _num_alike()
+        seed += PartialState().process_index // _tensor_parallel_size()
     random.seed(seed)
     if is_numpy_available():
         import numpy as np
@@ -57,8 +57,8 @@ def common_seed() -> int:
     return _COMMON_SEEDS.get(seed, seed)
 
 
-def _num_alike() -> int:
-    """How many neighbours in rank must draw the same numbers."""
+def _tensor_parallel_size() -> int:
+    """How many consecutive ranks must draw the same numbers."""
     config = AcceleratorState._shared_state.get("parallelism_config")
     return 1 if config is None else config.tp_size
 

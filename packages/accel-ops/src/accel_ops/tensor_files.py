@@ -39,7 +39,7 @@ logger = logging.getLogger("accelerate.utils.other")
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """What tensors that share memory have in common: device, address and length in bytes of their storage.
 
-    Of a distributed tensor, the memory of this process's part counts.
+    Of a distributed tensor, the memory of this process's shard counts.
     """
     tensor = to_local(tensor)
     if tensor.device.type == "meta":
@@ -51,7 +51,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
 def find_shared_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
     """Groups of names that stand for the very same tensor (tied weights), in their order in `state_dict`.
 
-    Tensors that lie in one storage but cover different parts of it are not the same.
+    Different views of one storage are not the same tensor.
     """
     groups: dict[Any, list[str]] = {}
     for name, value in state_dict.items():
@@ -100,7 +100,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
         )
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"The names of saved tensors are text, not {name!r}: rename it")
+            raise TypeError(f"The names of saved tensors are str, not {name!r}: rename it")
         problem = None
         if not isinstance(tensor, torch.Tensor):
             problem = f"is a {type(tensor).__name__}"

@@ -30,7 +30,7 @@ class Transport(Protocol):
         """Collect a buffer of shape (n,), equally long everywhere, as (world, n) on every process.
 
         Args:
-            buffer: What this process brings.
+            buffer: The data of this process.
             world: How many processes there are.
             out: Where to put the result, of shape (world * n,).
         """

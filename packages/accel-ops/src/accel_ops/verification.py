@@ -38,10 +38,10 @@ def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
 def _compare(data: Any, operation: str, state: PartialState) -> None:
     import torch.distributed as dist
 
-    brought: list[Any] = [None] * state.num_processes
-    dist.all_gather_object(brought, describe(data))
-    if len(set(brought)) > 1:
-        listed = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(brought))
+    descriptions: list[Any] = [None] * state.num_processes
+    dist.all_gather_object(descriptions, describe(data))
+    if len(set(descriptions)) > 1:
+        listed = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(descriptions))
         raise DistributedOperationException(
             f"`{operation}` needs tensors of the same shapes on every process, but got:\n{listed}\n"
             "Bring them to one shape first, for instance with pad_across_processes."

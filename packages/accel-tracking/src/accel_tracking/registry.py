@@ -86,7 +86,7 @@ def _checked(tracker_class: Any) -> type[GeneralTracker]:
         raise ValueError(f"{tracker_class!r} cannot be registered: pass a subclass of GeneralTracker.")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str):
-        raise ValueError(f"{tracker_class!r} has name={name!r}: give the class a `name` that is a text.")
+        raise ValueError(f"{tracker_class!r} has name={name!r}: give the class a `name` that is a str.")
     return tracker_class
 
 

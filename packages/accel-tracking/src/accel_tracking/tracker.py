@@ -45,7 +45,7 @@ class GeneralTracker:
 
     A subclass defines three names. `name` (`str`): how `Accelerator.get_tracker` finds it.
     `requires_logging_directory` (`bool`): whether it needs a folder. `tracker` (property): the object of the library
-    behind it, which `get_tracker(name, unwrap=True)` hands out. Then it overrides the methods it has a use for. An
+    behind it, which `get_tracker(name, unwrap=True)` returns. Then it overrides the methods it has a use for. An
     accelerator calls them on the main process only.
 
     Raises:

@@ -58,7 +58,7 @@ class TrackerSet:
             init_kwargs (`dict`, *optional*): Per tracker name, further constructor arguments.
 
         Raises:
-            TypeError: When `project_name` is no text, or `init_kwargs` no dictionary of dictionaries.
+            TypeError: When `project_name` is no str, or `init_kwargs` no dictionary of dictionaries.
             ImportError: When the library of a tracker is not installed.
         """
         if project_name is not None and not isinstance(project_name, str) and self._has_services:
@@ -197,7 +197,7 @@ def _whole(step: Any) -> int | None:
 
 
 def _no_name(project_name: Any) -> TypeError:
-    return TypeError(f"project_name={project_name!r} is not the name of a run: pass a text.")
+    return TypeError(f"project_name={project_name!r} is not the name of a run: pass a str.")
 
 
 def _warn(what: str, error: Exception | None = None) -> None:

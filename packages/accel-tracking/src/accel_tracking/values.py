@@ -44,7 +44,7 @@ class Logged:
     Attributes:
         numbers: The metrics.
         groups: Metrics that belong together: name of the group -> name -> number.
-        texts: Everything else, as text.
+        texts: Everything else, as strings.
     """
 
     numbers: dict[str, int | float]
@@ -59,9 +59,9 @@ class Logged:
 
 
 def sort_values(values: Mapping[Any, Any]) -> Logged:
-    """Tell numbers, groups of numbers and texts apart.
+    """Separate numbers, groups of numbers and strings.
 
-    Names become text. In a group, what is no number is left for `texts`, as `group/name`; groups in groups are
+    Names become str. In a group, what is no number is left for `texts`, as `group/name`; groups in groups are
     flattened.
     """
     sorted_ = Logged({}, {}, {})
@@ -88,7 +88,7 @@ MEDIA = frozenset({"PIL", "matplotlib", "numpy", "pandas", "plotly", "torch"})
 
 
 def presentable(value: Any, libraries: frozenset[str]) -> Any:
-    """A value for a service that takes objects: numbers become plain, what it could not show becomes text.
+    """A value for a service that takes objects: numbers become plain, what it could not show becomes a string.
 
     Args:
         value: What was logged.
@@ -116,10 +116,10 @@ def flatten(values: Mapping[Any, Any], separator: str = ".", depth: int = 0) -> 
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can hold it: numbers, texts, lists and dictionaries with text keys.
+    """A value as JSON can hold it: numbers, strings, lists and dictionaries with str keys.
 
     Enums become their value, dataclasses and namespaces dictionaries, sets lists, small arrays lists, NaN and
-    infinities the texts "NaN", "Infinity" and "-Infinity". Everything else becomes text.
+    infinities the strings "NaN", "Infinity" and "-Infinity". Everything else becomes a string.
     """
     if value is None or isinstance(value, (bool, str)) and not isinstance(value, Enum):
         return value

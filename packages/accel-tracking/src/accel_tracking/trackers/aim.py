@@ -25,6 +25,8 @@ class AimTracker(ServiceTracker["Run"]):
         kwargs: For `aim.Run`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     aim_repo_path: str | os.PathLike[str] | None
     writer: Run | None
 

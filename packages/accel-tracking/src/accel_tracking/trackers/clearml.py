@@ -32,6 +32,7 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
     """
 
     user_provided_run_name: str | None
+    init_kwargs: dict[str, Any]
     task: Task | None
 
     name = "clearml"

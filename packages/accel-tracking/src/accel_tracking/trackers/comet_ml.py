@@ -28,11 +28,16 @@ class CometMLTracker(LogsTables, LogsArtifacts, ServiceTracker["CometExperiment"
         kwargs: For `comet_ml.start`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     writer: CometExperiment | None
 
     name = "comet_ml"
     requires_logging_directory = False
     run_attribute = "writer"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> CometExperiment:
         import comet_ml

@@ -26,6 +26,7 @@ class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
         kwargs: For `dvclive.Live`.
     """
 
+    init_kwargs: dict[str, Any]
     live: Live | None
 
     name = "dvclive"

@@ -74,7 +74,7 @@ class LocalTracker(LogsTables, GeneralTracker):
 
     @on_main_process
     def start(self) -> None:
-        """Make the folder and begin the record, or go on with that of an earlier run."""
+        """Make the folder and begin the record, or resume that of an earlier run."""
         make_folder(self.folder)
         is_continued = (self.folder / FILE).exists()
         self.record = Record(self.folder / FILE, self.sync_seconds)
@@ -100,16 +100,16 @@ class LocalTracker(LogsTables, GeneralTracker):
         """Record the settings.
 
         Args:
-            values (`dict`, dataclass or `argparse.Namespace`): The settings; what JSON cannot hold becomes text.
+            values (`dict`, dataclass or `argparse.Namespace`): The settings; what JSON cannot hold becomes a string.
         """
         self._append(kind="settings", values=plain_settings(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and texts.
+        """Record numbers and strings.
 
         Args:
             values (`dict`): Values by name. Tensors with one element become numbers, dictionaries of numbers
-                `group/name`; NaN and infinities are kept; everything else becomes text.
+                `group/name`; NaN and infinities are kept; everything else becomes a string.
             step (`int`, *optional*): The training step; one more than the last one if left out.
             kwargs: None are known.
 

@@ -46,6 +46,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
     run_id: str | None
     tags: dict[str, Any]
     nested_run: bool
+    run_name: str | None
     description: str | None
     active_run: ActiveRun | None
 

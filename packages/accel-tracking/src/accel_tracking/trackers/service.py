@@ -18,7 +18,8 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
 
     The public methods here run on the main process only, unless the tracker sets `main_process_only = False`. A
     tracker says under which attribute programs find the object (`run_attribute`) and implements `_open`,
-    `_store_config` and `_close`; then it implements `log`, and `log_images` where the service has images.
+    `_store_config` and `_close`. Its own constructor and annotations show its public arguments and attributes. It adds
+    `log`, and `log_images` where the service has images.
 
     Args:
         run_name (`str`, *optional*): Name of the run, or of the project where the service groups runs by one.

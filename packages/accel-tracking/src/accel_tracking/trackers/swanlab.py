@@ -26,12 +26,17 @@ class SwanLabTracker(ServiceTracker["Run"]):
         kwargs: For `swanlab.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     run: Run | None
 
     name = "swanlab"
     requires_logging_directory = False
     main_process_only = False
     run_attribute = "run"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> Run:
         import swanlab

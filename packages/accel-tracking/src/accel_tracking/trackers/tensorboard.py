@@ -33,6 +33,8 @@ class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
         kwargs: For `SummaryWriter`; its `flush_secs`, the seconds between two writes to the disk, is 10 here.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     logging_dir_param: str | os.PathLike[str]
     logging_dir: str
     writer: SummaryWriter | None

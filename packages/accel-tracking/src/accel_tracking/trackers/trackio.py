@@ -28,12 +28,17 @@ class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
         kwargs: For `trackio.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     run: Run | None
 
     name = "trackio"
     requires_logging_directory = False
     main_process_only = False
     run_attribute = "run"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> Run:
         import trackio

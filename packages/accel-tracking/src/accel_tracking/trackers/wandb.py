@@ -27,12 +27,17 @@ class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
         kwargs: For `wandb.init`.
     """
 
+    run_name: str
+    init_kwargs: dict[str, Any]
     run: wandb.Run | None
 
     name = "wandb"
     requires_logging_directory = False
     main_process_only = False
     run_attribute = "run"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
 
     def _open(self) -> wandb.Run:
         import wandb
