@@ -197,14 +197,8 @@ def groups_of(settings: LaunchSettings) -> Iterator[OptionGroup]:
         yield from foreign_groups()
 
 
-def add_launch_options(parser: CommandParser, *, at_once: bool = True) -> None:
-    """Add every option to a parser, under its heading.
-
-    Args:
-        parser: The parser.
-        at_once: Whether options that `--help` does not show are there at once, rather than when a flag is not known
-            without them.
-    """
+def add_launch_options(parser: CommandParser) -> None:
+    """Add every option to a parser, under its heading; those that `--help` does not show when they are needed."""
     headings: dict[str, Any] = {"": parser}
     late: list[OptionGroup] = []
     for group in GROUPS:
@@ -221,5 +215,3 @@ def add_launch_options(parser: CommandParser, *, at_once: bool = True) -> None:
             add_options(heading, group.options)
 
     parser.late_options = add_the_rest
-    if at_once:
-        parser.add_late_options()
