@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.arguments import CommandParser, command_parser
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
-from accel_cli.launch.libraries import check_libraries
-from accel_cli.launch.machine import Machine
-from accel_cli.launch.plan import Plan, make_plan
-from accel_cli.launch.resolve import complete, from_namespace, read_settings
 from accel_cli.launch.settings import LaunchSettings
-from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
+
+if TYPE_CHECKING:
+    from accel_cli.launch.plan import Plan
 
 HELP = "Run a script on one process or many."
 
@@ -53,6 +50,13 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     Raises:
         ValueError: When something is wrong with the command line, the settings file or the environment.
     """
+    # `--help` does not wait for these
+    from accel_cli.launch.libraries import check_libraries
+    from accel_cli.launch.machine import Machine
+    from accel_cli.launch.plan import make_plan
+    from accel_cli.launch.resolve import complete, from_namespace, read_settings
+    from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
+
     check_flags(from_namespace(args))
     settings = read_settings(args, os.environ)
     check_script(settings)  # before the accelerators are counted, which takes seconds
@@ -102,6 +106,8 @@ def finish(plan: Plan) -> None:
     if status and plan.quiet:
         sys.exit(status)
     if status:
+        import subprocess
+
         raise subprocess.CalledProcessError(status, list(plan.argv))
 
 

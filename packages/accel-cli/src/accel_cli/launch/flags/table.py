@@ -133,12 +133,13 @@ SHOWN_WITH = {group.title: group.shown_with for group in GROUPS if group.shown_w
 def foreign_groups() -> tuple[OptionGroup, ...]:
     """The options of installed packages that declare a settings class as an entry point `accelerate.options`."""
     return tuple(
-        OptionGroup.from_settings(path, f"Options of {name}", section=f"{name}_config")
+        OptionGroup.from_settings(path, f"Options of {name}", section=f"{name}_config", prefix=f"{name}_")
         for name, path in entry_points(OPTIONS_GROUP).items()
     )
 
 
 PREFIXES = {group.section: group.prefix for group in GROUPS if group.prefix}
+SECTIONS = frozenset(group.section for group in GROUPS)
 
 
 def find(name: str) -> Option | None:
@@ -153,6 +154,14 @@ def find(name: str) -> Option | None:
     of_prefix = (group for group in GROUPS if group.prefix and name.startswith(group.prefix))
     without = (group for group in GROUPS if not group.prefix)
     return _row_in((*of_prefix, *without), name) or _row_in(foreign_groups(), name)
+
+
+def full_name(section: str, key: str) -> str:
+    """The name of the option that a key of a section sets: its prefix need not be written there."""
+    prefix = PREFIXES.get(section, "")
+    if section not in SECTIONS:
+        prefix = next((group.prefix for group in foreign_groups() if group.section == section), "")
+    return key if key.startswith(prefix) else f"{prefix}{key}"
 
 
 def is_option(name: str) -> bool:
