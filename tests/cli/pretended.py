@@ -9,7 +9,7 @@ from accel_cli.launch.command import launch_command_parser
 from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import Plan, make_plan
-from accel_cli.launch.resolve import resolve
+from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_flags, check_settings
 
@@ -80,7 +80,7 @@ def settled(
     """Parse, check, complete and plan, as the command does."""
     environ = {"HF_HOME": "/nowhere"} | dict(environ or {})
     args = launch_command_parser().parse_args(list(words))
-    check_flags(args)
+    check_flags(from_namespace(args))
     settings = resolve(args, environ, machine or Pretended())
     settings = settings.noting(*check_settings(settings))
     return settings, make_plan(settings, environ)

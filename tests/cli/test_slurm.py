@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.launch.machine import free_port
-from accel_cli.main import main
-from accel_cli.slurm.command import slurm_command_parser
+from accel_cli.main import COMMANDS, main
 from accel_cli.slurm.job import Job, make_job
 from accel_cli.slurm.script import batch_script, sbatch_quoted
 
@@ -34,7 +33,7 @@ def in_a_folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def job_of(*words: str) -> Job:
-    return make_job(slurm_command_parser().parse_args([*words]), {"HF_HOME": "/nowhere"})
+    return make_job(COMMANDS["slurm"].make_parser().parse_args([*words]), {"HF_HOME": "/nowhere"})
 
 
 def script_of(*words: str) -> str:

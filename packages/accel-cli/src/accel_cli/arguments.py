@@ -271,25 +271,40 @@ class CommandParser(argparse.ArgumentParser):
         return f"{text}\nmore options:\n{rows}"
 
 
-def make_parser(
-    subparsers: Any, command: str, help: str, options: Iterable[Option] = (), **settings: Any
-) -> CommandParser:
-    """Build the parser of one command.
+def make_parser(subparsers: Any, command: str, help: str, **settings: Any) -> CommandParser:
+    """Build the parser of one command, without its options.
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, to make it a command of a program; None for a parser
             of its own.
         command: Name of the command.
         help: One line on what the command does.
-        options: Rows to add.
         **settings: Passed on to the parser.
     """
     settings.setdefault("description", help)
     if subparsers is None:
-        parser = CommandParser(prog=f"accelerate {command}", **settings)
-    else:
-        parser = subparsers.add_parser(command, help=help, **settings)
-    add_options(parser, options)
+        return CommandParser(prog=f"accelerate {command}", **settings)
+    parser: CommandParser = subparsers.add_parser(command, help=help, **settings)
+    return parser
+
+
+def command_parser(
+    subparsers: Any, command: str, help: str, add_arguments: Callable[[CommandParser], None], function: Any
+) -> CommandParser:
+    """Build the parser of one command for a program, as the functions `..._command_parser` of accelerate 1.15 do.
+
+    Args:
+        subparsers: As for `make_parser`.
+        command: As for `make_parser`.
+        help: As for `make_parser`.
+        add_arguments: Adds the options.
+        function: What the parsed result has as `func`, where the command is one of several.
+    """
+    parser = make_parser(subparsers, command, help)
+    add_arguments(parser)
+    parser.add_late_options()
+    if subparsers is not None:
+        parser.set_defaults(func=function)
     return parser
 
 

@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, make_parser
 from accel_cli.configfile.location import default_config_path, default_json_config_file
 from accel_cli.errors import without_traceback
 from accel_state.settings.option import one_of
@@ -30,18 +30,24 @@ DEFAULT_OPTIONS = (
 )  # fmt: skip
 
 
-def get_config_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate config` and its own commands."""
-    parser = config_command_parser(subparsers)
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate config`, and its own commands."""
+    add_options(parser, [SETTINGS_FILE])
+    parser.set_defaults(func=config_command)
     commands = parser.add_subparsers(title="commands", metavar="command", dest="subcommand")
     default_command_parser(commands)
     update_command_parser(commands)
-    return parser
+
+
+def get_config_parser(subparsers: Any = None) -> CommandParser:
+    """Build the parser of `accelerate config` and its own commands."""
+    return command_parser(subparsers, "config", HELP, add_arguments, config_command)
 
 
 def config_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate config` alone."""
-    parser = make_parser(subparsers, "config", HELP, [SETTINGS_FILE])
+    parser = make_parser(subparsers, "config", HELP)
+    add_options(parser, [SETTINGS_FILE])
     parser.set_defaults(func=config_command)
     return parser
 
@@ -53,14 +59,16 @@ def default_command_parser(parser: Any, parents: Any = ()) -> CommandParser:
         parser: What `add_subparsers` gave.
         parents: Parsers whose options the command gets, too.
     """
-    command = make_parser(parser, "default", DEFAULT_HELP, DEFAULT_OPTIONS, parents=list(parents))
+    command = make_parser(parser, "default", DEFAULT_HELP, parents=list(parents))
+    add_options(command, DEFAULT_OPTIONS)
     command.set_defaults(func=default_config_command)
     return command
 
 
 def update_command_parser(parser: Any, parents: Any = ()) -> CommandParser:
     """Add `update` to the commands of `accelerate config`; arguments as in `default_command_parser`."""
-    command = make_parser(parser, "update", UPDATE_HELP, [SETTINGS_FILE], parents=list(parents))
+    command = make_parser(parser, "update", UPDATE_HELP, parents=list(parents))
+    add_options(command, [SETTINGS_FILE])
     command.set_defaults(func=update_config_command)
     return command
 

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser
 from accel_cli.errors import without_traceback
 
 HELP = "Print versions, devices and settings, for a bug report."
@@ -18,12 +18,18 @@ LOCATION = "`accelerate` bash location"  # a key that programs read
 SETTINGS_FILE = Option("--config_file", "Settings file to show instead of the default one.", metavar="FILE")
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate env`."""
+    add_options(parser, [SETTINGS_FILE])
+
+
 def env_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate env`."""
-    parser = make_parser(subparsers, "env", HELP, [SETTINGS_FILE])
-    if subparsers is not None:
-        parser.set_defaults(func=env_command)
-    return parser
+    """Build the parser of `accelerate env`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    return command_parser(subparsers, "env", HELP, add_arguments, env_command)
 
 
 def env_command(args: Namespace, find: Callable[[str], str | None] | None = None) -> dict[str, Any]:
@@ -46,6 +52,11 @@ def env_command(args: Namespace, find: Callable[[str], str | None] | None = None
     print(f"- {title}:")
     print("\n".join(f"\t- {key}: {value}" for key, value in settings.items()) or "\tNot found")
     return facts
+
+
+def run(args: Namespace) -> None:
+    """Carry out `accelerate env`."""
+    env_command(args)
 
 
 def describe(find: Callable[[str], str | None] | None = None) -> dict[str, str]:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from accel_cli.errors import UsageError
+from accel_cli.extensions import COMMANDS_GROUP, entry_points
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,67 +20,60 @@ class Command:
     """One command of the program.
 
     Attributes:
-        module: Where it is defined; imported only when the command is asked for.
-        parser: Name of the function there that builds its parser.
-        run: Name of the function there that carries it out.
+        name: What is typed.
+        module: Where it is defined, with `add_arguments(parser)` and `run(args)`; imported only when the command is
+            asked for.
         help: What it does, in a few words.
     """
 
+    name: str
     module: str
-    parser: str
-    run: str
     help: str
 
     def make_parser(self, subparsers: Any = None) -> Any:
-        """Build the parser, as a command of a program or of its own."""
-        return getattr(import_module(self.module), self.parser)(subparsers)
+        """Build the parser, as a command of a program with all options, or of its own."""
+        from accel_cli.arguments import make_parser
+
+        module = import_module(self.module)
+        parser = make_parser(subparsers, self.name, self.help)
+        module.add_arguments(parser)
+        if subparsers is not None:
+            parser.add_late_options()
+            parser.set_defaults(func=module.run)
+        return parser
 
     def execute(self, args: Namespace) -> int:
         """Carry the command out and return the exit status."""
-        result = getattr(import_module(self.module), self.run)(args)
+        result = import_module(self.module).run(args)
         return result if isinstance(result, int) else 0
 
 
-COMMANDS: dict[str, Command] = {
-    "completion": Command(
-        "accel_cli.completion.command",
-        "completion_command_parser",
-        "completion_command",
-        "Print a script that completes command lines in your shell.",
+_COMMANDS = (
+    Command(
+        "completion", "accel_cli.completion.command", "Print a script that completes command lines in your shell."
     ),
-    "config": Command("accel_cli.config", "get_config_parser", "run", "Write the launch settings of this machine."),
-    "estimate-memory": Command(
-        "accel_cli.estimate.command", "estimate_command_parser", "run", "Estimate the memory that a model needs."
-    ),
-    "env": Command(
-        "accel_cli.env", "env_command_parser", "env_command", "Print versions, devices and settings, for a bug report."
-    ),
-    "launch": Command(
-        "accel_cli.launch.command", "launch_command_parser", "run", "Run a script on one process or many."
-    ),
-    "merge-weights": Command(
-        "accel_cli.merge", "merge_command_parser", "merge_command", "Merge the weights of a sharded checkpoint."
-    ),
-    "runs": Command(
-        "accel_cli.runs.command",
-        "runs_command_parser",
-        "runs_command",
-        "List, show, compare and export recorded runs.",
-    ),
-    "slurm": Command(
-        "accel_cli.slurm.command", "slurm_command_parser", "slurm_command", "Write or submit a SLURM job for a launch."
-    ),
-    "tpu-config": Command("accel_cli.tpu", "tpu_command_parser", "run", "Run commands on every machine of a TPU pod."),
-    "test": Command(
-        "accel_cli.selftest", "test_command_parser", "test_command", "Check that launching works on this machine."
-    ),
-    "to-fsdp2": Command(
-        "accel_cli.to_fsdp2",
-        "to_fsdp2_command_parser",
-        "to_fsdp2_command",
-        "Convert a settings file from FSDP 1 to FSDP 2.",
-    ),
-}
+    Command("config", "accel_cli.config", "Write the launch settings of this machine."),
+    Command("estimate-memory", "accel_cli.estimate.command", "Estimate the memory that a model needs."),
+    Command("env", "accel_cli.env", "Print versions, devices and settings, for a bug report."),
+    Command("launch", "accel_cli.launch.command", "Run a script on one process or many."),
+    Command("merge-weights", "accel_cli.merge", "Merge the weights of a sharded checkpoint."),
+    Command("runs", "accel_cli.runs.command", "List, show, compare and export recorded runs."),
+    Command("slurm", "accel_cli.slurm.command", "Write or submit a SLURM job for a launch."),
+    Command("tpu-config", "accel_cli.tpu", "Run commands on every machine of a TPU pod."),
+    Command("test", "accel_cli.selftest", "Check that launching works on this machine."),
+    Command("to-fsdp2", "accel_cli.to_fsdp2", "Convert a config file from FSDP 1 to FSDP 2."),
+)
+COMMANDS: dict[str, Command] = {command.name: command for command in _COMMANDS}
+
+
+def foreign_commands() -> dict[str, Command]:
+    """Find the commands of installed packages: modules that are entry points of the group `accelerate.commands`."""
+    found = entry_points(COMMANDS_GROUP)
+    return {
+        name: Command(name, module, "A command of an installed package.")
+        for name, module in found.items()
+        if name not in COMMANDS
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -99,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_versions())
         return 0
     if words and not words[0].startswith("-"):
+        if words[0] in foreign_commands():
+            return run_command(words[0], words[1:])
         print(f"accelerate: error: {_no_command(words[0])}", file=sys.stderr)
         sys.exit(2)  # as for other words that cannot be parsed
     parser = full_parser(with_options=not words)
@@ -124,13 +120,14 @@ def _no_command(word: str) -> str:
         return f"{word!r} is no command. Run a script with: accelerate launch {word}"
     from accel_cli.errors import did_you_mean
 
-    hint = did_you_mean(word, list(COMMANDS)) or f" There are {', '.join(COMMANDS)}."
+    known = [*COMMANDS, *foreign_commands()]
+    hint = did_you_mean(word, known) or f" There are {', '.join(known)}."
     return f"{word!r} is no command.{hint}"
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> int:
     """Parse the words that belong to one command and carry it out; those of this process when None."""
-    command = COMMANDS[name]
+    command = COMMANDS.get(name) or foreign_commands()[name]
     args = command.make_parser().parse_args(words)
     try:
         with _siblings_named():
@@ -173,7 +170,7 @@ def full_parser(*, with_options: bool = True) -> Any:
     )  # fmt: skip
     parser.add_argument("-V", "--version", action="store_true", help="Show the versions that are installed.")
     commands = parser.add_subparsers(title="commands", metavar="command")
-    for name, command in COMMANDS.items():
+    for name, command in (COMMANDS | foreign_commands()).items():
         if with_options:
             command.make_parser(commands)
         else:

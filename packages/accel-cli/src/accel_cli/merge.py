@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 
 HELP = "Merge the weights of a sharded checkpoint."
@@ -24,12 +24,19 @@ OPTIONS = (
 )
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate merge-weights`."""
+    parser.description = description
+    add_options(parser, OPTIONS)
+
+
 def merge_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate merge-weights`."""
-    parser = make_parser(subparsers, "merge-weights", HELP, OPTIONS, description=description)
-    if subparsers is not None:
-        parser.set_defaults(func=merge_command)
-    return parser
+    """Build the parser of `accelerate merge-weights`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    return command_parser(subparsers, "merge-weights", HELP, add_arguments, merge_command)
 
 
 def merge_command(args: Namespace) -> None:
@@ -51,3 +58,8 @@ def merge_command(args: Namespace) -> None:
         except TypeError as error:
             raise UsageError(str(error)) from error
     print(f"Merged weights written to {args.output_path}")
+
+
+def run(args: Namespace) -> None:
+    """Carry out `accelerate merge-weights`."""
+    merge_command(args)

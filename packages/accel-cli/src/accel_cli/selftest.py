@@ -7,7 +7,7 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser
 from accel_cli.errors import UsageError
 
 HELP = "Check that launching works on this machine."
@@ -16,16 +16,18 @@ SCRIPT = ("test_utils", "scripts", "test_script.py")  # in the package `accelera
 SETTINGS_FILE = Option("--config_file", "Settings file to use instead of the default one.", metavar="FILE")
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate test`."""
+    add_options(parser, [SETTINGS_FILE])
+
+
 def test_command_parser(subparsers: Any = None) -> CommandParser:  # noqa: PT028 - not a test
     """Build the parser of `accelerate test`.
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
     """
-    parser = make_parser(subparsers, "test", HELP, [SETTINGS_FILE])
-    if subparsers is not None:
-        parser.set_defaults(func=test_command)
-    return parser
+    return command_parser(subparsers, "test", HELP, add_arguments, test_command)
 
 
 def test_command(args: Namespace) -> int:
@@ -50,6 +52,11 @@ def test_command(args: Namespace) -> int:
     else:
         print("Launching works on this machine.")
     return status
+
+
+def run(args: Namespace) -> int:
+    """Carry out `accelerate test`."""
+    return test_command(args)
 
 
 def script_path() -> str:

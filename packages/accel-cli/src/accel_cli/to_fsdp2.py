@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import ExistingFileError, MissingFileError, UsageError, without_traceback
 from accel_cli.launch.flags.table import is_option
 from accel_state.public_names import known_as
@@ -18,7 +18,7 @@ from accel_state.public_names import known_as
 if TYPE_CHECKING:
     from accel_cli.configfile.source import Source
 
-HELP = "Convert a settings file from FSDP 1 to FSDP 2."
+HELP = "Convert a config file from FSDP 1 to FSDP 2."
 
 OPTIONS = (
     Option("--config_file", "Settings file to convert.", metavar="FILE", required=True),
@@ -105,16 +105,18 @@ class Outcome:
         return "kept" if self.before == self.after else "changed"
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate to-fsdp2`."""
+    add_options(parser, OPTIONS)
+
+
 def to_fsdp2_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate to-fsdp2`.
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
     """
-    parser = make_parser(subparsers, "to-fsdp2", HELP, OPTIONS)
-    if subparsers is not None:
-        parser.set_defaults(func=to_fsdp2_command)
-    return parser
+    return command_parser(subparsers, "to-fsdp2", HELP, add_arguments, to_fsdp2_command)
 
 
 def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | None = None) -> None:
@@ -151,6 +153,11 @@ def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | No
         if outcome.remark:
             print(f"accelerate to-fsdp2: {outcome.what} {outcome.old}: {outcome.remark}.", file=sys.stderr)
     print(f"\nSettings for FSDP 2 written to {target}")
+
+
+def run(args: Namespace) -> None:
+    """Carry out `accelerate to-fsdp2`."""
+    to_fsdp2_command(args)
 
 
 def load_config(config_file: str) -> dict[str, Any]:

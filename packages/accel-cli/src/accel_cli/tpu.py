@@ -7,7 +7,7 @@ import shlex
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.configfile.location import default_config_path
 from accel_cli.errors import MissingFileError, UsageError, without_traceback
 
@@ -29,16 +29,18 @@ OPTIONS = (
 )  # fmt: skip
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate tpu-config`."""
+    add_options(parser, OPTIONS)
+
+
 def tpu_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate tpu-config`.
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
     """
-    parser = make_parser(subparsers, "tpu-config", HELP, OPTIONS)
-    if subparsers is not None:
-        parser.set_defaults(func=tpu_command_launcher)
-    return parser
+    return command_parser(subparsers, "tpu-config", HELP, add_arguments, tpu_command_launcher)
 
 
 def tpu_command_launcher(args: Namespace) -> None:

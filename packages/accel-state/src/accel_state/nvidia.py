@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 
 from accel_state.warning import warn_user
 
@@ -20,6 +19,8 @@ def _query(field: str) -> list[str]:
         FileNotFoundError: Where there is no `nvidia-smi`.
         subprocess.CalledProcessError: Where it finds no driver.
     """
+    import subprocess  # takes longer than all of this module, and few programs ask
+
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     lines = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).splitlines()
     return [line.strip() for line in lines if line.strip()]
@@ -45,6 +46,8 @@ def gpu_bus_ids(through_library: bool) -> list[tuple[str, str]]:
     Returns:
         For example `[("00000000:3B:00.0", "GPU-7f1e...")]`; empty where neither knows.
     """
+    import subprocess
+
     try:
         return _bus_ids_from_library() if through_library else _bus_ids_from_program()
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -82,6 +85,8 @@ def check_cuda_p2p_ib_support() -> bool:
     That is so with several consumer cards of the RTX 40 series under an old driver; True wherever it cannot be found
     out.
     """
+    import subprocess
+
     try:
         names, count = get_gpu_info()
         if count < 2 or not any(SERIES_WITHOUT_P2P in name for name in names):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 from importlib import import_module
-from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.arguments import CommandParser, Option, add_options
 from accel_state.settings.option import one_of
 
 HELP = "Print a script that completes command lines in your shell."
@@ -21,20 +20,13 @@ zsh: eval "$(accelerate completion zsh)" in ~/.zshrc, after compinit;
 fish: accelerate completion fish > ~/.config/fish/completions/accelerate.fish."""
 
 
-def completion_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate completion`.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
-    """
-    options = (Option("shell", "The shell.", kind=one_of(*SHELLS)),)
-    parser = make_parser(subparsers, "completion", HELP, options, description=DESCRIPTION)
-    if subparsers is not None:
-        parser.set_defaults(func=completion_command)
-    return parser
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate completion`."""
+    parser.description = DESCRIPTION
+    add_options(parser, (Option("shell", "The shell.", kind=one_of(*SHELLS)),))
 
 
-def completion_command(args: Namespace) -> None:
+def run(args: Namespace) -> None:
     """Print the script for a shell.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 from accel_cli.configfile.migrate import migrate, old_spellings
 from accel_cli.configfile.source import Source
 from accel_cli.errors import did_you_mean
-from accel_cli.launch.flags.table import DEEPSPEED, PREFIXES, find, is_option
+from accel_cli.launch.flags.table import DEEPSPEED, PREFIXES, find, foreign_groups, full_name, is_option
 from accel_cli.launch.values import check_word, coerce
 
 ADVICE = "Correct or remove them, or upgrade accelerate where a newer version wrote the file."
@@ -69,19 +69,23 @@ class Check:
                 )  # fmt: skip
         return values
 
-    def keys(self, values: dict[str, Any], known: list[str]) -> None:
-        """Refuse keys that do not exist."""
-        unknown = sorted(str(key) for key in set(values) - set(known))
-        for key in unknown:
+    def keys(self, values: dict[str, Any], known: list[str]) -> set[str]:
+        """Refuse keys that do not exist, and return the sections of other packages."""
+        unknown = {str(key) for key in set(values) - set(known)}
+        sections = unknown & {group.section for group in foreign_groups()} if unknown else set()
+        if sections:
+            self.sections(sections)
+        for key in sorted(unknown - sections):
             hint = _home_of(key, known) or did_you_mean(key, known)
             self.mistakes.append(f"{self.source.at(key)} has unknown keys: {[key]}. {ADVICE}{hint}")
+        return sections
 
     def values(self, values: dict[str, Any]) -> None:
         """Refuse values that their launch options do not allow."""
         for key, value in values.items():
             if isinstance(value, dict):
                 for name, item in value.items():
-                    self._value(f"{key}.{name}", name, item)
+                    self._value(f"{key}.{name}", full_name(key, str(name)), item)
             else:
                 self._value(key, key, value)
 

@@ -94,7 +94,7 @@ class BaseConfig:
         except ValueError as error:
             check.mistakes.append(f"{check.source}: {error}")
             values = cls.process_config({**values, "distributed_type": "NO"})
-        check.keys(values, [field.name for field in fields(cls)])
+        foreign = check.keys(values, [field.name for field in fields(cls)])
         check.values(values)
         check.missing([row.name for row in fields(cls) if row.default is MISSING and row.name not in values])
         kinds: dict[str, type[Enum]] = {
@@ -105,7 +105,10 @@ class BaseConfig:
             with check.naming(key):
                 values[key] = _member(kind, values[key], key)
         check.finish()
-        return cls(**values)
+        config = cls(**{key: value for key, value in values.items() if key not in foreign})
+        for section in foreign:  # of other packages' options: no fields, and written and read like one
+            setattr(config, section, values[section])
+        return config
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> Self:

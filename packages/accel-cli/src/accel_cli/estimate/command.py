@@ -6,7 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, Option, make_parser, switch
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.estimate.optimizers import OPTIMIZERS
 from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
@@ -42,15 +42,19 @@ TRAINING_OPTIONS = (
 )  # fmt: skip
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate estimate-memory`."""
+    add_options(parser, OPTIONS)
+    add_options(parser.add_argument_group("training"), TRAINING_OPTIONS)
+
+
 def estimate_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate estimate-memory`."""
-    parser = make_parser(subparsers, "estimate-memory", HELP, OPTIONS)
-    group = parser.add_argument_group("training")
-    for option in TRAINING_OPTIONS:
-        option.add_to(group)
-    if subparsers is not None:
-        parser.set_defaults(func=estimate_command)
-    return parser
+    """Build the parser of `accelerate estimate-memory`.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+    """
+    return command_parser(subparsers, "estimate-memory", HELP, add_arguments, estimate_command)
 
 
 def estimate_command(args: Namespace) -> list[list[Any]]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_cli.arguments import CommandParser, make_parser
+from accel_cli.arguments import CommandParser, command_parser
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
-from accel_cli.launch.libraries import check_libraries
-from accel_cli.launch.machine import Machine
-from accel_cli.launch.plan import Plan, make_plan
-from accel_cli.launch.resolve import complete, read_settings
 from accel_cli.launch.settings import LaunchSettings
-from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
+
+if TYPE_CHECKING:
+    from accel_cli.launch.plan import Plan
 
 HELP = "Run a script on one process or many."
 
@@ -24,25 +21,24 @@ RUNNERS = {"local": "accel_cli.launch.runners.local", "torchrun": "accel_cli.lau
 COMMAND_RUNNER = "accel_cli.launch.runners.simple"
 
 
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate launch`."""
+    parser.allow_abbrev = False
+    parser.shown_with |= SHOWN_WITH
+    parser.usage = "accelerate launch [options] script [arguments of the script]"
+    parser.epilog = (
+        "--num-processes is read as --num_processes, and every other flag may be spelled with hyphens, too."
+    )
+    add_launch_options(parser)
+
+
 def launch_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate launch`.
 
     Args:
         subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
     """
-    parser = make_parser(
-        subparsers,
-        "launch",
-        HELP,
-        allow_abbrev=False,
-        shown_with=SHOWN_WITH,
-        usage="accelerate launch [options] script [arguments of the script]",
-        epilog="--num-processes is read as --num_processes, and every other flag may be spelled with hyphens, too.",
-    )
-    add_launch_options(parser)
-    if subparsers is not None:
-        parser.set_defaults(func=launch_command)
-    return parser
+    return command_parser(subparsers, "launch", HELP, add_arguments, launch_command)
 
 
 def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
@@ -54,7 +50,14 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     Raises:
         ValueError: When something is wrong with the command line, the settings file or the environment.
     """
-    check_flags(args)
+    # `--help` does not wait for these
+    from accel_cli.launch.libraries import check_libraries
+    from accel_cli.launch.machine import Machine
+    from accel_cli.launch.plan import make_plan
+    from accel_cli.launch.resolve import complete, from_namespace, read_settings
+    from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
+
+    check_flags(from_namespace(args))
     settings = read_settings(args, os.environ)
     check_script(settings)  # before the accelerators are counted, which takes seconds
     settings = complete(settings, os.environ, Machine())
@@ -103,6 +106,8 @@ def finish(plan: Plan) -> None:
     if status and plan.quiet:
         sys.exit(status)
     if status:
+        import subprocess
+
         raise subprocess.CalledProcessError(status, list(plan.argv))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_cli.configfile.location import default_config_path
 from accel_cli.errors import did_you_mean, without_traceback
-from accel_cli.launch.flags.table import PREFIXES, all_options, find
+from accel_cli.launch.flags.table import all_options, find, full_name
 from accel_cli.launch.settings import ROWS, LaunchSettings
 from accel_cli.launch.values import coerce
 
@@ -74,10 +74,9 @@ def _take_values(settings: LaunchSettings, values: Mapping[str, Any]) -> LaunchS
 
 
 def _take_section(settings: LaunchSettings, section: str, values: dict[str, Any]) -> LaunchSettings:
-    prefix = PREFIXES.get(section, "")
     found: dict[str, Any] = {}
     for key, value in values.items():
-        name = key if str(key).startswith(prefix) else f"{prefix}{key}"
+        name = full_name(section, str(key))
         option = find(name)
         if option is None:
             settings = settings.noting(_unknown_key(settings.settings_file, section, key, name))

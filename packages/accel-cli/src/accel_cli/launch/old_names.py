@@ -84,7 +84,7 @@ def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, boo
         ValueError: When something is wrong with the command line, the settings file or the environment.
         FileNotFoundError: When the settings file that was named does not exist.
     """
-    check_flags(args)
+    check_flags(from_namespace(args))
     settings = resolve(args)
     check_settings(settings, script=False)
     chosen = {name: getattr(settings, name) for name in ROWS if name != "main_process_port"}

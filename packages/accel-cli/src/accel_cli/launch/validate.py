@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable
 
 from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
@@ -25,25 +24,25 @@ NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that get the machines fr
 MEETS_ALONE = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
 
 
-def check_flags(args: Namespace) -> None:
+def check_flags(settings: LaunchSettings) -> None:
     """Refuse combinations that no config file can repair.
 
     Args:
-        args: The parsed command line, or settings that hold what it said.
+        settings: What the command line said, as `from_namespace` gives it.
 
     Raises:
         ValueError: When it contradicts itself or asks for something that is not possible.
     """
-    _check_exclusive(args)
-    if args.module and args.no_python:
+    _check_exclusive(settings)
+    if settings.module and settings.no_python:
         raise UsageError("--module and --no_python exclude one another: give one of them.")
-    if args.multi_gpu and args.num_processes == 1:
+    if settings.multi_gpu and settings.num_processes == 1:
         raise UsageError("--multi_gpu needs at least 2 processes, got --num_processes 1: leave one of the two out.")
     for name, least in {"num_processes": 1, "num_machines": 1, "num_cpu_threads_per_process": 1}.items():
-        value = getattr(args, name)
+        value = getattr(settings, name)
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}.")
-    _check_together(args)
+    _check_together(settings)
 
 
 def check_settings(settings: LaunchSettings, *, script: bool = True) -> tuple[str, ...]:
@@ -75,8 +74,8 @@ def only_warn_in_dry_run(check: Callable[[LaunchSettings], None], settings: Laun
     return ()
 
 
-def _check_exclusive(args: Namespace) -> None:
-    hardware, engines = ([name for name in names if getattr(args, name)] for names in (HARDWARE, ENGINES))
+def _check_exclusive(settings: LaunchSettings) -> None:
+    hardware, engines = ([name for name in names if getattr(settings, name)] for names in (HARDWARE, ENGINES))
     given = [*hardware, *engines]
     alone = len(hardware) == len(engines) == 1 and engines[0] in TOGETHER.get(hardware[0], ())
     if len(given) > 1 and not alone:
@@ -84,10 +83,10 @@ def _check_exclusive(args: Namespace) -> None:
         raise UsageError(f"{flags} exclude one another: give one of them.")
 
 
-def _check_together(args: Namespace) -> None:
+def _check_together(settings: LaunchSettings) -> None:
     """Refuse flags of which one makes the other meaningless."""
     for flag, other, why in CONTRADICTIONS:
-        if getattr(args, flag) and getattr(args, other):
+        if getattr(settings, flag) and getattr(settings, other):
             raise UsageError(f"--{flag} and --{other} contradict one another: {why}. Leave one of them out.")
 
 

@@ -6,9 +6,9 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accel_cli.arguments import CommandParser, Option, make_parser
+from accel_cli.arguments import CommandParser, Option, add_options
 from accel_cli.errors import UsageError, did_you_mean
 from accel_state.settings.option import WHOLE, one_of
 
@@ -34,23 +34,17 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def runs_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate runs`.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
-    """
-    parser = make_parser(subparsers, "runs", HELP, OPTIONS, description=DESCRIPTION)
-    if subparsers is not None:
-        parser.set_defaults(func=runs_command)
-    return parser
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate runs`."""
+    parser.description = DESCRIPTION
+    add_options(parser, OPTIONS)
 
 
-def runs_command(args: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print or write recorded runs.
 
     Args:
-        args: What the parser of `runs_command_parser` gave.
+        args: What the parser of `add_arguments` gave.
 
     Returns:
         The exit status for the shell: 1 when there are no runs.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from typing import Any
 
-from accel_cli.arguments import CommandParser, add_options, make_parser
+from accel_cli.arguments import CommandParser, add_options
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
 from accel_cli.slurm.flags import SLURM
@@ -16,32 +15,20 @@ from accel_cli.slurm.script import batch_script
 HELP = "Write or submit a SLURM job for a launch."
 
 
-def slurm_command_parser(subparsers: Any = None) -> CommandParser:
-    """Build the parser of `accelerate slurm`.
-
-    Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
-    """
-    parser = make_parser(
-        subparsers,
-        "slurm",
-        HELP,
-        allow_abbrev=False,
-        shown_with=SHOWN_WITH,
-        usage="accelerate slurm [options] [options of accelerate launch] script [arguments of the script]",
-    )
+def add_arguments(parser: CommandParser) -> None:
+    """Add the options of `accelerate slurm`."""
+    parser.allow_abbrev = False
+    parser.shown_with |= SHOWN_WITH
+    parser.usage = "accelerate slurm [options] [options of accelerate launch] script [arguments of the script]"
     add_options(parser.add_argument_group("SLURM"), SLURM)
     add_launch_options(parser)
-    if subparsers is not None:
-        parser.set_defaults(func=slurm_command)
-    return parser
 
 
-def slurm_command(args: Namespace) -> int:
+def run(args: Namespace) -> int:
     """Print a batch script, write it, or hand it to SLURM.
 
     Args:
-        args: What the parser of `slurm_command_parser` gave.
+        args: What the parser with `add_arguments` gave.
 
     Returns:
         The exit status for the shell: that of sbatch where it was called.

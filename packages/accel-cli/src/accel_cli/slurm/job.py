@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import find
 from accel_cli.launch.machine import Machine
-from accel_cli.launch.resolve import resolve
+from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import MEETS_ALONE, check_flags, check_settings
 from accel_cli.slurm.flags import SLURM, check_slurm_flags, num_gpus, resume_words
@@ -110,7 +110,7 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
         FileNotFoundError: When the script or the settings file does not exist.
     """
     check_slurm_flags(args)
-    check_flags(args)
+    check_flags(from_namespace(launch_arguments(args)))
     gpus = num_gpus(args.gpus_per_node)
     settings = _settle(args, environ, gpus)
     nodes = settings.num_machines
@@ -138,10 +138,15 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
     )
 
 
+def launch_arguments(args: Namespace) -> Namespace:
+    """Copy a command line without what `accelerate slurm` alone knows."""
+    own = {option.name for option in SLURM}
+    return Namespace(**{name: value for name, value in vars(args).items() if name not in own})
+
+
 def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> LaunchSettings:
     """Complete the settings as the launch on a machine of the job will, without its address."""
-    own = {option.name for option in SLURM}
-    wanted = Namespace(**{name: value for name, value in vars(args).items() if name not in own})
+    wanted = launch_arguments(args)
     wanted.nondefault = {*getattr(args, "nondefault", ()), "machine_rank", "main_process_ip"}
     wanted.machine_rank, wanted.main_process_ip = 0, FOUND_BY_THE_JOB
     if args.nodes:

@@ -133,12 +133,13 @@ SHOWN_WITH = {group.title: group.shown_with for group in GROUPS if group.shown_w
 def foreign_groups() -> tuple[OptionGroup, ...]:
     """The options of installed packages that declare a settings class as an entry point `accelerate.options`."""
     return tuple(
-        OptionGroup.from_settings(path, f"Options of {name}", section=f"{name}_config")
+        OptionGroup.from_settings(path, f"Options of {name}", section=f"{name}_config", prefix=f"{name}_")
         for name, path in entry_points(OPTIONS_GROUP).items()
     )
 
 
 PREFIXES = {group.section: group.prefix for group in GROUPS if group.prefix}
+SECTIONS = frozenset(group.section for group in GROUPS)
 
 
 def find(name: str) -> Option | None:
@@ -153,6 +154,14 @@ def find(name: str) -> Option | None:
     of_prefix = (group for group in GROUPS if group.prefix and name.startswith(group.prefix))
     without = (group for group in GROUPS if not group.prefix)
     return _row_in((*of_prefix, *without), name) or _row_in(foreign_groups(), name)
+
+
+def full_name(section: str, key: str) -> str:
+    """The name of the option that a key of a section sets: its prefix need not be written there."""
+    prefix = PREFIXES.get(section, "")
+    if section not in SECTIONS:
+        prefix = next((group.prefix for group in foreign_groups() if group.section == section), "")
+    return key if key.startswith(prefix) else f"{prefix}{key}"
 
 
 def is_option(name: str) -> bool:
@@ -197,14 +206,8 @@ def groups_of(settings: LaunchSettings) -> Iterator[OptionGroup]:
         yield from foreign_groups()
 
 
-def add_launch_options(parser: CommandParser, *, at_once: bool = True) -> None:
-    """Add every option to a parser, under its heading.
-
-    Args:
-        parser: The parser.
-        at_once: Whether options that `--help` does not show are there at once, rather than when a flag is not known
-            without them.
-    """
+def add_launch_options(parser: CommandParser) -> None:
+    """Add every option to a parser, under its heading; those that `--help` does not show when they are needed."""
     headings: dict[str, Any] = {"": parser}
     late: list[OptionGroup] = []
     for group in GROUPS:
@@ -221,5 +224,3 @@ def add_launch_options(parser: CommandParser, *, at_once: bool = True) -> None:
             add_options(heading, group.options)
 
     parser.late_options = add_the_rest
-    if at_once:
-        parser.add_late_options()
