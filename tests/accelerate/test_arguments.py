@@ -154,7 +154,7 @@ def test_compilation_by_backend_or_plugin() -> None:
     assert Accelerator(cpu=True, dynamo_plugin=plugin).state.dynamo_plugin is plugin
     with pytest.raises(ValueError, match="pass only the plugin"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=plugin)
-    with pytest.raises(ValueError, match="backend='egaer'.*Did you mean 'EAGER'"):
+    with pytest.raises(ValueError, match="(?i)backend='egaer'.*Did you mean 'eager'"):
         Accelerator(cpu=True, dynamo_backend="egaer")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state import devices, libraries
+from accel_state import devices, hardware, libraries
 from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind
 from accel_state.enums import DistributedType
 
@@ -166,8 +166,8 @@ def test_looking_for_devices_does_not_start_the_driver(
 def test_the_device_decides_about_bf16(fake: Any) -> None:
     fake("npu", count=1)
     assert not device_kind("npu").supports_bf16()
-    assert not libraries.is_bf16_available()
-    assert libraries.is_fp16_available()
+    assert not hardware.is_bf16_available()
+    assert hardware.is_fp16_available()
 
 
 def test_mps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,8 +175,8 @@ def test_mps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = device_kind("mps")
     monkeypatch.delenv("PYTORCH_ENABLE_MPS_FALLBACK", raising=False)
     assert default_device() == torch.device("mps")
-    assert libraries.is_mps_available()
-    assert not libraries.is_mps_available(min_version="99")
+    assert hardware.is_mps_available()
+    assert not hardware.is_mps_available(min_version="99")
     kind.set_device(None)
     assert os.environ["PYTORCH_ENABLE_MPS_FALLBACK"] == "1"
     monkeypatch.setattr(torch.backends.mps, "is_macos_or_newer", lambda major, minor: major < 15)
@@ -185,10 +185,10 @@ def test_mps(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rocm_is_cuda_by_another_name(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake("cuda")
-    assert libraries.is_cuda_available()
-    assert not libraries.is_rocm_available()
+    assert hardware.is_cuda_available()
+    assert not hardware.is_rocm_available()
     monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert libraries.is_rocm_available()
+    assert hardware.is_rocm_available()
 
 
 def test_the_first_gaudi_has_no_fp16(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +200,7 @@ def test_the_first_gaudi_has_no_fp16(fake: Any, monkeypatch: pytest.MonkeyPatch)
     for end in range(1, len(parts)):
         monkeypatch.setitem(sys.modules, ".".join(parts[:end]), types.ModuleType(parts[end - 1]))
     monkeypatch.setitem(sys.modules, experimental.__name__, experimental)
-    for cached in (libraries.is_hpu_available, libraries.is_habana_gaudi1):
+    for cached in (hardware.is_hpu_available, devices.is_gaudi1):
         cached.cache_clear()
     try:
         kind = device_kind("hpu")
@@ -208,7 +208,7 @@ def test_the_first_gaudi_has_no_fp16(fake: Any, monkeypatch: pytest.MonkeyPatch)
         assert kind.supports_bf16()
         assert kind.device(0) == torch.device("hpu")
     finally:
-        for cached in (libraries.is_hpu_available, libraries.is_habana_gaudi1):
+        for cached in (hardware.is_hpu_available, devices.is_gaudi1):
             cached.cache_clear()
 
 
@@ -222,12 +222,12 @@ def test_a_library_that_does_not_work_here_is_as_good_as_none(monkeypatch: pytes
 
 def test_counting_is_asked_for_separately(fake: Any) -> None:
     fake("sdaa")
-    libraries.is_sdaa_available.cache_clear()
+    hardware.is_sdaa_available.cache_clear()
     try:
-        assert libraries.is_sdaa_available()
-        assert libraries.is_sdaa_available(check_device=True)
+        assert hardware.is_sdaa_available()
+        assert hardware.is_sdaa_available(check_device=True)
     finally:
-        libraries.is_sdaa_available.cache_clear()
+        hardware.is_sdaa_available.cache_clear()
 
 
 # ---- XLA ------------------------------------------------------------------------------------------------------------
@@ -246,8 +246,8 @@ def test_xla_counts_its_own_processes(xla: Any) -> None:
     kind.empty_cache()
     assert libraries.is_torch_xla_available(check_is_tpu=True)
     assert not libraries.is_torch_xla_available(check_is_gpu=True)
-    assert libraries.is_bf16_available()
-    assert not libraries.is_bf16_available(ignore_tpu=True)
+    assert hardware.is_bf16_available()
+    assert not hardware.is_bf16_available(ignore_tpu=True)
     with pytest.raises(ValueError, match="check_is_tpu and check_is_gpu are both True"):
         libraries.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
 

@@ -15,7 +15,6 @@ from accel_state.environment import (
     clear_environment,
     convert_dict_to_env_variables,
     get_cpu_distributed_information,
-    get_current_device_type,
     get_int_from_env,
     parse_choice_from_env,
     parse_flag_from_env,
@@ -23,6 +22,7 @@ from accel_state.environment import (
     purge_accelerate_environment,
     str_to_bool,
 )
+from accel_state.hardware import get_current_device_type
 
 
 @pytest.mark.parametrize("word", ["y", "Yes", "T", "true", "ON", "1"])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state import numa, nvidia
+from accel_state import hardware, numa, nvidia
 from accel_state.numa import override_numa_affinity, parse_core_list, set_numa_affinity
 
 
@@ -107,7 +107,7 @@ def machine(smi: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[s
     bound: list[set[int]] = []
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(numa, "SYSFS", tmp_path / "sys")
-    monkeypatch.setattr(numa, "is_cuda_available", lambda: True)
+    monkeypatch.setattr(hardware, "is_cuda_available", lambda: True)
     monkeypatch.setattr(numa, "is_pynvml_available", lambda: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(set(cores)))

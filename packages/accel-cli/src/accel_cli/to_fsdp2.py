@@ -170,7 +170,7 @@ def load_config(config_file: str) -> dict[str, Any]:
         FileNotFoundError: When there is no such file.
         ValueError: When it cannot be read.
     """
-    from accel_cli.configfile.read import read_values
+    from accel_cli.configfile.values import read_values
 
     with without_traceback():
         return read_values(config_file)[0]
@@ -280,7 +280,7 @@ def _target(args: Namespace) -> str:
 
 def _write(target: str, values: dict[str, Any]) -> None:
     """Write settings; missing folders are made."""
-    from accel_cli.configfile.write import write_json, write_yaml
+    from accel_cli.configfile.values import write_json, write_yaml
 
     with without_traceback():
         os.makedirs(os.path.dirname(target) or ".", exist_ok=True)

@@ -17,7 +17,7 @@ import torch
 from accel_state.clusters import ClusterPlace
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
-from accel_state.libraries import is_habana_gaudi1, is_torch_xla_available
+from accel_state.libraries import is_torch_xla_available
 from accel_state.nvidia import avoid_unsupported_transfers
 
 
@@ -31,6 +31,13 @@ def _load(library: str) -> bool:
     except (ImportError, OSError, RuntimeError):  # a driver is missing: this machine has no such device
         return False
     return True
+
+
+@functools.cache
+def is_gaudi1() -> bool:
+    """Whether the Gaudi is one of the first generation, which lacks 16-bit floats; asked where there is one."""
+    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +233,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         backend_library="habana_frameworks.torch.distributed.hccl",
         numbered=False,
         bf16=True,
-        fp16=lambda: not is_habana_gaudi1(),
+        fp16=lambda: not is_gaudi1(),
     ),
     DeviceKind(  # ROCm builds of torch answer to the same names
         "cuda",

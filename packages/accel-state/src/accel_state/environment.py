@@ -257,17 +257,3 @@ def get_cpu_distributed_information() -> CPUInformation:
     if place is None:
         return CPUInformation()
     return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """The torch name of this machine's accelerator and the distributed type of several of them.
-
-    Returns:
-        For example `("xpu", "MULTI_XPU")`; `("cuda", "MULTI_GPU")` where no accelerator is found.
-    """
-    from accel_state.devices import detect_device_kind, device_kind
-
-    kind = detect_device_kind()
-    if kind.name in ("cpu", "mps"):  # no launcher runs several of these, so scripts written for GPUs are assumed
-        kind = device_kind("cuda")
-    return kind.name, kind.distributed_type.value

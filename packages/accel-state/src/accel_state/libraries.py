@@ -232,88 +232,6 @@ def is_xccl_available() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_xccl_available()
 
 
-# ---- devices: the questions of the table in `accel_state.devices` under their usual names ----------------------------
-
-
-def _is_usable(name: str, check_device: bool = False) -> bool:
-    from accel_state.devices import device_kind
-
-    kind = device_kind(name)
-    return kind.is_available() and (not check_device or kind.device_count() > 0)
-
-
-def is_cuda_available() -> bool:
-    """True when an NVIDIA or AMD GPU is usable; asking does not start CUDA, so the process may still fork."""
-    return _is_usable("cuda")
-
-
-def is_rocm_available() -> bool:
-    """True when the usable GPU is an AMD one."""
-    import torch
-
-    return torch.version.hip is not None and is_cuda_available()
-
-
-def is_mps_available(min_version: str = "1.12") -> bool:
-    """True when the GPU of Apple silicon is usable and torch has `min_version` or later."""
-    return is_torch_version(">=", min_version) and _is_usable("mps")
-
-
-@functools.cache
-def is_xpu_available(check_device: bool = False) -> bool:
-    """True when an Intel GPU is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("xpu", check_device)
-
-
-@functools.cache
-def is_npu_available(check_device: bool = False) -> bool:
-    """True when an Ascend NPU is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("npu", check_device)
-
-
-@functools.cache
-def is_mlu_available(check_device: bool = False) -> bool:
-    """True when a Cambricon MLU is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("mlu", check_device)
-
-
-@functools.cache
-def is_musa_available(check_device: bool = False) -> bool:
-    """True when a Moore Threads GPU is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("musa", check_device)
-
-
-@functools.cache
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """True when a Tecorigin SDAA device is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("sdaa", check_device)
-
-
-@functools.cache
-def is_neuron_available(check_device: bool = False) -> bool:
-    """True when an AWS Neuron core is usable; with `check_device`, when one can be counted as well."""
-    return _is_usable("neuron", check_device)
-
-
-@functools.cache
-def is_hpu_available(init_hccl: bool = False) -> bool:
-    """True when an Intel Gaudi is usable; `init_hccl` also loads its collective library."""
-    if not _is_usable("hpu"):
-        return False
-    if init_hccl:
-        importlib.import_module("habana_frameworks.torch.distributed.hccl")
-    return True
-
-
-@functools.cache
-def is_habana_gaudi1() -> bool:
-    """True when the Gaudi is one of the first generation, which lacks 16-bit floats."""
-    if not is_hpu_available():
-        return False
-    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
-    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
-
-
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """True when torch_xla is installed and `USE_TORCH_XLA` does not forbid it.
@@ -333,23 +251,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         return True
     hardware = importlib.import_module("torch_xla.runtime").device_type()
     return hardware in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
-
-
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """True when this machine's device computes in bfloat16; with `ignore_tpu`, TPUs count as unable."""
-    from accel_state.devices import detect_device_kind
-
-    kind = detect_device_kind()
-    if kind.name == "xla" and is_torch_xla_available(check_is_tpu=True):
-        return not ignore_tpu
-    return kind.supports_bf16()
-
-
-def is_fp16_available() -> bool:
-    """True when this machine's device computes in float16."""
-    from accel_state.devices import detect_device_kind
-
-    return detect_device_kind().supports_fp16()
 
 
 def is_fp8_available() -> bool:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from accel_state.environment import parse_flag_from_env
-from accel_state.libraries import is_cuda_available, is_pynvml_available, is_rocm_available
+from accel_state.libraries import is_pynvml_available
 from accel_state.nvidia import gpu_bus_ids
 
 logger = logging.getLogger("accelerate.utils.environment")
@@ -42,6 +42,8 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def _cores_near_gpu(index: int) -> tuple[set[int], str]:
     """The cores to keep to, none when there is nothing to choose; and why."""
+    from accel_state.hardware import is_cuda_available, is_rocm_available
+
     if not hasattr(os, "sched_setaffinity") or not is_cuda_available() or is_rocm_available():
         return set(), "there is no NVIDIA GPU here, or the system cannot bind processes"
     bus_ids = _visible(gpu_bus_ids(is_pynvml_available()))

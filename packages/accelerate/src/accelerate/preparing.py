@@ -20,7 +20,8 @@ from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.environment import str_to_bool
-from accel_state.libraries import is_bitsandbytes_multi_backend_available, is_xpu_available
+from accel_state.hardware import is_xpu_available
+from accel_state.libraries import is_bitsandbytes_multi_backend_available
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine

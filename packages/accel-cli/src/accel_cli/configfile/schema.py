@@ -122,20 +122,20 @@ class BaseConfig:
 
     @classmethod
     def _from_file(cls, path: str | None, format: str) -> Self:
-        from accel_cli.configfile.read import read_values
+        from accel_cli.configfile.values import read_values
 
         values, source = read_values(path, format)
         return cls.from_values(values, source)
 
     def to_json_file(self, json_file: str) -> None:
         """Write the settings as JSON, whole or not at all."""
-        from accel_cli.configfile.write import write_json
+        from accel_cli.configfile.values import write_json
 
         write_json(json_file, self.to_dict())
 
     def to_yaml_file(self, yaml_file: str) -> None:
         """Write the settings as YAML, whole or not at all."""
-        from accel_cli.configfile.write import write_yaml
+        from accel_cli.configfile.values import write_yaml
 
         write_yaml(yaml_file, self.to_dict())
 

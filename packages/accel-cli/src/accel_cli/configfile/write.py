@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from accel_cli.configfile.location import default_json_config_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
+from accel_cli.configfile.values import write_json, write_yaml
 from accel_cli.errors import UsageError
 from accel_state.enums import ComputeEnvironment, DistributedType
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
-
-
-def write_json(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
-    """Write sorted JSON."""
-    _write_atomically(Path(path), json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def write_yaml(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
-    """Write sorted YAML."""
-    import yaml
-
-    _write_atomically(Path(path), yaml.safe_dump(values, allow_unicode=True))
 
 
 def write_config(path: str | os.PathLike[str], config: BaseConfig) -> None:
@@ -108,26 +95,3 @@ def _this_machine(mixed_precision: str) -> ClusterConfig:
         debug=False,
         num_processes=max(1, num_devices),
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the file, then rename: readers see the old content or the new, never a part."""
-    path = Path(os.path.realpath(path))  # a link stays a link
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
-    handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(draft, mode)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

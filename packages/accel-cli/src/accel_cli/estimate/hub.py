@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_cli.errors import UsageError
-from accel_cli.estimate.source import CONFIG_NAME, LIBRARIES, read_config
+from accel_cli.estimate.config_json import CONFIG_NAME, LIBRARIES, read_config
 
 REFUSED = (401, 403)
 ANSWER_SECONDS = 5.0  # after which the Hub counts as out of reach

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_cli.errors import MissingFileError, UsageError, did_you_mean
-
-CONFIG_NAME = "config.json"
-LIBRARIES = ("timm", "transformers")
-MAX_CONFIG_BYTES = 1 << 26
+from accel_cli.estimate.config_json import CONFIG_NAME, LIBRARIES, read_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,23 +67,6 @@ def library_of(config: dict[str, Any]) -> str | None:
     if "model_type" in config or "architectures" in config:
         return "transformers"
     return "timm" if "architecture" in config else None
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a `config.json`.
-
-    Raises:
-        UsageError: It is not one.
-    """
-    try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes, too many for a configuration: check it")
-        config = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): mend it, or download the model again") from error
-    if not isinstance(config, dict):
-        raise UsageError(f"{path} holds a {type(config).__name__}, not an object: it is no model's configuration")
-    return config
 
 
 def _local(name: str, folder: Path, library: str | None) -> ModelSource:

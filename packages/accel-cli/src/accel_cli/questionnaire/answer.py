@@ -5,17 +5,32 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_cli.errors import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accel_cli.questionnaire.prompts import Prompts
 
 YES = ("yes", "y", "true", "1")
 NO = ("no", "n", "false", "0")
+
+
+class Asks(Protocol):
+    """Somebody who can be asked, such as `prompts.Prompts`."""
+
+    def ask_text(self, text: str, default: str, read: Callable[[str], Any]) -> Any:
+        """Ask for a text."""
+        ...
+
+    def ask_truth(self, text: str, default: str, read: Callable[[str], Any]) -> Any:
+        """Ask for yes or no."""
+        ...
+
+    def ask_choice(self, text: str, choice: Choice, default: str, read: Callable[[str], Any]) -> Any:
+        """Ask for one of several values."""
+        ...
 
 
 class Answer(ABC):
@@ -33,7 +48,7 @@ class Answer(ABC):
         """Write a value so that `read` gives it back."""
         return str(value)
 
-    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody be asked for it.
 
         Args:
@@ -82,7 +97,7 @@ class Choice(Answer):
         """Write what the menu says for a value."""
         return next(label for option, label in self.options if option == value)
 
-    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody choose from a menu."""
         return prompts.ask_choice(text, self, default, read)
 
@@ -111,7 +126,7 @@ class Truth(Answer):
         """Write yes or no."""
         return "yes" if value else "no"
 
-    def ask(self, prompts: Prompts, text: str, default: str, read: Callable[[str], Any]) -> Any:
+    def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Let somebody confirm."""
         return prompts.ask_truth(text, default, read)
 

@@ -178,7 +178,7 @@ def _cpu_instead_of_gpus(gpus: str, settings: LaunchSettings) -> str:
             f"--gpus_per_node {gpus} contradicts the environment variable ACCELERATE_USE_CPU: unset it, or leave "
             "--gpus_per_node out."
         )
-    from accel_cli.configfile.read import read_values
+    from accel_cli.configfile.values import read_values
 
     values, source = read_values(path)
     key = "use_cpu" if values.get("use_cpu") else "distributed_type"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from accel_state.errors import missing_library
-from accel_state.libraries import is_hpu_available, is_transformer_engine_available
+from accel_state.hardware import is_hpu_available
+from accel_state.libraries import is_transformer_engine_available
 
 if TYPE_CHECKING:
     from accel_state.settings.fp8 import TERecipeKwargs

@@ -10,7 +10,7 @@ from accel_state.environment import str_to_bool
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
-from accel_state.settings.handlers import KwargsHandler
+from accel_state.settings.handler import KwargsHandler
 from accel_state.settings.option import (
     BOOLEAN,
     FUNCTION,

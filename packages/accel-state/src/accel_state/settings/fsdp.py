@@ -310,9 +310,9 @@ class FullyShardedDataParallelPlugin(Plugin):
             os.environ[RAM_EFFICIENT_VARIABLE] = str(self.cpu_ram_efficient_loading)
 
     @property
-    def engine(self) -> str:
-        """One for each version of FSDP."""
-        return "FSDP2" if self.fsdp_version == 2 else "FSDP"
+    def engine(self) -> str | None:
+        """Version 2 has an engine of its own."""
+        return "FSDP2" if self.fsdp_version == 2 and self.distributed_type == DistributedType.FSDP else None
 
     def check_mesh(self, config: MeshSizes) -> None:
         """Refuse context parallelism under version 1.

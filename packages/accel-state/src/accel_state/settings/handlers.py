@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
+from accel_state.settings.handler import KwargsHandler as KwargsHandler
 from accel_state.settings.option import (
     BOOLEAN,
     TEXT,
@@ -17,7 +17,6 @@ from accel_state.settings.option import (
     above,
     at_least,
     is_number,
-    making_defaults,
     option,
     resolve_options,
 )
@@ -29,24 +28,6 @@ if TYPE_CHECKING:
 
 NCCL_TIMEOUT = timedelta(minutes=10)
 OTHER_TIMEOUT = timedelta(minutes=30)
-
-
-@known_as("accelerate.utils.dataclasses.KwargsHandler")
-class KwargsHandler:
-    """Base of dataclasses that hold keyword arguments for an object built elsewhere."""
-
-    slot: ClassVar[str | None] = None
-    """The field of `Handlers` it goes to; None for handlers that `Accelerator` takes by an argument of their own."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All values by field name; lists and dictionaries are copies."""
-        return {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in vars(self).items()}
-
-    def to_kwargs(self) -> dict[str, Any]:
-        """The values that differ from the defaults which hold when no environment variable is set."""
-        with making_defaults():
-            defaults = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
 
 @known_as("accelerate.utils.dataclasses.AutocastKwargs")

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from accel_state.settings.megatron import MegatronLMPlugin
 
-Parser = Callable[["MegatronLMPlugin", Any, Any], None]
+class ModelArguments(Protocol):
+    """What is asked of a `ModelArguments`: where arguments of the model are collected."""
+
+    megatron_lm_default_args: dict[str, Any]
+    encoder_seq_length: Any
+    decoder_seq_length: Any
+    return_logits: Any
+
+
+Parser = Callable[[Any, Any, Any], None]
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
 """Parsers by model family; a family fits when its name is part of `model.config.model_type`."""
 
@@ -131,7 +138,7 @@ def _value(config: Any, name: str) -> Any:
     return value
 
 
-def _take(plugin: MegatronLMPlugin, config: Any, kind: str, sizes: Mapping[str, str], **facts: Any) -> None:
+def _take(plugin: ModelArguments, config: Any, kind: str, sizes: Mapping[str, str], **facts: Any) -> None:
     plugin.megatron_lm_default_args |= {
         "model_type_name": kind,
         **{argument: _value(config, name) for argument, name in sizes.items()},
@@ -140,7 +147,7 @@ def _take(plugin: MegatronLMPlugin, config: Any, kind: str, sizes: Mapping[str, 
     }
 
 
-def _take_length(plugin: MegatronLMPlugin, name: str, *candidates: int | None) -> None:
+def _take_length(plugin: ModelArguments, name: str, *candidates: int | None) -> None:
     """Set a sequence length, in tokens, to the first candidate that is known."""
     length = next(candidate for candidate in (getattr(plugin, name), *candidates) if candidate is not None)
     setattr(plugin, name, length)
@@ -153,7 +160,7 @@ def _length(batch_data: Any, key: str = "input_ids") -> int | None:
 
 
 @add_model_config_to_megatron_parser("megatron-bert")
-def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_bert_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
     """Take the sizes of a BERT model."""
     config = model.config
     pretraining = "maskedlm" in type(model).__name__.lower()
@@ -163,7 +170,7 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
 
 
 @add_model_config_to_megatron_parser("gpt2")
-def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_gpt2_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
     """Take the sizes of a GPT-2 model."""
     plugin, config = megatron_lm_plugin, model.config
     _take(
@@ -180,7 +187,7 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
 
 
 @add_model_config_to_megatron_parser("t5")
-def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_t5_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
     """Take the sizes of a T5 model."""
     config = model.config
     _take(megatron_lm_plugin, config, "t5", T5_SIZES, pretraining_flag=True)
@@ -190,7 +197,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data
 
 
 def _take_decoder(
-    plugin: MegatronLMPlugin, config: Any, batch_data: Any, sizes: Mapping[str, str], **facts: Any
+    plugin: ModelArguments, config: Any, batch_data: Any, sizes: Mapping[str, str], **facts: Any
 ) -> None:
     _take(plugin, config, "gpt", sizes, return_logits=plugin.return_logits, **facts)
     own, longest = getattr(config, "max_sequence_length", None), _value(config, "max_position_embeddings")
@@ -198,7 +205,7 @@ def _take_decoder(
 
 
 @add_model_config_to_megatron_parser("llama")
-def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_llama_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
     """Take the sizes of a Llama model."""
     _take_decoder(
         megatron_lm_plugin,
@@ -211,7 +218,7 @@ def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_d
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
-def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+def parse_glm4_moe_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
     """Take the sizes and the mixture-of-experts layout of a GLM-4 MoE model."""
     config = model.config
     _take_decoder(

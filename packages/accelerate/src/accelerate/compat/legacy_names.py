@@ -39,11 +39,13 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.enums": "DistributedType DynamoBackend FP8BackendType LoggerType PrecisionType RNGType",
         "accel_state.environment": "parse_choice_from_env",
         "accel_state.gradient_state": "GradientState",
+        "accel_state.hardware": (
+            "is_bf16_available is_mlu_available is_musa_available is_npu_available is_xpu_available"
+        ),
         "accel_state.libraries": (
-            "compare_versions is_bf16_available is_bitsandbytes_multi_backend_available is_deepspeed_available "
-            "is_lomo_available is_megatron_lm_available is_mlu_available is_msamp_available is_musa_available "
-            "is_npu_available is_torch_version is_torch_xla_available is_torchao_available "
-            "is_transformer_engine_available is_xpu_available"
+            "compare_versions is_bitsandbytes_multi_backend_available is_deepspeed_available is_lomo_available "
+            "is_megatron_lm_available is_msamp_available is_torch_version is_torch_xla_available "
+            "is_torchao_available is_transformer_engine_available"
         ),
         "accel_state.logging": "get_logger",
         "accel_state.mesh": "ParallelismConfig",
@@ -92,10 +94,11 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_ops.nested": "recursive_getattr",
         "accel_ops.tied": "find_tied_parameters retie_parameters",
         "accel_state.environment": "parse_flag_from_env",
-        "accel_state.libraries": (
-            "is_bnb_available is_mlu_available is_musa_available is_neuron_available is_npu_available "
-            "is_sdaa_available is_xpu_available"
+        "accel_state.hardware": (
+            "is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available "
+            "is_xpu_available"
         ),
+        "accel_state.libraries": "is_bnb_available",
         "accel_state.nvidia": "check_cuda_p2p_ib_support",
         "accelerate.utils.constants": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     },
@@ -106,10 +109,11 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         ),
         "accel_ops.files": "load save",
         "accel_ops.modules": "get_pretty_name",
-        "accel_state.libraries": (
+        "accel_state.hardware": (
             "is_cuda_available is_hpu_available is_mlu_available is_musa_available is_neuron_available "
-            "is_sdaa_available is_torch_version is_torch_xla_available is_xpu_available"
+            "is_sdaa_available is_xpu_available"
         ),
+        "accel_state.libraries": "is_torch_version is_torch_xla_available",
         "accel_state.logging": "get_logger",
         "accel_state.processes": "PartialState",
     },
@@ -135,7 +139,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_ops.memory": "clear_device_cache",
         "accel_ops.nested": "recursive_getattr",
         "accel_ops.placement": "find_device send_to_device",
-        "accel_state.libraries": "is_mlu_available is_musa_available is_npu_available",
+        "accel_state.hardware": "is_mlu_available is_musa_available is_npu_available",
         "accel_state.processes": "PartialState",
     },
     "accelerate.inference": {
@@ -153,8 +157,9 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.constants": "ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION",
         "accel_state.enums": "PrecisionType",
-        "accel_state.environment": "are_libraries_initialized get_current_device_type patch_environment",
-        "accel_state.libraries": "is_mps_available is_rocm_available is_torch_version",
+        "accel_state.environment": "are_libraries_initialized patch_environment",
+        "accel_state.hardware": "get_current_device_type is_mps_available is_rocm_available",
+        "accel_state.libraries": "is_torch_version",
         "accel_state.nvidia": "check_cuda_p2p_ib_support get_gpu_info",
         "accel_state.processes": "PartialState",
     },
@@ -188,10 +193,13 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.environment": (
             "get_cpu_distributed_information get_int_from_env parse_choice_from_env parse_flag_from_env"
         ),
+        "accel_state.hardware": (
+            "is_habana_gaudi1 is_hpu_available is_mlu_available is_mps_available is_musa_available "
+            "is_neuron_available is_npu_available is_sdaa_available is_xpu_available"
+        ),
         "accel_state.libraries": (
-            "deepspeed_required is_datasets_available is_deepspeed_available is_fp8_available is_habana_gaudi1 "
-            "is_hpu_available is_mlu_available is_mps_available is_musa_available is_neuron_available "
-            "is_npu_available is_sdaa_available is_torch_xla_available is_xccl_available is_xpu_available"
+            "deepspeed_required is_datasets_available is_deepspeed_available is_fp8_available is_torch_xla_available "
+            "is_xccl_available"
         ),
         "accel_state.numa": "set_numa_affinity",
         "accel_state.nvidia": "check_cuda_fp8_capability check_cuda_p2p_ib_support",
@@ -217,10 +225,12 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
             "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"
         ),
         "accel_state.environment": "parse_flag_from_env str_to_bool",
+        "accel_state.hardware": (
+            "is_cuda_available is_hpu_available is_mlu_available is_musa_available is_neuron_available "
+            "is_npu_available is_rocm_available is_xpu_available"
+        ),
         "accel_state.libraries": (
-            "compare_versions is_cuda_available is_hpu_available is_mlu_available is_msamp_available "
-            "is_musa_available is_neuron_available is_npu_available is_rocm_available is_torch_version "
-            "is_torchao_available is_transformer_engine_available is_xpu_available"
+            "compare_versions is_msamp_available is_torch_version is_torchao_available is_transformer_engine_available"
         ),
     },
     "accelerate.utils.deepspeed": {
@@ -239,14 +249,15 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.constants": "DEEPSPEED_MULTINODE_LAUNCHERS",
         "accel_state.enums": "DistributedType DynamoBackend PrecisionType SageMakerDistributedType",
         "accel_state.environment": "str_to_bool",
-        "accel_state.libraries": (
-            "compare_versions is_fp8_available is_hpu_available is_mlu_available is_musa_available "
-            "is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available is_xpu_available"
+        "accel_state.hardware": (
+            "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available "
+            "is_sdaa_available is_xpu_available"
         ),
+        "accel_state.libraries": "compare_versions is_fp8_available is_torch_xla_available",
         "accelerate.utils.other": "get_free_port is_port_in_use",
     },
     "accelerate.utils.memory": {
-        "accel_state.libraries": (
+        "accel_state.hardware": (
             "is_cuda_available is_hpu_available is_mlu_available is_mps_available is_musa_available "
             "is_neuron_available is_npu_available is_sdaa_available is_xpu_available"
         ),
@@ -257,10 +268,11 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_ops.memory": "clear_device_cache",
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.enums": "CustomDtype DistributedType",
-        "accel_state.libraries": (
-            "is_hpu_available is_mlu_available is_mps_available is_musa_available is_npu_available is_peft_available "
-            "is_sdaa_available is_torch_version is_torch_xla_available is_tqdm_available is_xpu_available"
+        "accel_state.hardware": (
+            "is_hpu_available is_mlu_available is_mps_available is_musa_available is_npu_available is_sdaa_available "
+            "is_xpu_available"
         ),
+        "accel_state.libraries": "is_peft_available is_torch_version is_torch_xla_available is_tqdm_available",
         "accel_state.settings.handlers": "AutocastKwargs",
         "accelerate.utils.tqdm": "tqdm",
     },
@@ -269,9 +281,8 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.constants": "TORCH_DISTRIBUTED_OPERATION_TYPES",
         "accel_state.enums": "DistributedType",
-        "accel_state.libraries": (
-            "is_npu_available is_torch_distributed_available is_torch_version is_torch_xla_available"
-        ),
+        "accel_state.hardware": "is_npu_available",
+        "accel_state.libraries": "is_torch_distributed_available is_torch_version is_torch_xla_available",
         "accel_state.processes": "PartialState",
     },
     "accelerate.utils.other": {
@@ -291,10 +302,11 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.constants": "CUDA_DISTRIBUTED_TYPES",
         "accel_state.enums": "DistributedType RNGType",
-        "accel_state.libraries": (
+        "accel_state.hardware": (
             "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available "
-            "is_sdaa_available is_torch_xla_available is_xpu_available"
+            "is_sdaa_available is_xpu_available"
         ),
+        "accel_state.libraries": "is_torch_xla_available",
     },
     "accelerate.utils.versions": {
         "accel_state.constants": "STR_OPERATION_TO_FUNC",

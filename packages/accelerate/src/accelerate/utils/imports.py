@@ -1,37 +1,40 @@
 """The old path of questions for optional libraries, now `accel_state.libraries`."""
 
+from accel_state.hardware import is_bf16_available as is_bf16_available
+from accel_state.hardware import is_cuda_available as is_cuda_available
+from accel_state.hardware import is_fp16_available as is_fp16_available
+from accel_state.hardware import is_habana_gaudi1 as is_habana_gaudi1
+from accel_state.hardware import is_hpu_available as is_hpu_available
+from accel_state.hardware import is_mlu_available as is_mlu_available
+from accel_state.hardware import is_mps_available as is_mps_available
+from accel_state.hardware import is_musa_available as is_musa_available
+from accel_state.hardware import is_neuron_available as is_neuron_available
+from accel_state.hardware import is_npu_available as is_npu_available
+from accel_state.hardware import is_rocm_available as is_rocm_available
+from accel_state.hardware import is_sdaa_available as is_sdaa_available
+from accel_state.hardware import is_xpu_available as is_xpu_available
 from accel_state.libraries import USE_TORCH_XLA as USE_TORCH_XLA
 from accel_state.libraries import deepspeed_required as deepspeed_required
 from accel_state.libraries import is_4bit_bnb_available as is_4bit_bnb_available
 from accel_state.libraries import is_8bit_bnb_available as is_8bit_bnb_available
 from accel_state.libraries import is_aim_available as is_aim_available
 from accel_state.libraries import is_amdsmi_available as is_amdsmi_available
-from accel_state.libraries import is_bf16_available as is_bf16_available
 from accel_state.libraries import is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available
 from accel_state.libraries import is_bnb_available as is_bnb_available
 from accel_state.libraries import is_boto3_available as is_boto3_available
 from accel_state.libraries import is_clearml_available as is_clearml_available
 from accel_state.libraries import is_comet_ml_available as is_comet_ml_available
-from accel_state.libraries import is_cuda_available as is_cuda_available
 from accel_state.libraries import is_datasets_available as is_datasets_available
 from accel_state.libraries import is_deepspeed_available as is_deepspeed_available
 from accel_state.libraries import is_dvclive_available as is_dvclive_available
 from accel_state.libraries import is_fp8_available as is_fp8_available
-from accel_state.libraries import is_fp16_available as is_fp16_available
-from accel_state.libraries import is_habana_gaudi1 as is_habana_gaudi1
-from accel_state.libraries import is_hpu_available as is_hpu_available
 from accel_state.libraries import is_import_timer_available as is_import_timer_available
 from accel_state.libraries import is_ipex_available as is_ipex_available
 from accel_state.libraries import is_lomo_available as is_lomo_available
 from accel_state.libraries import is_matplotlib_available as is_matplotlib_available
 from accel_state.libraries import is_megatron_lm_available as is_megatron_lm_available
 from accel_state.libraries import is_mlflow_available as is_mlflow_available
-from accel_state.libraries import is_mlu_available as is_mlu_available
-from accel_state.libraries import is_mps_available as is_mps_available
 from accel_state.libraries import is_msamp_available as is_msamp_available
-from accel_state.libraries import is_musa_available as is_musa_available
-from accel_state.libraries import is_neuron_available as is_neuron_available
-from accel_state.libraries import is_npu_available as is_npu_available
 from accel_state.libraries import is_numpy_available as is_numpy_available
 from accel_state.libraries import is_pandas_available as is_pandas_available
 from accel_state.libraries import is_peft_available as is_peft_available
@@ -39,10 +42,8 @@ from accel_state.libraries import is_pippy_available as is_pippy_available
 from accel_state.libraries import is_pynvml_available as is_pynvml_available
 from accel_state.libraries import is_pytest_available as is_pytest_available
 from accel_state.libraries import is_rich_available as is_rich_available
-from accel_state.libraries import is_rocm_available as is_rocm_available
 from accel_state.libraries import is_sagemaker_available as is_sagemaker_available
 from accel_state.libraries import is_schedulefree_available as is_schedulefree_available
-from accel_state.libraries import is_sdaa_available as is_sdaa_available
 from accel_state.libraries import is_swanlab_available as is_swanlab_available
 from accel_state.libraries import is_tensorboard_available as is_tensorboard_available
 from accel_state.libraries import is_timm_available as is_timm_available
@@ -63,7 +64,6 @@ from accel_state.libraries import is_triton_available as is_triton_available
 from accel_state.libraries import is_wandb_available as is_wandb_available
 from accel_state.libraries import is_weights_only_available as is_weights_only_available
 from accel_state.libraries import is_xccl_available as is_xccl_available
-from accel_state.libraries import is_xpu_available as is_xpu_available
 from accel_state.libraries import torchao_required as torchao_required
 from accelerate.compat.legacy import legacy_getattr
 

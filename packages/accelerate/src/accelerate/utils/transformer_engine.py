@@ -7,5 +7,5 @@ from accel_integrations.precision.transformer_engine_layers import (
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
 from accel_ops.dtypes import GatheredParameters as GatheredParameters
-from accel_state.libraries import is_hpu_available as is_hpu_available
+from accel_state.hardware import is_hpu_available as is_hpu_available
 from accel_state.libraries import is_transformer_engine_available as is_transformer_engine_available

@@ -118,7 +118,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("script")
     parser.add_argument("script_args", nargs=argparse.REMAINDER)
     args = parser.parse_args(words)
-    from accel_cli.notebook import PrepareForLaunch
+    from accel_cli.launched_function import PrepareForLaunch
 
     sys.argv = [args.script, *args.script_args]
     try:

@@ -1,0 +1,63 @@
+"""A function that runs in processes which are started for it, as `notebook_launcher` does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from accel_state.enums import DistributedType
+from accel_state.public_names import known_as
+
+
+@known_as("accelerate.utils.launch.PrepareForLaunch")
+class PrepareForLaunch:
+    """A function that first tells its process who it is; what starts processes calls it with their number.
+
+    Args:
+        launcher: The function to call.
+        distributed_type: How the processes work together.
+        debug: Whether to join a gloo group through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+    """
+
+    launcher: Callable[..., Any]
+    distributed_type: DistributedType
+    debug: bool
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: DistributedType | str = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Call the function as process `index` of this machine, with `args`."""
+        if self.debug or self.distributed_type not in (DistributedType.NO, DistributedType.XLA):
+            rank = int(os.environ.get("NPROC", "1")) * int(os.environ.get("NODE_RANK", "0")) + index
+            os.environ.update(LOCAL_RANK=str(index), RANK=str(rank))
+        os.environ["FORK_LAUNCHED"] = "1"
+        if not self.debug:
+            self.launcher(*args)
+            return
+        self._join(index)
+        self.launcher(*args)
+        self._leave()
+
+    def _join(self, index: int) -> None:
+        import torch.distributed as dist
+
+        world_size = int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ["ACCELERATE_DEBUG_RDV_FILE"], world_size)
+        dist.init_process_group("gloo", rank=index, store=store, world_size=world_size)
+
+    def _leave(self) -> None:
+        """Leave the group together: one that goes first takes the others' connections with it."""
+        import torch.distributed as dist
+
+        from accel_state.shutdown import close_process_group
+
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # another process failed, and its error is the one to show
+                close_process_group()
