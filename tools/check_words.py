@@ -36,8 +36,8 @@ PHRASES = {
     r"put(?:s|ting)? together": "full tensor, unshard, build",
 }
 NAMES = {
-    "found_among_neighbours": "a generated table", "Rounds": "BatchScatter", "Share": "ScatteredBatch",
-    "Terms": "BatchSpec", "sync_in_backward": "sync_next_backward", "first_sizes": "dim0_sizes",
+    "found_among_neighbours": "a generated table", 
+    "sync_in_backward": "sync_next_backward", "first_sizes": "dim0_sizes",
     "Roles": "PrepareArguments", "wire_device": "collective_device", "group_device": "collective_device",
     "make_alike": "sync_module_states", "share_start_values": "sync_module_states", "local_part": "to_local",
     "AgreeingGradScaler": "ShardedGradScaler", "divides_gradients": "shards_gradients",

@@ -49,11 +49,13 @@ def cover(arguments: list[str]) -> int:
 
 
 def lint(arguments: list[str]) -> int:
-    """Check style, format and that packages import one another one way only."""
+    """Check style, format, words, and that modules import one another one way only."""
     return (
         run("ruff", "check", *arguments, ".")
         | run("ruff", "format", "--check", ".")
         | run("lint-imports", "--no-cache")
+        | run(sys.executable, "tools/check_cycles.py")
+        | run(sys.executable, "tools/check_words.py")
     )
 
 
@@ -161,7 +163,7 @@ def sagemaker(arguments: list[str]) -> int:
 
 
 def shape(arguments: list[str]) -> int:
-    """Show the longest files and functions: a guide to the eye, never a gate."""
+    """Show the longest files and functions, and figures of the whole: a guide to the eye, never a gate."""
     sources = sorted(PACKAGES.glob("*/src/**/*.py"))
     files = sorted(((len(path.read_text().splitlines()), path) for path in sources), reverse=True)
     functions = sorted((entry for path in sources for entry in _functions(path)), reverse=True)
@@ -171,8 +173,7 @@ def shape(arguments: list[str]) -> int:
     print("Longest functions, without their docstrings")
     for lines, where in functions[:15]:
         print(f"{lines:6}  {where}")
-    print(f"{sum(lines for lines, _ in files)} lines in {len(files)} files")
-    return 0
+    return run(sys.executable, "tools/shape.py", *arguments)
 
 
 def _functions(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""A tiny language model that learns to write Python from Python's own standard library.
+"""A tiny language model that is trained to write Python from Python's own standard library.
 
     accelerate launch --cpu --num_processes 2 docs/examples/stdlib_lm.py
 

@@ -1,4 +1,4 @@
-"""Saving on some ranks only: the main process saves what it holds, and nobody waits for ever."""
+"""Saving on some ranks only: the main process saves what it holds, and nobody hangs."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def programs_of_their_own_are_there() -> None:
     assert programs["accelerate-test"] is test.main
 
 
-# ---- settings files -----------------------------------------------------------------------------------------------
+# ---- config files -----------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, **values: Any) -> str:

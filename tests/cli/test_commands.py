@@ -91,7 +91,7 @@ def test_the_status_of_several_is_passed_on(
         (["launch", "--cpu", "--tpu", "train.py"], "accelerate launch: error: --cpu and --tpu exclude one another"),
         (["launch", "--config_file", "no.yaml", "train.py"], "'no.yaml' does not exist"),
         (["launch", "--cpu", "tain.py"], "Did you mean 'train.py'?"),
-        (["env", "--config_file", "no.yaml"], "accelerate env: error: Settings file 'no.yaml' does not exist"),
+        (["env", "--config_file", "no.yaml"], "accelerate env: error: Config file 'no.yaml' does not exist"),
         (["config", "default", "--config_file", "train.py/a.yaml"], "accelerate config: error:"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Settings files with mistakes: one line that names file, line, key, value and what would be right; status 2."""
+"""Config files with mistakes: one line that names file, line, key, value and what would be right; status 2."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_yaml(
     Path("x.py").write_text("")
     assert main(["launch", "--config_file", "a.yaml", "x.py"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("accelerate launch: error: Settings file 'a.yaml'")
+    assert line.startswith("accelerate launch: error: Config file 'a.yaml'")
     assert message in line
     assert not Path("hurt").exists()
 
@@ -128,7 +128,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert main(["launch", "--config_file", str(path), "x.py"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"accelerate launch: error: Settings file {str(path)!r} has 5 mistakes:"
+    assert lines[0] == f"accelerate launch: error: Config file {str(path)!r} has 5 mistakes:"
     for number, said in [
         (1, "num_processes: 'two' is not an integer."),
         (2, "has unknown keys: ['mixed_precison'].*Did you mean 'mixed_precision'"),

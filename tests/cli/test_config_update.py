@@ -1,4 +1,4 @@
-"""Old settings files: they load, and `accelerate config update` brings them to today's layout."""
+"""Old config files: they load, and `accelerate config update` brings them to today's layout."""
 
 from __future__ import annotations
 

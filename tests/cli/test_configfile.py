@@ -1,4 +1,4 @@
-"""Settings files: what they may say, and that they are only data."""
+"""Config files: what they may say, and that they are only data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every option that has a variable: flag, then settings file, then environment, then a guess or the default."""
+"""Every option that has a variable: flag, then config file, then environment, then a guess or the default."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from accel_cli.launch.command import launch_command_parser
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners import sagemaker
 from accel_cli.main import main
+from accel_state import libraries
 from accelerate.commands import launch as old_launch
 from accelerate.utils import launch as old_utils
 from tests.cli.pretended import plan_of, settings_of
@@ -89,7 +90,7 @@ def test_who_pays() -> None:
     flags = ["--aws_access_key_id", "k", "--aws_secret_access_key", "s"]
     assert job(*flags, "train.py", profile=None)[2] == {"AWS_DEFAULT_REGION": "us-east-1", **keys}
     assert job("train.py", profile=None, environ=keys)[2] == {"AWS_DEFAULT_REGION": "us-east-1"}
-    with pytest.raises(ValueError, match="set profile in the settings file, or give --aws_access_key_id"):
+    with pytest.raises(ValueError, match="set profile in the config file, or give --aws_access_key_id"):
         job("train.py", profile=None)
 
 
@@ -103,7 +104,7 @@ def test_who_pays() -> None:
         (["train.py", "--fast", "--lr", "1"], {}, "give --fast a value"),
         (["train.py", "--fast"], {}, "give --fast a value"),
         (["train.py", "--lr", "1", "--lr", "2"], {}, "--lr is given twice"),
-        (["train.py"], {"sagemaker_inputs_file": "no.tsv"}, "'no.tsv', which the settings file names, does not exist"),
+        (["train.py"], {"sagemaker_inputs_file": "no.tsv"}, "'no.tsv', which the config file names, does not exist"),
         (
             ["train.py"],
             {"sagemaker_inputs_file": "metrics.tsv"},
@@ -152,6 +153,9 @@ def test_with_a_version_that_has_another_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Version 3 is a namespace package without `sagemaker.huggingface`."""
+    monkeypatch.setattr(
+        libraries, "_is_found", libraries._is_found.__wrapped__
+    )  # which remembers other tests' answers
     monkeypatch.syspath_prepend(str(tmp_path / "installed"))
     for path, text in {
         "sagemaker/core/__init__.py": "",

@@ -142,7 +142,7 @@ def test_a_pod_needs_an_older_torch_xla(torch_xla: dict[str, str]) -> None:
     ("words", "message"),
     [
         (["--tpu", "--no_python", "ls"], "--no_python and --tpu exclude one another"),
-        (["--tpu", "--tpu_cluster", "train.py"], "set tpu_name in the settings file"),
+        (["--tpu", "--tpu_cluster", "train.py"], "set tpu_name in the config file"),
         (["--tpu", "--cpu", "train.py"], "--cpu and --tpu exclude one another"),
         (["--tpu", "--mpirun_hostfile", "h", "train.py"], "--mpirun_hostfile and --tpu contradict"),
     ],

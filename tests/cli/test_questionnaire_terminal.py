@@ -33,7 +33,7 @@ def test_plain_cpu(start: Start, tmp_path: Path) -> None:
         terminal.answer("What do you train on?", ENTER)
         terminal.answer("Train on the CPU even", "y")
         terminal.answer("Compile the model", "n")
-        terminal.answer("Which number format", DOWN, ENTER)
+        terminal.answer("Which precision", DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     path = default_file(tmp_path)
     assert f"Settings written to {path}" in terminal.screen
@@ -75,7 +75,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("every sequence", ENTER)
         terminal.answer("copies of the model", ENTER)
         terminal.answer("Compile the model", "n")
-        terminal.answer("Which number format", DOWN, DOWN, ENTER)
+        terminal.answer("Which precision", DOWN, DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     written = yaml.safe_load(path.read_text())
     fsdp = {
@@ -131,7 +131,7 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
         terminal.answer("Compare shapes", "y")
         terminal.answer("Share sequences", "n")
         terminal.answer("Compile the model", "n")
-        terminal.answer("Which number format", DOWN, ENTER)
+        terminal.answer("Which precision", DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     settings = settings_of("--config_file", str(path), "x.py")
     wanted: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Flag, then settings file, then environment, then a guess."""
+"""Flag, then config file, then environment, then a guess."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_the_command_launches_the_script(
 
 def test_settings_that_do_not_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["test", "--config_file", "no.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("accelerate test: error: Settings file 'no.yaml' does not exist")
+    assert capsys.readouterr().err.startswith("accelerate test: error: Config file 'no.yaml' does not exist")
 
 
 def test_without_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:

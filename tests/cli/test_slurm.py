@@ -190,7 +190,7 @@ def test_a_file_for_the_cpu_is_named_with_its_key(
     assert main(["slurm", *GPUS, "train.py"]) == 2
     error = capsys.readouterr().err
     assert said in error
-    assert f"Settings file {str(path)!r}, line 2" in error
+    assert f"Config file {str(path)!r}, line 2" in error
     assert "Write use_cpu: false" in error
     path.unlink()
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")

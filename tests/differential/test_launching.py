@@ -1,4 +1,4 @@
-"""Settings files are the same in both directions, and scripts find the same environment."""
+"""Config files are the same in both directions, and scripts find the same environment."""
 
 from __future__ import annotations
 

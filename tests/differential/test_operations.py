@@ -22,7 +22,7 @@ def test_functions_that_walk_through_structures() -> None:
 
 def test_collectives_of_two_processes() -> None:
     intended = {
-        "reduce * mean *": "whole numbers have a mean; 1.15 raises",
+        "reduce * mean *": "integers have a mean; 1.15 raises",
         "accelerator_reduce *": "the same",
         "reduce * none *": "nothing is reduced, as it is documented; 1.15 sums",
         "accelerator_pad *": "booleans stay booleans; in 1.15 only on the process that has most, so that gathering hangs",

@@ -211,7 +211,7 @@ def test_plugins_say_on_what_they_work() -> None:
 
 
 def test_two_ways_of_training_are_refused() -> None:
-    with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin are different ways of training"):
+    with pytest.raises(ValueError, match="deepspeed_plugin and fsdp_plugin are different training engines"):
         make(deepspeed_plugin=Speedy(), fsdp_plugin=Sharded())
 
 

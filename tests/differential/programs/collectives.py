@@ -56,7 +56,7 @@ def uneven(number: int) -> None:
             lambda dim=dim, first=first: pad_across_processes(_copy(value), dim=dim, pad_index=-1, pad_first=first)
             if not _has_bool(value) else None,
         )  # fmt: skip
-    if not _has_bool(value):  # which 1.15 turns into int64 on the process that has less, and both wait for ever
+    if not _has_bool(value):  # which 1.15 turns into int64 on the process that has less, and both hang
         record(f"pad_gather {number}", lambda: gather(pad_across_processes(_copy(value))))
 
 

@@ -69,7 +69,7 @@ def epochs() -> None:
         for size, batch, drop_last in ((8, 2, False), (8, 2, True), (11, 2, False), (11, 4, True), (13, 4, False)):
             for kind in kinds(4, 2, False):
                 if not even and not dispatch and size % (batch if split else 2 * batch) and not drop_last:
-                    continue  # processes get unequal shares: gathering them waits for ever, see `uneven`
+                    continue  # processes get unequal shares: gathering them hangs, see `uneven`
                 name = f"{kind} {dispatch=} {split=} {even=} {seedable=} {size=} {batch=} {drop_last=}"
                 set_seed(5 + RANK)  # processes that drew different numbers before
 

@@ -1,4 +1,4 @@
-"""What a launched script finds in its environment, for many flags and settings files.
+"""What a launched script finds in its environment, for many flags and config files.
 
 python launching.py write|read FOLDER
 """

@@ -13,7 +13,7 @@ needs_library = needs("clearml")
 
 
 def go_offline() -> None:
-    """Without a server, and without the process that reports to one: forked while `git` is started, it may wait for ever."""
+    """Without a server, and without the process that reports to one: forked while `git` is started, it may hang."""
     from clearml import Task
 
     Task._report_subprocess_enabled = False

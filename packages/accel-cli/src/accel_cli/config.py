@@ -17,16 +17,16 @@ if TYPE_CHECKING:
 
 HELP = "Write the launch settings of this machine."
 DEFAULT_HELP = "Write settings that use everything this machine has."
-UPDATE_HELP = "Bring an old settings file up to date."
+UPDATE_HELP = "Bring an old config file up to date."
 
 INTERRUPTED = 130  # as shells report a program that ctrl-C has ended
 
-SETTINGS_FILE = Option("--config_file", "The settings file; the default one if left out.", metavar="FILE")
+SETTINGS_FILE = Option("--config_file", "The config file; the default one if left out.", metavar="FILE")
 
 DEFAULT_OPTIONS = (
     Option("--config_file", "The file to write.", dest="save_location", default=default_json_config_file,
            metavar="FILE"),
-    Option("--mixed_precision", "Number format to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
+    Option("--mixed_precision", "Precision to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
 )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def default_config_command(args: Namespace) -> None:
 
 
 def update_config(args: Namespace) -> str:
-    """Bring a settings file up to date, in its place, and print what was changed.
+    """Bring a config file up to date, in its place, and print what was changed.
 
     Args:
         args: With `config_file`, the file, or None for the default one.

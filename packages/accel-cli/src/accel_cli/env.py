@@ -15,7 +15,7 @@ PACKAGES = ("numpy", "safetensors", "transformers", "deepspeed")  # looked up, n
 
 LOCATION = "`accelerate` bash location"  # a key that programs read
 
-SETTINGS_FILE = Option("--config_file", "Settings file to show instead of the default one.", metavar="FILE")
+SETTINGS_FILE = Option("--config_file", "Config file to show instead of the default one.", metavar="FILE")
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -36,11 +36,11 @@ def env_command(args: Namespace, find: Callable[[str], str | None] | None = None
     """Print and return what is known about this installation.
 
     Args:
-        args: With `config_file`, the settings file to show, or None for the default one.
+        args: With `config_file`, the config file to show, or None for the default one.
         find: Finds a program by its name; `shutil.which` when None.
 
     Raises:
-        FileNotFoundError: When the settings file that was named does not exist.
+        FileNotFoundError: When the config file that was named does not exist.
     """
     settings = _settings(args.config_file)
     facts: dict[str, Any] = {**describe(find)}

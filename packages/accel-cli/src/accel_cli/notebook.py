@@ -45,7 +45,7 @@ def notebook_launcher(
         function: The training function.
         args: Its positional arguments.
         num_processes: How many processes to start on this machine. May be left out on Colab, where it is 1.
-        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
         use_port: Port at which the processes meet; `"0"` for any free one.
         master_addr: Address of machine 0.
         node_rank: Number of this machine, from 0.
@@ -213,7 +213,7 @@ def _run_here(function: Callable[..., Any], args: Iterable[Any], mixed_precision
 
 
 def _variables(mixed_precision: str) -> dict[str, str]:
-    """Name the number format, unless it is the default: then a variable that the user set still counts."""
+    """Name the precision, unless it is the default: then a variable that the user set still counts."""
     return {} if mixed_precision == "no" else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
 
 

@@ -13,7 +13,7 @@ from accel_cli.errors import UsageError
 HELP = "Check that launching works on this machine."
 SCRIPT = ("test_utils", "scripts", "test_script.py")  # in the package `accelerate`
 
-SETTINGS_FILE = Option("--config_file", "Settings file to use instead of the default one.", metavar="FILE")
+SETTINGS_FILE = Option("--config_file", "Config file to use instead of the default one.", metavar="FILE")
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -34,14 +34,14 @@ def test_command(args: Namespace) -> int:
     """Launch the checks as `accelerate launch` launches any script, and say how they went.
 
     Args:
-        args: With `config_file`, the settings file, or None for the default one.
+        args: With `config_file`, the config file, or None for the default one.
 
     Returns:
         The exit status for the shell: 0 when nothing failed.
 
     Raises:
         ValueError: When the settings cannot be carried out.
-        FileNotFoundError: When the settings file that was named does not exist.
+        FileNotFoundError: When the config file that was named does not exist.
     """
     from accel_cli.launch.command import launch_command_parser, run_plan, settle
 

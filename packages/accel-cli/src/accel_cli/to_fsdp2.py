@@ -1,4 +1,4 @@
-"""The command `accelerate to-fsdp2`: a settings file for FSDP 1 becomes one for FSDP 2."""
+"""The command `accelerate to-fsdp2`: a config file for FSDP 1 becomes one for FSDP 2."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 HELP = "Convert a config file from FSDP 1 to FSDP 2."
 
 OPTIONS = (
-    Option("--config_file", "Settings file to convert.", metavar="FILE", required=True),
-    switch("--overwrite", "Replace the output file if there is one; without --output_file, the settings file."),
+    Option("--config_file", "Config file to convert.", metavar="FILE", required=True),
+    switch("--overwrite", "Replace the output file if there is one; without --output_file, the config file."),
     Option("--output_file", "File to write.", metavar="FILE"),
 )
 
@@ -120,13 +120,13 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> CommandParser:
 
 
 def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | None = None) -> None:
-    """Convert a settings file, and print what became of each FSDP setting.
+    """Convert a config file, and print what became of each FSDP setting.
 
     One that is for FSDP 2 already is copied as it is, with a warning in the log.
 
     Args:
         args: What the parser of `to_fsdp2_command_parser` gave.
-        load: Reads the settings file; `load_config` when None.
+        load: Reads the config file; `load_config` when None.
 
     Raises:
         ValueError: When the file is not for FSDP, or no output is named.
@@ -161,7 +161,7 @@ def run(args: Namespace) -> None:
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a settings file as it is.
+    """Read a config file as it is.
 
     Args:
         config_file: YAML, or JSON where the name ends in `.json`.
@@ -177,10 +177,10 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert what a settings file says.
+    """Convert what a config file says.
 
     Args:
-        config: The content of a settings file; it is not changed. One that is not for FSDP 1 is given back as it is.
+        config: The content of a config file; it is not changed. One that is not for FSDP 1 is given back as it is.
 
     Returns:
         The content for FSDP 2.
@@ -197,7 +197,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome], list[str]]:
-    """Convert what a settings file for FSDP 1 says, in today's or older words.
+    """Convert what a config file for FSDP 1 says, in today's or older words.
 
     Args:
         config: The content of the file; it is not changed.
@@ -269,9 +269,9 @@ def _target(args: Namespace) -> str:
     from pathlib import Path
 
     if not Path(args.config_file).expanduser().exists():
-        raise MissingFileError(f"Settings file {args.config_file!r} does not exist.")
+        raise MissingFileError(f"Config file {args.config_file!r} does not exist.")
     if not args.output_file and not args.overwrite:
-        raise UsageError("There is no file to write: give --output_file, or --overwrite to replace the settings file.")
+        raise UsageError("There is no file to write: give --output_file, or --overwrite to replace the config file.")
     target = os.path.expanduser(args.output_file or args.config_file)
     if not args.overwrite and (Path(target).exists() or Path(target).is_symlink()):
         raise ExistingFileError(f"The output file {target!r} exists already: name another, or give --overwrite.")
@@ -300,7 +300,7 @@ def _keep(values: dict[str, Any], source: Source, target: str) -> None:
 
 
 def _source(path: str) -> Source:
-    """Read the text of a settings file, of which messages name the lines."""
+    """Read the text of a config file, of which messages name the lines."""
     from accel_cli.configfile.source import read_source
 
     with without_traceback():

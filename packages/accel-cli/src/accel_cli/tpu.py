@@ -16,9 +16,9 @@ FOLDER = "/usr/share"  # where the commands are run
 REPOSITORY = "git+https://github.com/huggingface/accelerate.git"
 
 OPTIONS = (
-    Option("--config_file", "Settings file to use instead of the default one.", metavar="FILE"),
-    Option("--tpu_name", "Name of the TPU; that of the settings file if left out.", metavar="NAME"),
-    Option("--tpu_zone", "Zone of the TPU; that of the settings file if left out.", metavar="ZONE"),
+    Option("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
+    Option("--tpu_name", "Name of the TPU; that of the config file if left out.", metavar="NAME"),
+    Option("--tpu_zone", "Zone of the TPU; that of the config file if left out.", metavar="ZONE"),
     switch("--use_alpha", "Use the alpha version of gcloud."),
     Option("--command_file", "File with the commands to run, one per line.", metavar="FILE"),
     Option("--command", "A command to run; may be given several times.", action="append", nargs="+"),
@@ -89,7 +89,7 @@ def gcloud_command(args: Namespace) -> list[str]:
     """Return the command of Google's program.
 
     Args:
-        args: What the parser gave. What it lacks is taken from the settings file.
+        args: What the parser gave. What it lacks is taken from the config file.
 
     Raises:
         ValueError: When the name, the zone or the commands are missing.
@@ -100,7 +100,7 @@ def gcloud_command(args: Namespace) -> list[str]:
     commands = _commands(args, settings)
     for flag, value in {"--tpu_name": name, "--tpu_zone": zone}.items():
         if not value:
-            raise UsageError(f"{flag} is missing: give it, or set it in the settings file.")
+            raise UsageError(f"{flag} is missing: give it, or set it in the config file.")
     if not commands:
         raise UsageError("There is nothing to run: give --command or --command_file.")
     if args.install_accelerate:
@@ -112,7 +112,7 @@ def gcloud_command(args: Namespace) -> list[str]:
 
 
 def _settings(path: str | None) -> dict[str, Any]:
-    """Read the settings file that was named, or the default one if there is one."""
+    """Read the config file that was named, or the default one if there is one."""
     if path is None and not os.path.isfile(default_config_path(os.environ)):
         return {}
     from accel_cli.configfile.read import load_config_from_file
@@ -122,7 +122,7 @@ def _settings(path: str | None) -> dict[str, Any]:
 
 
 def _commands(args: Namespace, settings: dict[str, Any]) -> list[str]:
-    """List the commands: those of the command line, or else those of the settings file."""
+    """List the commands: those of the command line, or else those of the config file."""
     if args.command:
         return [word for words in args.command for word in ([words] if isinstance(words, str) else words)]
     path = args.command_file or (None if settings.get("commands") else settings.get("command_file"))

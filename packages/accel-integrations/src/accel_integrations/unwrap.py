@@ -23,7 +23,7 @@ WRAPPERS = {
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Take a model out of what a way of training put around it.
+    """Take a model out of what a training engine put around it.
 
     Args:
         model (`torch.nn.Module`): A prepared model, or any other.

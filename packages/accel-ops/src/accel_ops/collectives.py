@@ -196,7 +196,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         tensor: A tensor or nested structure of tensors.
         dim (`int`): The dimension; tensors without it are kept as they are.
         pad_index: The padding value.
-        pad_first (`bool`): Fill up at the beginning.
+        pad_first (`bool`): Pad at the beginning.
 
     Returns:
         The same structure; leaves that are large enough already are not copied.

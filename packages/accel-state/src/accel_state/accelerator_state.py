@@ -33,7 +33,7 @@ PRECISIONS = "accelerate.precisions"
 
 @known_as("accelerate.state.AcceleratorState")
 class AcceleratorState(ProcessPlace):
-    """Everything that `PartialState` says, and the number format and the way of training of this run.
+    """Everything that `PartialState` says, and the precision and the training engine of this run.
 
     All instances share one state. The first one, usually made by an `Accelerator`, settles everything; a later one may
     repeat what was settled, but not contradict it.
@@ -57,7 +57,7 @@ class AcceleratorState(ProcessPlace):
 
     _shared_state: ClassVar[Any] = SharedDict()
 
-    distributed_type: DistributedType = fact("The way of training a plugin stands for, else as in `PartialState`.")
+    distributed_type: DistributedType = fact("The training engine a plugin stands for, else as in `PartialState`.")
     dynamo_plugin: TorchDynamoPlugin = fact("How models are compiled.")
     deepspeed_plugins: Any = fact("The settings of DeepSpeed, or several by name, as given.")
     fsdp_plugin: Any = fact("The settings of FSDP, where it is in use.")
@@ -66,7 +66,7 @@ class AcceleratorState(ProcessPlace):
     parallelism_config: ParallelismConfig | None = fact("How processes divide data, layers and sequences.")
     device_mesh: DeviceMesh | None = fact("The processes as a grid, where there is a parallelism config.")
     downcast_bfloat: bool = fact("On XLA: whether both float and double become bfloat16.")
-    _mixed_precision: str = fact("The number format that was asked for.")
+    _mixed_precision: str = fact("The precision that was asked for.")
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class AcceleratorState(ProcessPlace):
         """Let each plugin say by its class facts what it makes of the run, and take over what the run has settled."""
         ways = _ways(plugins)
         if len(ways) > 1:
-            raise ValueError(f"{' and '.join(ways)} are different ways of training: pass one of them.")
+            raise ValueError(f"{' and '.join(ways)} are different training engines: pass one of them.")
         for argument, given in plugins.items():
             for plugin in _each(given):
                 kind = kind_of(self.device).name
@@ -332,6 +332,6 @@ def _each(given: Any) -> list[Any]:
 
 
 def _ways(plugins: Mapping[str, Any]) -> dict[str, Plugin]:
-    """Those arguments that choose a way of training, with the plugin that stands for each."""
+    """Those arguments that choose a training engine, with the plugin that stands for each."""
     first = {argument: _each(given)[0] for argument, given in plugins.items() if given is not None}
     return {argument: plugin for argument, plugin in first.items() if plugin.distributed_type is not None}

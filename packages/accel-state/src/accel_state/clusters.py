@@ -200,7 +200,7 @@ def _find_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | No
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(f"Environment variable {name} is {text!r}: set a whole number, or unset it.") from None
+            raise ValueError(f"Environment variable {name} is {text!r}: set an integer, or unset it.") from None
         if number >= 0:
             return number
     return None

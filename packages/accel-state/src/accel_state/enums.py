@@ -35,7 +35,7 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 @known_as("accelerate.utils.dataclasses.DistributedType")
 class DistributedType(str, Enum):  # noqa: UP042 - str() gives the name with its class, as programs expect
-    """How a run is spread over processes: the way of training where one was chosen, else the kind of device."""
+    """How a run is spread over processes: the training engine where one was chosen, else the kind of device."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -109,7 +109,7 @@ class DynamoBackend(str, BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.PrecisionType")
 class PrecisionType(str, BaseEnum):
-    """The number format of the heavy arithmetic (`mixed_precision`)."""
+    """The precision of the heavy arithmetic (`mixed_precision`)."""
 
     NO = "no"
     FP8 = "fp8"
@@ -164,7 +164,7 @@ class DDPCommunicationHookType(BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.CustomDtype")
 class CustomDtype(Enum):
-    """Number formats that memory is planned for although torch has no plain dtype for them."""
+    """Precisions that memory is planned for although torch has no plain dtype for them."""
 
     FP8 = "fp8"
     INT4 = "int4"

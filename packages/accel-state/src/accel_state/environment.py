@@ -29,7 +29,7 @@ Purged = TypeVar("Purged", bound=Callable[..., Any])
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a truth value written as text.
+    """Read a bool written as text.
 
     Args:
         value: One of y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
@@ -44,15 +44,15 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     if word in FALSE_WORDS:
         return False if to_bool else 0
     raise ValueError(
-        f"{value!r} is no truth value: use one of {', '.join(sorted(TRUE_WORDS))} or {', '.join(sorted(FALSE_WORDS))}."
+        f"{value!r} is no bool: use one of {', '.join(sorted(TRUE_WORDS))} or {', '.join(sorted(FALSE_WORDS))}."
     )
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Read the environment variable `key` as a truth value; `default` when it is not set.
+    """Read the environment variable `key` as a bool; `default` when it is not set.
 
     Raises:
-        ValueError: When it is set to something that is no truth value.
+        ValueError: When it is set to something that is no bool.
     """
     text = os.environ.get(key)
     if text is None:
@@ -76,7 +76,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         default: Returned when none of them is set (or all are negative).
 
     Raises:
-        ValueError: When a variable is set to something that is no whole number.
+        ValueError: When a variable is set to something that is no integer.
     """
     for key in env_keys:
         text = os.environ.get(key)
@@ -85,7 +85,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(f"Environment variable {key} is {text!r}: set a whole number, or unset it.") from None
+            raise ValueError(f"Environment variable {key} is {text!r}: set an integer, or unset it.") from None
         if number >= 0:
             return number
     return default

@@ -90,7 +90,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch are real when batches are filled up; -1 outside of a data loader."""
+        """How many samples of the last batch are real when batches are padded; -1 outside of a data loader."""
         loader = self.active_dataloader
         return -1 if loader is None else loader.remainder
 

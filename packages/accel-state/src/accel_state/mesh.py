@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes from the slowest to the fastest varying: neighbours in rank share layers, the most talkative axis."""
+"""The axes from the slowest to the fastest varying: consecutive ranks form TP groups, which communicate most."""
 DATA_AXES = ("dp_replicate", "dp_shard")
 SAME_BATCH_AXES = frozenset({"pp", "cp", "sp", "tp"})
 """Processes that differ only along these axes work on the same batch."""
@@ -372,6 +372,6 @@ class ParallelismConfig:
             ValueError: When the sizes do not fit the number of processes.
         """
         self.check_world_size(num_processes)
-        pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are neighbours
+        pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are consecutive ranks
         per_batch = self.non_data_parallel_size // self.pp_size
         return DataPlace(process_index % pipeline // per_batch, pipeline // per_batch)

@@ -47,7 +47,7 @@ class ProcessPlace:
     fork_launched: bool = False
     """Whether a notebook forked this process."""
     main_process: Literal["first", "last"] = "first"
-    """Which process speaks for the run."""
+    """Which process is the main process."""
     _cpu: bool = fact("Whether the CPU was asked for.")
 
     # ---- questions ----------------------------------------------------------------------------------------------
@@ -64,12 +64,12 @@ class ProcessPlace:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process speaks for the run."""
+        """Whether this is the main process."""
         return self.process_index == 0 if self.main_process == "first" else self.is_last_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this process speaks for its machine."""
+        """Whether this is the main process of its machine."""
         return self.local_process_index == 0 if self.main_process == "first" else self.is_last_process
 
     # ---- together -----------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class ProcessPlace:
         try:
             yield
         finally:
-            if goes_first:  # after an error as well: the others must not wait for ever
+            if goes_first:  # after an error as well: the others must not hang
                 self.wait_for_everyone()
 
     @contextmanager

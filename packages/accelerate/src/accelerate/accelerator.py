@@ -85,12 +85,12 @@ __getattr__ = legacy_getattr(__name__)  # what programs import from here
 @accept_old_names
 @guess_arguments
 class Accelerator:
-    """Runs one training loop on any hardware, with any number of processes, in any number format.
+    """Runs one training loop on any hardware, with any number of processes, in any precision.
 
     Args:
         device_placement (`bool`): Whether `prepare` moves models to the device and data loaders move batches there.
         split_batches (`bool`): Deprecated, use `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The number format of the heavy arithmetic.
+        mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The precision of the heavy arithmetic.
             When None, `ACCELERATE_MIXED_PRECISION`, which `accelerate launch` sets, or else full precision.
         gradient_accumulation_steps (`int`): Batches per optimizer step; `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` wins.
         cpu (`bool`): Compute on the CPU even where there is an accelerator.
@@ -303,12 +303,12 @@ class Accelerator:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process speaks for the run."""
+        """Whether this is the main process."""
         return self.state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this process speaks for its machine."""
+        """Whether this is the main process of its machine."""
         return self.state.is_local_main_process
 
     @property
@@ -318,7 +318,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """The number format of the heavy arithmetic: "no", "fp16", "bf16" or "fp8"."""
+        """The precision of the heavy arithmetic: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
 
     @property
@@ -778,7 +778,7 @@ class Accelerator:
 
         Args:
             joinables (list): The prepared models (and other `torch.distributed.algorithms.Joinable`) trained in it.
-            even_batches (`bool`, *optional*): Overrides, within the block, whether the prepared loaders fill up.
+            even_batches (`bool`, *optional*): Overrides, within the block, whether the prepared loaders pad.
 
         Example:
             ```python
@@ -814,7 +814,7 @@ class Accelerator:
         return self._stepping.has_lomo_optimizer
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients to their true size, in order to read or change them, where a window ends.
+        """Unscale gradients, in order to read or change them, where a window ends.
 
         Loss scaling (fp16) and averaging over windows or weights keep them in another size until then.
 
@@ -849,7 +849,7 @@ class Accelerator:
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """A block that computes in the chosen number format, for work outside of a prepared model's forward.
+        """A block that computes in the chosen precision, for work outside of a prepared model's forward.
 
         Args:
             autocast_handler (`AutocastKwargs`, *optional*): Overrides the accelerator's own.
@@ -979,8 +979,8 @@ class Accelerator:
         Args:
             tensor (`torch.Tensor` or nested structure of them): They may differ in `dim` only.
             dim (`int`): The dimension.
-            pad_index (`int`): What to fill up with.
-            pad_first (`bool`): Fill up at the beginning.
+            pad_index (`int`): What to pad with.
+            pad_first (`bool`): Pad at the beginning.
         """
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
@@ -1001,10 +1001,10 @@ class Accelerator:
         return self._checkpoints._load_hooks  # read by other libraries
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The whole model's tensors by name, wherever they are: on other processes, in main memory or on disk.
+        """The whole model's tensors by name, wherever they are: on other processes, in CPU memory or on disk.
 
         Args:
-            model (`torch.nn.Module`): A prepared model, or one whose parts wait elsewhere (`dispatch_model`).
+            model (`torch.nn.Module`): A prepared model, or one whose parts are offloaded (`dispatch_model`).
             unwrap (`bool`): Use the names of the model inside; False keeps the wrappers' prefixes.
         """
         if not unwrap:

@@ -114,7 +114,7 @@ def check_num_steps(key: str, value: Any) -> int:
     """The number of batches in a window, from a number or text.
 
     Raises:
-        ValueError: When it is below 1 or no whole number.
+        ValueError: When it is below 1 or no integer.
     """
     return int(at_least(1).read(key, value))
 

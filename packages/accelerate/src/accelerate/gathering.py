@@ -53,7 +53,7 @@ def gather_for_metrics(
     else:
         return gathered
     if remainder < 0:
-        logger.info("The length of the data is unknown, so samples that fill up the last batch cannot be dropped.")
+        logger.info("The length of the data is unknown, so samples that pad the last batch cannot be dropped.")
     if remainder <= 0:
         return gathered
     if as_objects:

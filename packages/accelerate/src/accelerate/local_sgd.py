@@ -29,7 +29,7 @@ class LocalSGD:
         enabled (`bool`): False makes all of it do nothing.
 
     Raises:
-        ValueError: When the way of training keeps no full copy of the parameters on every process, or
+        ValueError: When the training engine keeps no full copy of the parameters on every process, or
             `local_sgd_steps` is below 1.
 
     Example:

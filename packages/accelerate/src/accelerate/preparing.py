@@ -47,7 +47,7 @@ class Preparer:
     """Prepares objects for the engine and keeps a record of them.
 
     Args:
-        engine: The way of training.
+        engine: The training engine.
         state: Processes, devices and precision of the run.
         prepared: Where the record is kept.
         loader_settings: How data loaders share out their batches.

@@ -27,7 +27,7 @@ class StepController:
     """Counts micro-batches, decides which of them end a window, and runs backward and clipping accordingly.
 
     Args:
-        engine: The way of training.
+        engine: The training engine.
         gradient_state: Where the decision is kept; prepared optimizers and schedulers read it.
         prepared: What came through `prepare`.
 
@@ -134,7 +134,7 @@ class StepController:
         return [_unwrap_optimizer(optimizer) for optimizer in chosen]
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Bring gradients to their true size; see `Accelerator.unscale_gradients`."""
+        """Unscale gradients; see `Accelerator.unscale_gradients`."""
         self.engine.unscale_gradients(self.plain_optimizers(optimizer))
         if self.engine.averaging.is_by_window and self.gradient_state.sync_gradients:
             self.engine.averaging.finish_window()

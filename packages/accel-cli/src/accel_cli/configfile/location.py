@@ -1,4 +1,4 @@
-"""Where the settings file is when nobody names one."""
+"""Where the config file is when nobody names one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def hub_home(environ: Mapping[str, str]) -> str:
 
 
 def config_folder(environ: Mapping[str, str]) -> str:
-    """Folder of the default settings file."""
+    """Folder of the default config file."""
     return os.path.join(hub_home(environ), "accelerate")
 
 
 def default_config_path(environ: Mapping[str, str]) -> str:
-    """Path of the default settings file, whether it exists or not."""
+    """Path of the default config file, whether it exists or not."""
     return os.path.join(config_folder(environ), FILE_NAME)
 
 

@@ -92,7 +92,7 @@ def joined(value: Any) -> Any:
 
 
 def truth_or_same(value: Any) -> Any:
-    """Turn the words yes and no, true and false into truth values."""
+    """Turn the words yes and no, true and false into bools."""
     return {"yes": True, "true": True, "no": False, "false": False}.get(str(value).lower(), value)
 
 

@@ -1,4 +1,4 @@
-"""From the text of a settings file to values: JSON, or YAML without its dangerous parts."""
+"""From the text of a config file to values: JSON, or YAML without its dangerous parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_cli.configfile.source import Source, yaml_loader
 
 
 def parse(source: Source, format: str | None = None) -> dict[str, Any]:
-    """Read what a settings file says, without judging it.
+    """Read what a config file says, without judging it.
 
     Of a key that is there twice, the last value counts, as in accelerate 1.15, with a warning when they differ.
 

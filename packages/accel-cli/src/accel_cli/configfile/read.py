@@ -10,7 +10,7 @@ from accel_cli.configfile.values import read_values
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
-    """Read a settings file.
+    """Read a config file.
 
     Args:
         config_file: A path; `*.json` is read as JSON and anything else as YAML. None means the default file.

@@ -1,4 +1,4 @@
-"""What a settings file may say."""
+"""What a config file may say."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BaseConfig:
     Args:
         compute_environment: Where processes run.
         distributed_type: How they work together.
-        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; None leaves it open.
+        mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; None leaves it open.
         use_cpu: Whether to train on the CPU.
         debug: Whether to check shapes before collective operations.
     """

@@ -1,4 +1,4 @@
-"""The text of a settings file, and where in it something stands."""
+"""The text of a config file, and where in it something stands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_FOR_LIBYAML = 4_000  # characters; a deeper nesting than this makes liby
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A settings file that was read.
+    """A config file that was read.
 
     Attributes:
         path: Its path, as it was named.
@@ -24,7 +24,7 @@ class Source:
     text: str = ""
 
     def __str__(self) -> str:
-        return f"Settings file {self.path!r}"
+        return f"Config file {self.path!r}"
 
     @property
     def is_json(self) -> bool:
@@ -50,7 +50,7 @@ class Source:
 
 
 def read_source(path: str | os.PathLike[str]) -> Source:
-    """Read the text of a settings file.
+    """Read the text of a config file.
 
     Args:
         path: The file.

@@ -1,4 +1,4 @@
-"""Bringing an old settings file up to date."""
+"""Bringing an old config file up to date."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_cli.configfile.write import write_config
 
 
 def update(path: str) -> list[str]:
-    """Rewrite a settings file in today's words, with today's defaults for what it lacks.
+    """Rewrite a config file in today's words, with today's defaults for what it lacks.
 
     The file is replaced as a whole or not at all, and not touched when there is nothing to change. Comments are not
     kept.

@@ -16,7 +16,7 @@ from accel_cli.configfile.source import Source, read_source
 def read_values(
     config_file: str | os.PathLike[str] | None, format: str | None = None
 ) -> tuple[dict[str, Any], Source]:
-    """Read what a settings file says, without judging it.
+    """Read what a config file says, without judging it.
 
     Args:
         config_file: A path; None means the default file.

@@ -1,4 +1,4 @@
-"""Writing a settings file."""
+"""Writing a config file."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def write_basic_config(
     """Write settings that use all accelerators of this machine, or its CPU when there are none.
 
     Args:
-        mixed_precision: Number format: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        save_location: The file to write, normally the default settings file. Missing folders are made.
+        mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        save_location: The file to write, normally the default config file. Missing folders are made.
         format: How to write. JSON is YAML, too, and programs read back what this function wrote as JSON;
             `accelerate config default` asks for YAML, which people can edit.
 
@@ -58,7 +58,7 @@ def write_basic_config(
         The path, or False when a file was there already: it is left as it is.
 
     Raises:
-        ValueError: For another number format.
+        ValueError: For another precision.
 
     Example:
         ```python

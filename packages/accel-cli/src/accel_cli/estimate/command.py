@@ -23,7 +23,7 @@ PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
 OPTIONS = (
     Option("model_name", "A folder with a model, or the name of one on the Hugging Face Hub."),
     Option("--library_name", "Library of the model; found out if left out.", kind=one_of("timm", "transformers")),
-    Option("--dtypes", "Number formats to estimate for.", nargs="+", metavar="DTYPE",
+    Option("--dtypes", "Dtypes to estimate for.", nargs="+", metavar="DTYPE",
            default=("float32", "float16", "int8", "int4"), kind=one_of(*BITS)),
     switch("--trust_remote_code", "Run code that comes with the model."),
     switch("--json", "Print JSON, with sizes in bytes."),
@@ -35,7 +35,7 @@ TRAINING_OPTIONS = (
     Option("--batch_size", "Examples per device.", default=1, kind=WHOLE, metavar="N"),
     Option("--sequence_length", "Tokens per example; 512, or what the model takes, if left out.", kind=WHOLE,
            metavar="N"),
-    Option("--mixed_precision", "Number format to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
+    Option("--mixed_precision", "Dtype to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
     switch("--gradient_checkpointing", "Compute activations again in the backward pass."),
     Option("--parallel", "Way of spreading the training, to show what each device needs.", kind=one_of(*PARALLEL_NAMES)),
     Option("--num_devices", "Devices that share the work.", kind=WHOLE, metavar="N"),
@@ -64,7 +64,7 @@ def estimate_command(args: Namespace) -> list[list[Any]]:
         args: What the parser of `estimate_command_parser` gave.
 
     Returns:
-        One row for each number format, as printed.
+        One row for each dtype, as printed.
 
     Raises:
         ValueError: The model cannot be found or built, or something about the training is impossible.
@@ -92,7 +92,7 @@ def gather_data(args: Namespace) -> list[list[Any]]:
         args: With `model_name`, `library_name`, `dtypes` and `trust_remote_code`.
 
     Returns:
-        For each number format its name, bytes of the largest layer and of the model, and the parts of training with
+        For each dtype its name, bytes of the largest layer and of the model, and the parts of training with
         Adam as `estimate_training_usage` gives them.
 
     Raises:

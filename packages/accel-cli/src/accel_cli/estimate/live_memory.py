@@ -35,7 +35,7 @@ class LiveMemory(TorchDispatchMode):
     it. Views share memory, which counts once. What a kernel allocates for its own use is not seen.
 
     Works with real tensors and with fake ones, which have shapes and lifetimes but no values. Where a program asks a
-    fake tensor for its value, it is told 1; for a truth value, True if it asked whether *all* are (so that no token
+    fake tensor for its value, it is told 1; for a bool, True if it asked whether *all* are (so that no token
     counts as padding), otherwise False (so that no value counts as out of range, and nothing is drawn again).
 
     Attributes:

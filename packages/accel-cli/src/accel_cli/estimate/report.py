@@ -23,7 +23,7 @@ class Report:
         args: The command line.
         library: Of the model.
         size: Of the model in float32.
-        formats: Its size in each number format.
+        formats: Its size in each dtype.
         states: What training keeps; None when it was not asked for.
         step: A training step; None when it was not asked for.
         shares: What each device needs; None when it was not asked for.
@@ -38,7 +38,7 @@ class Report:
     shares: PerDevice | None = None
 
     def format_table(self) -> list[list[Any]]:
-        """One row of text for each number format."""
+        """One row of text for each dtype."""
         return [
             [row.dtype, readable(row.largest_layer), readable(row.total), readable(row.adam)] for row in self.formats
         ]

@@ -1,4 +1,4 @@
-"""How large a model is in each number format, and to train it with Adam."""
+"""How large a model is in each dtype, and to train it with Adam."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class FormatRow:
-    """What a model needs in one number format, in bytes.
+    """What a model needs in one dtype, in bytes.
 
     Attributes:
         dtype: The format.
@@ -52,7 +52,7 @@ class FormatRow:
 
 
 def format_rows(size: ModelSize, dtypes: list[str]) -> list[FormatRow]:
-    """Give the sizes in several number formats."""
+    """Give the sizes in several dtypes."""
     rows = []
     for dtype in dtypes:
         share = BITS[dtype] / BITS["float32"] if dtype != "float32" else 1

@@ -42,7 +42,7 @@ class StepSettings:
     Attributes:
         optimizer: A name in `optimizers.OPTIMIZERS`.
         mixed_precision: `"no"`, `"bf16"` or `"fp16"`, as in `Accelerator`.
-        gradient_checkpointing: Whether activations are computed again in the backward pass.
+        gradient_checkpointing: Whether activations are recomputed in the backward pass.
         as_on_gpu: Use the operations of a GPU where they need other memory than those of the CPU.
     """
 

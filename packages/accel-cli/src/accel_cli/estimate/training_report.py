@@ -45,7 +45,7 @@ class ModelStates:
         largest_layer_bytes: Parameters and buffers of the largest layer.
         parameters: Bytes of all parameters.
         buffers: Bytes of all buffers.
-        gradients: Bytes of the gradients of the parameters that learn.
+        gradients: Bytes of the gradients of the parameters that are trainable.
         optimizer: Bytes of the optimizer's state.
     """
 
@@ -63,7 +63,7 @@ class TrainingStep:
 
     Attributes:
         activations: What the forward pass keeps for the backward pass, with inputs and outputs.
-        weight_copies: Parameters in the number format that is computed in, where that is another one.
+        weight_copies: Parameters in the dtype that is computed in, where that is another one.
         phases: Forward, backward and optimizer step, each with its peak.
     """
 

@@ -48,7 +48,7 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
         The settings, and the plan.
 
     Raises:
-        ValueError: When something is wrong with the command line, the settings file or the environment.
+        ValueError: When something is wrong with the command line, the config file or the environment.
     """
     # `--help` does not wait for these
     from accel_cli.launch.libraries import check_libraries

@@ -78,11 +78,11 @@ def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, boo
         args: The parsed command line of `accelerate launch`.
 
     Returns:
-        `args`; the settings file, or None when none counts; and whether the precision is the one of that file.
+        `args`; the config file, or None when none counts; and whether the precision is the one of that file.
 
     Raises:
-        ValueError: When something is wrong with the command line, the settings file or the environment.
-        FileNotFoundError: When the settings file that was named does not exist.
+        ValueError: When something is wrong with the command line, the config file or the environment.
+        FileNotFoundError: When the config file that was named does not exist.
     """
     check_flags(from_namespace(args))
     settings = resolve(args)

@@ -121,7 +121,7 @@ def environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[st
             if not option or settings.sources.get(option) in CHOSEN or variable not in environ:
                 variables[variable] = text
         if group.announced_by not in variables and is_on(environ.get(group.announced_by)):
-            variables[group.announced_by] = "false"  # the command line or the settings file has chosen another way
+            variables[group.announced_by] = "false"  # the command line or the config file has chosen another way
     if settings.use_deepspeed:
         variables |= deepspeed_environment(settings, environ)
     if settings.use_cpu:

@@ -103,7 +103,7 @@ class Choice(Answer):
 
 
 def choice(*values: Any, **labels: str) -> Choice:
-    """Make a choice of words that speak for themselves.
+    """Make a choice of words that say what they mean.
 
     Args:
         *values: The values.

@@ -32,7 +32,7 @@ DEEPSPEED = ("DEEPSPEED", "DeepSpeed")
 FSDP = ("FSDP", "FSDP: fully sharded data parallelism")
 MEGATRON = ("MEGATRON_LM", "Megatron-LM")
 
-# which ways of training are offered on which machines
+# which training engines are offered on which machines
 WAYS: dict[tuple[str, ...], Choice] = {
     ("MULTI_CPU", "MULTI_NEURON"): Choice((PLAIN, FSDP)),
     ("MULTI_GPU",): Choice((PLAIN, DEEPSPEED, FSDP, MEGATRON)),
@@ -187,7 +187,7 @@ TPU = Topic(
 
 
 def placed(answers: Answers) -> dict[str, Any]:
-    """Return what the answers say about where and how processes run, in the words of the settings file."""
+    """Return what the answers say about where and how processes run, in the words of the config file."""
     way, machine = answers.get("way", "PLAIN"), answers["machine"]
     return {
         "distributed_type": machine if way == "PLAIN" else way,

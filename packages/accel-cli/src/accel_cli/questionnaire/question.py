@@ -139,7 +139,7 @@ class Topic:
     Attributes:
         title: The heading above them.
         questions: The rows, in the order in which they are asked.
-        section: The section of the settings file that takes the answers; empty for none.
+        section: The section of the config file that takes the answers; empty for none.
         asked_when: Given the earlier answers, whether the topic concerns this machine at all.
     """
 
@@ -180,7 +180,7 @@ def ask(question: Question, prompts: Prompts, answers: Answers) -> Any:
 
 
 def settings_of(topics: Iterable[Topic], answers: Answers) -> dict[str, Any]:
-    """Arrange answers as a settings file does.
+    """Arrange answers as a config file does.
 
     Args:
         topics: The questions that were asked.

@@ -34,7 +34,7 @@ def run(args: Namespace) -> int:
         The exit status for the shell: that of sbatch where it was called.
 
     Raises:
-        ValueError: When something is wrong with the command line, the settings file or the environment.
+        ValueError: When something is wrong with the command line, the config file or the environment.
     """
     job = make_job(args)
     for note in () if args.quiet else job.notes:

@@ -99,15 +99,15 @@ class ComputeNode(Machine):
 
 
 def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
-    """Check a command line, complete it from the settings file and the environment, and say what the job asks for.
+    """Check a command line, complete it from the config file and the environment, and say what the job asks for.
 
     Args:
         args: What the parser of `accelerate slurm` gave.
         environ: The environment variables; those of this process when None.
 
     Raises:
-        ValueError: When something is wrong with the command line, the settings file or the environment.
-        FileNotFoundError: When the script or the settings file does not exist.
+        ValueError: When something is wrong with the command line, the config file or the environment.
+        FileNotFoundError: When the script or the config file does not exist.
     """
     check_slurm_flags(args)
     check_flags(from_namespace(launch_arguments(args)))

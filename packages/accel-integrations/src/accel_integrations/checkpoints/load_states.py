@@ -91,7 +91,7 @@ def read_model_state(
         stored: The state on the disk.
         model: As prepared.
         strict: Whether names must be the same on both sides.
-        adapter_only: Read only what learns.
+        adapter_only: Read only what is trainable.
 
     Raises:
         ValueError: The state does not fit; all differences are listed.

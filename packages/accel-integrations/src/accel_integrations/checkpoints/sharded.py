@@ -1,4 +1,4 @@
-"""Tensors of a sharded checkpoint, put together one at a time."""
+"""Tensors of a sharded checkpoint, made full one at a time."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ShardedModel:
             paths = {path for path in nested if path[: len(prefix)] == prefix}
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Put one tensor together, in main memory, contiguous.
+        """Put one tensor together, in CPU memory, contiguous.
 
         Raises:
             ValueError: A part is damaged.
@@ -136,7 +136,7 @@ class ShardedModel:
 
 
 def read_part(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
-    """Read one part of a tensor into main memory.
+    """Read one part of a tensor into CPU memory.
 
     Raises:
         ValueError: It is damaged.

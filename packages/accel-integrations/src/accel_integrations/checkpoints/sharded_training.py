@@ -35,7 +35,7 @@ def save_fsdp_model(
         model: As `prepare` returned it.
         output_dir: Folder, made if missing, that all processes see.
         model_index: Its position among the prepared models.
-        adapter_only: Write only what learns, of a model with an adapter.
+        adapter_only: Write only what is trainable, of a model with an adapter.
         use_dcp: Without effect: sharded states are always written by torch.distributed.checkpoint.
     """
     _say_unused(use_dcp)
@@ -61,7 +61,7 @@ def load_fsdp_model(
         model: As `prepare` returned it.
         input_dir: The folder that was written to, or in it the folder of the sharded model.
         model_index: Its position among the prepared models.
-        adapter_only: Read only what learns.
+        adapter_only: Read only what is trainable.
         use_dcp: Without effect.
 
     Raises:
@@ -119,7 +119,7 @@ def load_fsdp_optimizer(
         model: Whose parameters it has, as `prepare` returned it.
         input_dir: The folder that was written to, or in it the folder of the sharded state.
         optimizer_index: Its position among the prepared optimizers.
-        adapter_only: Without effect: an optimizer has the state of what learns only.
+        adapter_only: Without effect: an optimizer has the state of what is trainable only.
         use_dcp: Without effect.
 
     Raises:

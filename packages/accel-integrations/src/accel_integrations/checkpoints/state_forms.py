@@ -84,16 +84,16 @@ def without_compilation(model: Any) -> nn.Module:
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """A model's whole tensors in main memory on the main process, nothing on the others; all processes call this.
+    """A model's whole tensors in CPU memory on the main process, nothing on the others; all processes call this.
 
-    One tensor at a time is put together, and no other process keeps it.
+    One tensor at a time is gathered, and no other process keeps it.
     """
     state: dict[str, Any] = gather_on_first(model_state(model))
     return state
 
 
 def gather_on_first(value: Any) -> Any:
-    """A nested state with whole tensors in main memory on the main process; empty dictionaries on the others."""
+    """A nested state with whole tensors in CPU memory on the main process; empty dictionaries on the others."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if isinstance(value, Mapping):
         gathered = {key: gather_on_first(inner) for key, inner in value.items()}
@@ -191,7 +191,7 @@ def write_model(model: nn.Module, folder: Path, form: str, index: int = 0, *, ad
         folder: Where to; all processes see the same.
         form: A key of `FORMS`.
         index: Its position among the prepared models.
-        adapter_only: Write only what learns, of a model with an adapter.
+        adapter_only: Write only what is trainable, of a model with an adapter.
 
     Returns:
         Names of the files that this process wrote.

@@ -65,7 +65,7 @@ class StoredState(ABC):
         return filled
 
     def read_whole(self, keys: Keys) -> torch.Tensor:
-        """A tensor in main memory."""
+        """A tensor in CPU memory."""
         return self.fill(keys, torch.empty(self.shapes[keys]))
 
 

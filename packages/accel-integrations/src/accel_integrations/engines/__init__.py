@@ -1,1 +1,1 @@
-"""Ways of training: each engine wraps what was prepared and takes the steps."""
+"""Training engines: each engine wraps what was prepared and takes the steps."""

@@ -1,4 +1,4 @@
-"""Activations that backward computes again instead of keeping them."""
+"""Activations that backward recomputes instead of keeping them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module], *, offload:
     Args:
         model: The model, in which the blocks are replaced by wrapped ones.
         blocks: Modules inside it.
-        offload: Also move what is kept to main memory; without effect where it is there anyway.
+        offload: Also move what is kept to CPU memory; without effect where it is there anyway.
 
     Returns:
         The wrapped blocks.

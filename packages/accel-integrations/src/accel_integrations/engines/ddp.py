@@ -134,7 +134,7 @@ class DDPEngine(Engine):
                 shard.even_batches = value
 
     def _batch_shards(self) -> list[Any]:
-        """What decides in the prepared loaders whether batches are filled up."""
+        """What decides in the prepared loaders whether batches are padded."""
         samplers = [getattr(loader, "batch_sampler", None) for loader in self.context.prepared.dataloaders]
         shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
         if len(shards) < len(samplers):

@@ -48,7 +48,7 @@ def batched_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
 
 
 class SquareBucket:
-    """A bucket that pretends to hold one square matrix, filled up with zeros.
+    """A bucket that pretends to hold one square matrix, padded with zeros.
 
     Args:
         bucket: The real one.

@@ -1,4 +1,4 @@
-"""The interface of a way of training."""
+"""The interface of a training engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EngineContext:
 
 
 class Engine(ABC):
-    """One way of training: wraps what was prepared and takes the steps.
+    """One training engine: wraps what was prepared and takes the steps.
 
     The bodies here are plain single-process PyTorch. A concrete engine is final (no engine inherits from another) and
     overrides what differs; reading its file shows exactly that difference.
@@ -151,7 +151,7 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Place the model and wrap it for this way of training; `evaluation` models get no gradient machinery."""
+        """Place the model and wrap it for this training engine; `evaluation` models get no gradient machinery."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer."""
@@ -218,7 +218,7 @@ class Engine(ABC):
         return self.precision.step(optimizer, closure)
 
     def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Bring the gradients of plain torch optimizers back to their true size, before clipping or reading them."""
+        """Bring the gradients of plain torch optimizers back to scale 1, before clipping or reading them."""
         for optimizer in optimizers:
             self.precision.unscale(optimizer)
 

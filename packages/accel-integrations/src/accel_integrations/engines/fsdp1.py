@@ -97,7 +97,7 @@ class FSDP1Engine(Engine):
             if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
                 raise
             raise ValueError(
-                f"{type(model).__name__} has frozen and learning parameters in one block, which version 1 of FSDP only "
+                f"{type(model).__name__} has frozen and trainable parameters in one block, which version 1 of FSDP only "
                 "shards with FullyShardedDataParallelPlugin(use_orig_params=True) (--fsdp_use_orig_params true); or "
                 "choose fsdp_version=2."
             ) from error
@@ -228,7 +228,7 @@ class FSDP1Engine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in main memory, on the main process; nothing on the others."""
+        """The whole model's tensors in CPU memory, on the main process; nothing on the others."""
         return full_model_state(self._wrapped(model))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:

@@ -96,7 +96,7 @@ class FSDP2Engine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in main memory, on the main process; nothing on the others."""
+        """The whole model's tensors in CPU memory, on the main process; nothing on the others."""
         return full_model_state(self.unwrap(model))
 
     def check_storage(self, sees_main: bool, folder: Path) -> None:

@@ -108,7 +108,7 @@ class Sharding:
             return MixedPrecisionPolicy()
         output = policy.output_dtype if is_root else None
         if is_root and self.plugin.precision_from_run:
-            output = torch.float32  # as with every other way of training
+            output = torch.float32  # as with every other training engine
         return dataclasses.replace(policy, output_dtype=output)
 
     def _offload_policy(self) -> Any:
@@ -162,7 +162,7 @@ def upcast_trainable(model: nn.Module) -> None:
     for _, parameter in low:
         parameter.data = parameter.data.float()
     warn_user(
-        f"{len(low)} parameters of {type(model).__name__} that learn ({low[0][0]}, ...) were in 16-bit formats and are "
+        f"{len(low)} parameters of {type(model).__name__} that are trainable ({low[0][0]}, ...) were in 16-bit formats and are "
         "kept in float32 now, because mixed_precision computes in 16 bits itself. Load the model in float32 to say so."
     )
 

@@ -234,7 +234,7 @@ class PipelinedEngine(Engine):
         return self.inner.step(optimizer, closure)
 
     def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Bring gradients to their true size, at the end of a window."""
+        """Unscale gradients, at the end of a window."""
         self._finish_gradients()
         self.inner.unscale_gradients(optimizers)
 

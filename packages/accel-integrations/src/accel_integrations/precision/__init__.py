@@ -1,1 +1,1 @@
-"""Number formats: each precision object knows how the forward, the loss and the step are to be treated."""
+"""Precisions: each precision object knows how the forward, the loss and the step are to be treated."""

@@ -61,7 +61,7 @@ def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler
     """Put `AutocastForward` in the place of the model's forward; `_original_forward` keeps the old one."""
     options = handler.to_kwargs() if handler is not None else {}
     forward = model.forward
-    if isinstance(forward, AutocastForward):  # of an earlier preparation, perhaps in another number format
+    if isinstance(forward, AutocastForward):  # of an earlier preparation, perhaps in another precision
         forward = forward.__wrapped__
     # past `__setattr__`, by which compiled modules would hand one of them on to the module inside
     model.__dict__.update(_original_forward=forward, forward=AutocastForward(forward, device_type, dtype, options))

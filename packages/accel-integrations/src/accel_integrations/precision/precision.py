@@ -1,4 +1,4 @@
-"""The interface of a number format."""
+"""The interface of a precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Precision(ABC):
-    """One number format. The neutral bodies are full precision: nothing is converted, scaled or skipped.
+    """One precision. The neutral bodies are full precision: nothing is converted, scaled or skipped.
 
     A concrete precision overrides only what it changes, is final, and is chosen by `Engine.make_precision`.
     """
@@ -46,7 +46,7 @@ class Precision(ABC):
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients held by a plain torch optimizer back to their true size; once per step."""
+        """Bring the gradients held by a plain torch optimizer back to scale 1; once per step."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take the optimizer's step.

@@ -21,7 +21,7 @@ class DataLoaderConfiguration:
             than the size every process gets.
         dispatch_batches (`bool`, *optional*): Whether the main process reads all data and sends each process its
             share. When None: only for iterable datasets.
-        even_batches (`bool`): Whether the last batches are filled up from the beginning, so that every process gets
+        even_batches (`bool`): Whether the last batches are padded from the beginning, so that every process gets
             equally many.
         use_seedable_sampler (`bool`): Whether shuffling depends on seed and epoch alone, and so repeats exactly.
         data_seed (`int`, *optional*): Seed of that sampler; drawn from torch's global generator when None.

@@ -281,7 +281,7 @@ class DeepSpeedPlugin(Plugin):
         return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
 
     def attach(self, state: RunSoFar) -> None:
-        """Write the run's number format into the configuration."""
+        """Write the run's precision into the configuration."""
         self.set_mixed_precision(state.mixed_precision)
 
     # ---- settling the configuration ---------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class DeepSpeedPlugin(Plugin):
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Switch on the section of the configuration that belongs to a number format.
+        """Switch on the section of the configuration that belongs to a precision.
 
         Args:
             mixed_precision: "no", "fp16", "bf16" or "fp8" (whose other operations run in bf16).

@@ -110,7 +110,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             Version 1 takes the name of a strategy here too.
         backward_prefetch (`str` or `BackwardPrefetch`, *optional*): When backward gathers the next parameters; version
             1 only.
-        mixed_precision_policy (`str`, `torch.dtype`, `dict` or torch's policy, *optional*): Number formats; set from
+        mixed_precision_policy (`str`, `torch.dtype`, `dict` or torch's policy, *optional*): Precisions; set from
             `mixed_precision` of the run when left out.
         auto_wrap_policy (`str` or function, *optional*): Which modules are sharded by themselves.
         cpu_offload (`bool` or torch's offload object): Keep parameters on the CPU while they are not in use.
@@ -327,7 +327,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             )
 
     def attach(self, state: RunSoFar) -> None:
-        """Take over the run's number format, and keep state dicts where they are when the device is the CPU."""
+        """Take over the run's precision, and keep state dicts where they are when the device is the CPU."""
         if state.mixed_precision != "no":
             self.precision_from_run = self.mixed_precision_policy is None
             self.set_mixed_precision(state.mixed_precision)
@@ -504,7 +504,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         self._check_class("mixed_precision_policy", self._version.policy_class)
 
     def set_cpu_offload(self) -> None:
-        """Turn a truth value into torch's offload object.
+        """Turn a bool into torch's offload object.
 
         Raises:
             ValueError: When the field holds anything else.

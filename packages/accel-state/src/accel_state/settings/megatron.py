@@ -37,7 +37,7 @@ PROBABILITY = Kind(
 )
 COUNT, SIZE = at_least(0), at_least(1)
 SAMPLE_COUNTS = Kind(
-    "up to three whole numbers: samples seen in training, validation and test",
+    "up to three integers: samples seen in training, validation and test",
     str,
     lambda value: isinstance(value, list) and len(value) <= 3 and all(is_whole(count) for count in value),
 )
@@ -132,7 +132,7 @@ class MegatronLMPlugin(Plugin):
         no_load_optim, no_save_optim (`bool`): Leave the optimizer out of checkpoints.
         eod_mask_loss (`bool`): No loss on end-of-document tokens.
         decoder_last_pipeline_num_layers (`int`, *optional*): Layers of the last stage, when not as many as elsewhere.
-        recompute_granularity, recompute_method, recompute_num_layers, recompute_activations: What is computed again in
+        recompute_granularity, recompute_method, recompute_num_layers, recompute_activations: What is recomputed in
             backward.
         attention_backend (`bool`), attention_dropout, hidden_dropout (`float`), attention_softmax_in_fp32 (`bool`):
             Attention and dropout.
@@ -293,7 +293,7 @@ class MegatronLMPlugin(Plugin):
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
     def attach(self, state: RunSoFar) -> None:
-        """Hand the run's number format to Megatron-LM."""
+        """Hand the run's precision to Megatron-LM."""
         self.set_mixed_precision(state.mixed_precision)
 
     # ---- arguments that depend on what is prepared --------------------------------------------------------------------
@@ -311,7 +311,7 @@ class MegatronLMPlugin(Plugin):
         find_parser(model.config.model_type)(self, model, batch_data)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Set the number format: "fp16" or "bf16"; anything else leaves float32."""
+        """Set the precision: "fp16" or "bf16"; anything else leaves float32."""
         if mixed_precision == "fp16":
             self.megatron_lm_default_args["fp16"] = True
         elif mixed_precision == "bf16":

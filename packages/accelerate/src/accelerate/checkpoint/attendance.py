@@ -1,6 +1,6 @@
 """Which ranks take part in a call that all of them should make, found out without a collective.
 
-A collective would wait for ever for a rank that never comes, as in `if accelerator.is_main_process: save_state(...)`. So
+A collective would hang for a rank that never comes, as in `if accelerator.is_main_process: save_state(...)`. So
 ranks leave notes in the key-value store of the process group instead. The main process opens a call and is the only one
 to decide how it goes on: together, once all others have left a note, or alone, when it is shown that one of them is
 elsewhere (it waits in a `wait_for_everyone` that the main process has not reached, or has left the process group) or

@@ -15,7 +15,7 @@ from accelerate.compat.seams import late_bound
 
 
 def to_fsdp2_command(args: Namespace) -> None:
-    """Convert a settings file, as `accel_cli.to_fsdp2.to_fsdp2_command`; reads it with `load_config`."""
+    """Convert a config file, as `accel_cli.to_fsdp2.to_fsdp2_command`; reads it with `load_config`."""
     to_fsdp2.to_fsdp2_command(args, late_bound("accelerate.commands.to_fsdp2", "load_config"))
 
 

@@ -24,7 +24,7 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a job.
 
     Args:
-        settings: What `resolve` gave; `settings.sagemaker` holds the settings file.
+        settings: What `resolve` gave; `settings.sagemaker` holds the config file.
         environ: The variables that are set already.
 
     Raises:
@@ -48,7 +48,7 @@ def job(config: Any, settings: LaunchSettings) -> tuple[dict[str, Any], dict[str
 
     Raises:
         ValueError: When the script or its arguments cannot be sent.
-        FileNotFoundError: When a table that the settings file names does not exist.
+        FileNotFoundError: When a table that the config file names does not exist.
     """
     script = settings.training_script
     if settings.module or settings.no_python or not script.endswith(".py"):
@@ -137,7 +137,7 @@ def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str
     """Return the variables by which Amazon's SDK knows who pays.
 
     Raises:
-        ValueError: When neither the settings file, nor the flags, nor the environment say so.
+        ValueError: When neither the config file, nor the flags, nor the environment say so.
     """
     variables = {"AWS_DEFAULT_REGION": config.region} if config.region else {}
     if config.profile:
@@ -148,7 +148,7 @@ def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str
     if environ.get("AWS_PROFILE") or all(environ.get(name) for name in given):
         return variables
     raise UsageError(
-        "Amazon must know who pays: set profile in the settings file, or give --aws_access_key_id and "
+        "Amazon must know who pays: set profile in the config file, or give --aws_access_key_id and "
         "--aws_secret_access_key."
     )
 
@@ -161,9 +161,9 @@ def _table(path: str | None, key: str, value: str) -> dict[str, str] | None:
         with open(path, encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file, delimiter="\t"))
     except FileNotFoundError:
-        raise MissingFileError(f"{path!r}, which the settings file names, does not exist.") from None
+        raise MissingFileError(f"{path!r}, which the config file names, does not exist.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path!r}, which the settings file names, cannot be read: {error}.") from None
+        raise UsageError(f"{path!r}, which the config file names, cannot be read: {error}.") from None
     if not all(row.get(key) and row.get(value) for row in rows):
         raise UsageError(f"{path!r} must have the columns {key} and {value}, with a tab between them.")
     return {row[key]: row[value] for row in rows}

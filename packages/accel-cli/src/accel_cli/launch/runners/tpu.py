@@ -46,7 +46,7 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
 def plan_pod(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch on every machine of a TPU pod, through torch_xla's program for it; arguments as in `plan`."""
     if not settings.tpu_name:
-        raise UsageError("A TPU pod has a name: set tpu_name in the settings file, or give --no_tpu_cluster.")
+        raise UsageError("A TPU pod has a name: set tpu_name in the config file, or give --no_tpu_cluster.")
     variables = xla_variables(settings) | {IN_POD: "1"}
     if settings.debug:
         variables["ACCELERATE_DEBUG_MODE"] = "true"

@@ -195,7 +195,7 @@ class DeepSpeedEngine(Engine):
         return engine, wrapped_optimizer, self._wrap_scheduler(scheduler, its_scheduler, wrapped_optimizer)
 
     def _placed(self, optimizer: torch.optim.Optimizer) -> Any:
-        """DeepSpeed's own optimizer where states are kept in main memory, unless the configuration forbids it."""
+        """DeepSpeed's own optimizer where states are kept in CPU memory, unless the configuration forbids it."""
         plugin = self.plugin
         device = plugin.get_value("zero_optimization.offload_optimizer.device")
         if device in NOT_OFFLOADED or not plugin.get_value("zero_force_ds_cpu_optimizer", True):
@@ -296,7 +296,7 @@ class DeepSpeedEngine(Engine):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in main memory, on the main process.
+        """The whole model's tensors in CPU memory, on the main process.
 
         Under stage 3, and where processes share layers, there is nothing on the others.
 

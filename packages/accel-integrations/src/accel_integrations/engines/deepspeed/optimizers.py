@@ -1,4 +1,4 @@
-"""Optimizers of DeepSpeed in the place of PyTorch's, for states that it keeps in main memory."""
+"""Optimizers of DeepSpeed in the place of PyTorch's, for states that it keeps in CPU memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     if lost:
         raise ValueError(
             f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {found.module}.{found.name}, which "
-            "keeps its state in main memory: leave that out, set zero_force_ds_cpu_optimizer to false in the DeepSpeed "
+            "keeps its state in CPU memory: leave that out, set zero_force_ds_cpu_optimizer to false in the DeepSpeed "
             "configuration, or do not offload the optimizer."
         )
     kind: Any = getattr(import_module(found.module), found.name)

@@ -47,7 +47,7 @@ def nearly_the_mean(place: Place, *, hook: Any, wrapper: Any, options: dict[str,
 
 
 def rows() -> list[Check]:
-    """One check for each hook, by itself and inside of those that change the number format."""
+    """One check for each hook, by itself and inside of those that change the precision."""
     found = []
     for hook in (HOOKS.NO, HOOKS.FP16, HOOKS.BF16, HOOKS.POWER_SGD, HOOKS.BATCHED_POWER_SGD):
         sgd = hook in (HOOKS.POWER_SGD, HOOKS.BATCHED_POWER_SGD)

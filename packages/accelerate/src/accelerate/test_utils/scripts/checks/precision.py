@@ -1,4 +1,4 @@
-"""Number formats."""
+"""Precisions."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Team:
         self.rejoined = 0
 
     def exchange(self, status: str, text: str) -> dict[int, tuple[str, str]]:
-        """Tell all processes what this one found, and hear from all of them.
+        """All-gather what each process found.
 
         Returns:
             Status and text by rank; a process that does not answer has failed.

@@ -156,11 +156,11 @@ def with_deepspeed(place: Place) -> None:
 
 
 def need_processes(place: Place) -> None:
-    """Skip where there is nobody to share with, or the launch has chosen another way of training."""
+    """Skip where there is nobody to share with, or the launch has chosen another training engine."""
     if place.world == 1 or HEADS % place.world:
         raise SkippedError(f"needs a number of processes that divides {HEADS}, and more than one")
     if not place.kind.value.startswith("MULTI_"):
-        raise SkippedError(f"chooses its way of training itself, and the launch says {place.kind.value}")
+        raise SkippedError(f"chooses its training engine itself, and the launch says {place.kind.value}")
 
 
 SEQUENCES = checks("shared sequences", torch=with_torch, deepspeed=with_deepspeed)

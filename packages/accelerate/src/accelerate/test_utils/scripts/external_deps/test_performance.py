@@ -70,7 +70,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--add_pad_token", action="store_true", help="No effect: all sentences are of one length.")
     parser.add_argument("--tp_plan", help="How transformers divides layers, such as auto.")
     parser.add_argument("--tp_size", type=int, help="Over how many processes.")
-    parser.add_argument("--model_dtype", help="Number format of the model of transformers.")
+    parser.add_argument("--model_dtype", help="Precision of the model of transformers.")
     return parser.parse_args(words)
 
 
