@@ -25,6 +25,9 @@ printing = outside.tracker:PrintingTracker
 
 [accelerate.commands]
 greet = outside.command
+
+[accelerate.options]
+toy = outside.options:ToyOptions
 """
 
 
@@ -48,13 +51,14 @@ def run(environment: dict[str, str], *command: str) -> str:
 
 
 @pytest.mark.launch
-def test_an_engine_a_precision_and_a_tracker(environment: dict[str, str], tmp_path: Path) -> None:
+def test_an_engine_a_precision_a_tracker_and_an_option(environment: dict[str, str], tmp_path: Path) -> None:
     script, folder = str(OUTSIDE / "outside" / "train.py"), str(tmp_path / "state")
-    wanted = {**environment, "ACCELERATE_ENGINE": "COUNTING"}
-    printed = run(wanted, "launch", "--cpu", "--num_processes", "2", script, folder)
+    chosen = ["--engine", "COUNTING", "--mixed_precision", "double", "--toy_speed", "7"]
+    printed = run(environment, "launch", "--cpu", "--num_processes", "2", *chosen, script, folder)
     assert "engine counting 3" in printed
     assert "precision double torch.float64 torch.float32" in printed
     assert "scale 1.0" in printed
+    assert "speed 7" in printed
     assert "tracker run 2 {'loss': 1.0}" in printed
 
 
@@ -66,3 +70,14 @@ def test_a_device(environment: dict[str, str]) -> None:
 
 def test_a_command(environment: dict[str, str]) -> None:
     assert run(environment, "greet", "you") == "hello you\n"
+
+
+def test_a_precision_that_nobody_brings_is_refused(environment: dict[str, str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", "launch", "--mixed_precision", "dubble", "train.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert "dubble" in done.stderr

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_cli.errors import did_you_mean
+from accel_cli.extensions import brings
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, TEXT, Kind
 
@@ -89,6 +90,7 @@ class Option:
         if self.flags.startswith("-"):
             words |= {"dest": self.name, "required": self.required}
         action = container.add_argument(*self.flags.split(), **words)
+        action.brought_by = self.kind.brought_by
         if self.nargs == "...":
             action.required = False  # there may be nothing left
 
@@ -243,6 +245,8 @@ class CommandParser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
+            if brings(getattr(action, "brought_by", ""), str(value)):
+                return
             error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
             raise
 

@@ -21,7 +21,7 @@ def entry_points(group: str) -> dict[str, str]:
     """Find the entry points of a group.
 
     Args:
-        group: `COMMANDS_GROUP` or `OPTIONS_GROUP`.
+        group: `COMMANDS_GROUP`, `OPTIONS_GROUP`, or that of a `Kind` whose words other packages add to.
 
     Returns:
         Name -> `"module"` or `"module:object"`. Where two packages use a name, the first one on `sys.path` has it.
@@ -31,6 +31,11 @@ def entry_points(group: str) -> dict[str, str]:
         if known == group:
             found.setdefault(name, path)
     return found
+
+
+def brings(group: str, name: str) -> bool:
+    """Whether an installed package has an entry point of that name, in any case; without a group none has."""
+    return bool(group) and name.lower() in map(str.lower, entry_points(group))
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -41,6 +42,7 @@ class PrepareForLaunch:
         if not self.debug:
             self.launcher(*args)
             return
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher that ran here before may have left a handler to the fork
         self._join(index)
         self.launcher(*args)
         self._leave()

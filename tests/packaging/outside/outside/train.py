@@ -8,12 +8,10 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin
+from outside.options import ToyOptions
 
 folder = sys.argv[1]
-accelerator = Accelerator(
-    mixed_precision="double", log_with="printing", gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1)
-)
+accelerator = Accelerator(log_with="printing")
 accelerator.init_trackers("run", {"lr": 0.1})
 model = nn.Linear(2, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -28,4 +26,5 @@ accelerator.load_state(folder)
 accelerator.print("engine", accelerator.engine.name, accelerator.engine.num_steps)
 accelerator.print("precision", accelerator.mixed_precision, next(model.parameters()).dtype, outputs.dtype)
 accelerator.print("scale", accelerator.engine.precision.loaded["seen"].item())
+accelerator.print("speed", ToyOptions().speed)
 accelerator.end_training()

@@ -96,7 +96,7 @@ class LaunchSettings:
         Option(
             "--mixed_precision",
             "Mixed precision dtype; no for none.",
-            kind=one_of(*PRECISIONS),
+            kind=replace(one_of(*PRECISIONS), brought_by="accelerate.precisions"),
             environment="ACCELERATE_MIXED_PRECISION",
             spelled=str,
         ),
@@ -135,6 +135,10 @@ class LaunchSettings:
         PARADIGM, switch("--use_parallelism_config", "Combine several kinds of parallelism.")
     )
     use_megatron_lm: bool = _row(PARADIGM, switch("--use_megatron_lm", "Train with Megatron-LM."))
+    engine: str | None = _row(
+        PARADIGM,
+        Option("--engine", "Train with the engine that another package brings.", environment="ACCELERATE_ENGINE"),
+    )
     gpu_ids: str | None = _row(
         PROCESSES,
         Option("--gpu_ids", "GPUs of this machine to use, separated by commas; `all` for all.", metavar="IDS"),

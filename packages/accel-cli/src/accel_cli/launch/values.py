@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_cli.arguments import Option
 from accel_cli.errors import UsageError, did_you_mean
+from accel_cli.extensions import brings
 from accel_state.settings.option import BOOLEAN
 
 # words that programs have written for the same
@@ -28,7 +29,8 @@ def coerce(option: Option, value: Any, where: str) -> Any:
         return value if isinstance(value, bool) else _converted(BOOLEAN.parse, option, str(value), where)
     if option.choices is not None:
         word = "no" if value is False else str(value)
-        if word.lower() not in [choice.lower() for choice in option.choices]:
+        known = word.lower() in [choice.lower() for choice in option.choices]
+        if not known and not brings(option.kind.brought_by, word):
             hint = did_you_mean(word, list(option.choices))
             raise UsageError(f"{where}: {value!r} is not one of {', '.join(option.choices)}.{hint}")
         return word

@@ -59,6 +59,8 @@ class Kind:
     """Whether text must be one of `choices`, in any case."""
     exact: bool = False
     """Whether a flag takes `choices` only, spelled as they are listed."""
+    brought_by: str = ""
+    """The group of entry points by whose names other packages add words; they are asked where a word is unknown."""
     metavar: str | None = None
     """Placeholder for a value in `--help`."""
     limits: tuple[float | None, float | None] = (None, None)
