@@ -42,7 +42,9 @@ class PrepareForLaunch:
         if not self.debug:
             self.launcher(*args)
             return
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a launcher that ran here before may have left a handler to the fork
+        signal.signal(
+            signal.SIGTERM, signal.SIG_DFL
+        )  # a launcher that ran here before may have left a handler to the fork
         self._join(index)
         self.launcher(*args)
         self._leave()

@@ -83,7 +83,7 @@ def infer_auto_device_map(
 
 
 def _silent(*args: Any) -> None:
-    """Log nothing."""
+    """Take the arguments of a logger, and log nothing."""
 
 
 @dataclass

@@ -48,7 +48,7 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """How much device memory it hands out, in bytes."""
         return self._memory.numel()
 
     def take(self, num_bytes: int) -> Region | None:

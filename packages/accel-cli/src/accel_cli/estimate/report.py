@@ -44,7 +44,7 @@ class Report:
         ]
 
     def as_text(self) -> str:
-        """Tables."""
+        """The report as tables of text."""
         tables = [
             create_ascii_table(
                 FORMAT_HEADERS, self.format_table(), f"Memory Usage for loading `{self.args.model_name}`"

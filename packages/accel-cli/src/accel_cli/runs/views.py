@@ -167,7 +167,7 @@ def _pairs(values: Mapping[str, str], indent: int = 0) -> list[str]:
 
 
 def number(value: float) -> str:
-    """Five digits."""
+    """A number in five digits."""
     return MISSING if math.isnan(value) else f"{value:.5g}"
 
 
@@ -193,7 +193,7 @@ def duration(seconds: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting."""
+    """A setting as text."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -31,7 +31,7 @@ class FunctionFailedError(ChildFailedError):
         super().__init__(error.name, error.failures)
 
     def format_msg(self, *_: Any, **__: Any) -> str:
-        """The message."""
+        """The message, with the traceback of the process that failed first."""
         return self._text
 
 

@@ -57,7 +57,7 @@ class GradientAverager:
             self.enabled = before
 
     def remove(self) -> None:
-        """Stop averaging."""
+        """Take the hooks off, so that gradients are averaged no more."""
         for hook in self._hooks:
             hook.remove()
 

@@ -38,7 +38,7 @@ class CommunicationHook:
     """Whether it works on a `PowerSGDState`, which `comm_state_option` describes."""
 
     def load(self) -> Callable[..., Any]:
-        """Torch's function."""
+        """Import the function of torch that the hook is."""
         function: Callable[..., Any] = getattr(import_module(f"{HOOKS_PACKAGE}.{self.module}"), self.function)
         return function
 

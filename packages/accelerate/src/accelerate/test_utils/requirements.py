@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from accel_state import libraries
+from accel_state import hardware, libraries
 from accel_state.devices import detect_device_kind
 from accel_state.environment import parse_flag_from_env
 
@@ -42,7 +42,8 @@ def _needs(what: str, is_there: Callable[[], Any]) -> Decorator[Any]:
 
 
 def _library(name: str) -> Decorator[Any]:
-    return _needs(name, getattr(libraries, f"is_{name}_available"))
+    question = f"is_{name}_available"
+    return _needs(name, getattr(libraries if hasattr(libraries, question) else hardware, question))
 
 
 def _devices(what: str, *kinds: str, count: Callable[[int], bool] = lambda count: count > 0) -> Decorator[Any]:

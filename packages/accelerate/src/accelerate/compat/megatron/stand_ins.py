@@ -58,15 +58,15 @@ class MegatronLMDummyDataLoader:
         self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
-        """Needs Megatron-LM."""
+        """Refuse: this needs Megatron-LM."""
         raise needs_megatron("MegatronLMDummyDataLoader.set_megatron_data_args()")
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
-        """Needs Megatron-LM."""
+        """Refuse: this needs Megatron-LM."""
         raise needs_megatron("MegatronLMDummyDataLoader.get_train_valid_test_datasets_provider()")
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
-        """Needs Megatron-LM."""
+        """Refuse: this needs Megatron-LM."""
         raise needs_megatron("MegatronLMDummyDataLoader.build_train_valid_test_data_iterators()")
 
 
@@ -194,7 +194,7 @@ class MegatronEngine(nn.Module):
         raise needs_megatron("MegatronEngine.train_step()")
 
     def eval_step(self, **batch_data: Any) -> Any:
-        """Compute losses."""
+        """Compute the losses of an evaluation step."""
         raise needs_megatron("MegatronEngine.eval_step()")
 
     def forward(self, **batch_data: Any) -> Any:
@@ -215,7 +215,7 @@ class MegatronEngine(nn.Module):
 
 
 def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
-    """Start Megatron-LM."""
+    """Refuse: this would start Megatron-LM."""
     raise needs_megatron("initialize()")
 
 
