@@ -99,7 +99,7 @@ def _rows(found: dict[str, list[str]]) -> Iterator[str]:
             yield row
             continue
         yield f'        "{where}": ('
-        parts = textwrap.wrap(text, 103)
+        parts = [text] if len(text) <= 105 else textwrap.wrap(text, 103)  # as ruff would format it
         yield from (f'            "{part}{"" if part is parts[-1] else " "}"' for part in parts)
         yield "        ),"
 
