@@ -25,7 +25,7 @@ EXPORTS = {
     ),
     "accel_bigmodel.tensors": "align_module_device set_module_tensor_to_device",
     "accel_cli.configfile.write": "write_basic_config",
-    "accel_cli.launch.old_names": (
+    "accelerate.compat.launching": (
         "prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs "
         "prepare_simple_launcher_cmd_env prepare_tpu"
     ),

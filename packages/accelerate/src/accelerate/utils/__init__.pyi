@@ -25,11 +25,6 @@ from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
 from accel_bigmodel.tensors import align_module_device as align_module_device
 from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
 from accel_cli.configfile.write import write_basic_config as write_basic_config
-from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accel_cli.launch.old_names import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accel_cli.launch.old_names import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
-from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
 from accel_integrations.bitsandbytes.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_integrations.bitsandbytes.quantize import load_and_quantize_model as load_and_quantize_model
@@ -244,6 +239,11 @@ from accelerate.compat.fsdp import fsdp2_load_full_state_dict as fsdp2_load_full
 from accelerate.compat.fsdp import fsdp2_prepare_model as fsdp2_prepare_model
 from accelerate.compat.fsdp import fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters
 from accelerate.compat.fsdp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.compat.launching import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.compat.launching import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.compat.launching import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
+from accelerate.compat.launching import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.compat.launching import prepare_tpu as prepare_tpu
 from accelerate.compat.megatron.groups import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accelerate.compat.megatron.groups import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from accelerate.compat.megatron.stand_ins import MegatronEngine as MegatronEngine

@@ -4,18 +4,18 @@ import subprocess as subprocess
 from argparse import Namespace
 from shutil import which as which
 
-from accel_cli.launch import old_names
 from accel_cli.launch.machine import Machine
-from accel_cli.launch.old_names import env_var_path_add as env_var_path_add
-from accel_cli.launch.old_names import filter_arguments as _filter_args  # noqa: F401
-from accel_cli.launch.old_names import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
-from accel_cli.launch.old_names import prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config
-from accel_cli.launch.old_names import prepare_multi_gpu_env as prepare_multi_gpu_env
-from accel_cli.launch.old_names import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
-from accel_cli.launch.old_names import prepare_tpu as prepare_tpu
-from accel_cli.launch.old_names import setup_fp8_env as setup_fp8_env
 from accel_cli.launch.runners.sagemaker import hyperparameters as _convert_nargs_to_dict  # noqa: F401
 from accel_cli.notebook import PrepareForLaunch as PrepareForLaunch
+from accelerate.compat import launching
+from accelerate.compat.launching import env_var_path_add as env_var_path_add
+from accelerate.compat.launching import filter_arguments as _filter_args  # noqa: F401
+from accelerate.compat.launching import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.compat.launching import prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config
+from accelerate.compat.launching import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.compat.launching import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
+from accelerate.compat.launching import prepare_tpu as prepare_tpu
+from accelerate.compat.launching import setup_fp8_env as setup_fp8_env
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import late_bound
 
@@ -36,9 +36,9 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
     Args:
         args: The parsed command line of `accelerate launch`.
     """
-    return old_names.prepare_simple_launcher_cmd_env(args, _ThisMachine())
+    return launching.prepare_simple_launcher_cmd_env(args, _ThisMachine())
 
 
 def _get_mpirun_args() -> tuple[str, str, str, str, str]:
-    """Return how mpirun is called, as `accel_cli.launch.old_names.mpirun_words` does."""
-    return old_names.mpirun_words(_ThisMachine())
+    """Return how mpirun is called, as `accelerate.compat.launching.mpirun_words` does."""
+    return launching.mpirun_words(_ThisMachine())
