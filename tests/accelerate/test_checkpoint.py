@@ -215,7 +215,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 def test_a_taken_name_is_refused(tmp_path: Path) -> None:
     make_kept(tmp_path).save_state()
     fresh = make_kept(tmp_path)
-    with pytest.raises(ValueError, match=r"checkpoint_0 exists already: load_state\(\) first"):
+    with pytest.raises(ValueError, match=r"checkpoint_0 already exists. Call load_state\(\) first"):
         fresh.save_state()
 
 

@@ -167,19 +167,19 @@ class CheckpointKeeper:
         if target.exists():
             if (owner := living_writer(target)) is not None:
                 raise ValueError(
-                    f"The checkpoint {target} was written by another job that may still run ({owner}): give each job a "
-                    "project_dir of its own, or set iteration in ProjectConfiguration"
+                    f"save_state: {target} was written by another job that may still run ({owner}). Give each job a "
+                    "project_dir of its own, or set ProjectConfiguration(iteration=...)"
                 )
             raise ValueError(
-                f"The checkpoint {target} exists already: load_state() first to go on after it, or set iteration in "
-                "ProjectConfiguration, or remove it"
+                f"save_state: {target} already exists. Call load_state() first to continue that run, set "
+                "ProjectConfiguration(iteration=...), or remove it"
             )
         remove_leftovers(target.parent)
         later = [path.name for _, path in numbered_checkpoints(target.parent)][-1:]
         if later and numbered_checkpoints(target.parent)[-1][0] > self._accelerator.project_configuration.iteration:
             warn_user(
                 f"{target.parent} already holds {later[0]!r} of an earlier run, which load_state() would take for newer than "
-                f"{target.name!r}: load_state() first to go on after it, or set iteration in ProjectConfiguration"
+                f"{target.name!r}. Call load_state() first to continue that run, or set ProjectConfiguration(iteration=...)"
             )
 
     def _collect(self, ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> PendingSave:
