@@ -60,7 +60,7 @@ def test_adapters_learn_alike_however_the_base_is_shared(rank: int, world: int, 
         start_over()
         settings = {"fsdp_version": version, "auto_wrap_policy": "transformer_based_wrap"}
         if version == 1:
-            with pytest.raises(ValueError, match=r"frozen and learning parameters.*use_orig_params=True"):
+            with pytest.raises(ValueError, match=r"frozen and trainable parameters.*use_orig_params=True"):
                 train(FullyShardedDataParallelPlugin(**settings))
             start_over()
             settings["use_orig_params"] = True
