@@ -188,6 +188,9 @@ def _run_body(module: str, name: str, rank: int, world: int, folder: str, values
     else:
         return None
     finally:
+        for value in values.values():
+            if isinstance(value, pytest.MonkeyPatch):  # a copy of the test's, which nobody else undoes here
+                value.undo()
         reset_state()
         gc.collect()
         if dist.is_initialized():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,13 @@ def test_a_failure_names_its_rank_and_the_pool_recovers() -> None:
 
 def test_pool_is_one() -> None:
     assert len(POOL.workers) <= 4
+
+
+@ranks(2)
+def test_what_is_patched_on_ranks(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "linesep", "patched")
+
+
+@ranks(2)
+def test_is_undone_on_ranks_afterwards(rank: int) -> None:
+    assert os.linesep == "\n"
