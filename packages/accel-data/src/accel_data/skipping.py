@@ -24,10 +24,11 @@ class SkipBatchSampler(BatchSampler):
         skip_batches (`int`): How many batches to leave out.
     """
 
+    num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
+
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
         self.skip_batches = skip_batches
-        self.num_kept = 0
         self.kept: list[list[int]] = []
 
     def keep_first(self, num_batches: int) -> None:
