@@ -86,7 +86,7 @@ class OptionGroup:
         """Yield (option name, variable, text) for all values that the script is to see.
 
         Args:
-            settings: The settings; a value of None is not handed over.
+            settings: The settings; a value of None is not passed on.
         """
         if not self.handed_when(settings):
             return
