@@ -41,7 +41,11 @@ def try_alone(package: Path, wheels: Path, folder: Path) -> None:
     subprocess.run([str(python), "-c", f"import {package.name.replace('-', '_')}"], check=True, cwd=folder)
     script = folder / f"{package.name}_example.py"
     script.write_text(readme_example(package))
-    subprocess.run([str(python), "-W", "error::DeprecationWarning", str(script)], check=True, cwd=folder)
+    shown = subprocess.check_output(
+        [str(python), "-W", "error::DeprecationWarning", str(script)], cwd=folder, text=True
+    )
+    if not shown.strip():
+        raise SystemExit(f"{package.name}: the example of README.md prints nothing")
     for program in sorted(python.parent.glob("accelerate*")):
         subprocess.run([str(program), "--help"], check=True, cwd=folder, stdout=subprocess.DEVNULL)
     if package.name in WITH_PROGRAMS:

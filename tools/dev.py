@@ -74,6 +74,11 @@ def versions(arguments: list[str]) -> int:
     return run(sys.executable, "tools/check_versions.py", *arguments)
 
 
+def release(arguments: list[str]) -> int:
+    """Release one package: version, changelog, bounds, files, tests, tag."""
+    return run(sys.executable, "tools/release.py", *arguments)
+
+
 def bench(arguments: list[str]) -> int:
     """Measure against the raw floor and against accelerate 1.15, in an environment of its own."""
     return run(sys.executable, "-m", "tools.bench", *arguments)
@@ -117,6 +122,11 @@ def lowest(arguments: list[str]) -> int:
         code = code or run(*install, "-c", str(pins), "--group", "dev", "--group", "examples")
     others = [f"--ignore=tests/{folder}" for folder in ("clients", "tracking/services", "differential")]
     return code or run(str(python), "-m", "pytest", *others, *arguments, OMP_NUM_THREADS="1", VIRTUAL_ENV="")
+
+
+def matrix(arguments: list[str]) -> int:
+    """Run the tests with several versions of torch and Python, each pair in an environment of its own."""
+    return run(sys.executable, "tools/matrix.py", *arguments)
 
 
 def _workspace() -> dict[str, Any]:
@@ -200,7 +210,9 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         differential,
         released,
         lowest,
+        matrix,
         wheels,
+        release,
         shape,
     )
 }

@@ -37,6 +37,14 @@ def test_the_umbrella_writes_the_same_programs_as_the_package_that_has_them() ->
     assert programs["accelerate"] == "accel_cli.main:main"  # type: ignore[index]
 
 
+def test_every_package_ships_the_license_and_links_that_work_everywhere() -> None:
+    for package in sorted(PACKAGES.glob("*/pyproject.toml")):
+        folder = package.parent
+        assert (folder / "LICENSE").read_bytes() == (PACKAGES.parent / "LICENSE").read_bytes()
+        assert projects()[folder.name]["license-files"] == ["LICENSE"]
+        assert "](../" not in (folder / "README.md").read_text(), "PyPI cannot follow a link into the repository"
+
+
 def test_the_umbrella_satisfies_the_field() -> None:
     from packaging.specifiers import SpecifierSet
 
