@@ -1,4 +1,4 @@
-"""Windows whose gradient is that of one big batch, however they are cut and shared."""
+"""Windows whose gradient is that of one large batch, for any split into micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def averaging_engine(average_over: str, mixed_precision: str = "no") -> Engine:
 
 
 def run_window(engine: Engine, model: nn.Module, batches: list[torch.Tensor], weighted: bool) -> None:
-    """The backwards of one window: only the last exchanges gradients."""
+    """The backwards of one window: only the last synchronizes gradients."""
     state = GradientState()
     for number, batch in enumerate(batches):
         is_last = number == len(batches) - 1

@@ -105,7 +105,7 @@ def test_wrong_settings_are_refused(arguments: dict[str, Any], message: str) -> 
         BnbQuantizationConfig(**arguments)
 
 
-def test_the_last_and_the_shared_modules_are_left_alone(original: Model) -> None:
+def test_the_last_and_the_shared_modules_are_not_quantized(original: Model) -> None:
     assert get_keys_to_not_convert(original) == ["head"]
     tied = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8, bias=False))
     tied[2].weight = tied[0].weight
@@ -237,15 +237,15 @@ SPREAD = {"up": "disk", "down": "cpu", "norm": "disk", "scale": "cpu", "head": "
 
 @needs_library
 def test_8_bit_weights_wait_on_disk(checkpoint: Path, tmp_path: Path, inputs: torch.Tensor) -> None:
-    whole = load_and_quantize_model(empty_model(), INT8, checkpoint, device_map={"": "cpu"})
+    full = load_and_quantize_model(empty_model(), INT8, checkpoint, device_map={"": "cpu"})
     folder = tmp_path / "offloaded"
     model: Any = load_and_quantize_model(empty_model(), INT8, checkpoint, device_map=SPREAD, offload_folder=folder)
     assert model.hf_device_map == SPREAD
     assert (folder / "up.weight.dat").stat().st_size == 64 * 128  # bytes, not floats
     for _ in range(3):
-        torch.testing.assert_close(model(inputs), whole(inputs), rtol=0, atol=0)
+        torch.testing.assert_close(model(inputs), full(inputs), rtol=0, atol=0)
         assert model.up.weight.is_meta
-    with pytest.raises(ValueError, match=r"\['up', 'norm'\] on disk: give an offload_folder"):
+    with pytest.raises(ValueError, match=r"\['up', 'norm'\] to disk. Pass an offload_folder"):
         load_and_quantize_model(empty_model(), INT8, checkpoint, device_map=SPREAD)
 
 
@@ -257,15 +257,15 @@ def test_what_is_not_quantised_keeps_its_dtype_on_disk(
 ) -> None:
     config = BnbQuantizationConfig(**{bits: True}, torch_dtype=dtype)
     inputs = inputs.to(config.torch_dtype)
-    whole = load_and_quantize_model(empty_model(), config, checkpoint, device_map={"": "cpu"})
+    full = load_and_quantize_model(empty_model(), config, checkpoint, device_map={"": "cpu"})
     places = {"up": "cpu", "down": "cpu", "norm": "disk", "scale": "cpu", "head": "disk"}
     model: Any = load_and_quantize_model(
         empty_model(), config, checkpoint, device_map=places, offload_folder=tmp_path / "offloaded"
     )
     assert model.head.weight.dtype == config.torch_dtype
-    for each in (whole, model):
+    for each in (full, model):
         each.scale = each.scale.to(config.torch_dtype)  # buffers keep the dtype that their model gave them
-    assert torch.equal(model(inputs), whole(inputs))
+    assert torch.equal(model(inputs), full(inputs))
 
 
 @needs_library
@@ -281,7 +281,7 @@ def test_saved_8_bit_weights_load_again(
     )
     for _ in range(2):
         torch.testing.assert_close(again(inputs), model(inputs), rtol=0, atol=0)
-    with pytest.raises(ValueError, match="are in 8 bits: they cannot be loaded in 4 bits"):
+    with pytest.raises(ValueError, match="are quantized to 8 bits, so they cannot be loaded with load_in_4bit"):
         load_and_quantize_model(empty_model(), NF4, saved)
 
 
@@ -307,7 +307,7 @@ def test_adapters_train_beside_4_bit_weights(checkpoint: Path, inputs: torch.Ten
 
 @needs_library
 def test_there_must_be_weights_and_a_known_map(checkpoint: Path) -> None:
-    with pytest.raises(ValueError, match="Model has no weights .*give weights_location"):
+    with pytest.raises(ValueError, match="Model has no weights.*Pass weights_location"):
         load_and_quantize_model(empty_model(), INT8)
-    with pytest.raises(ValueError, match="device_map='everywhere' is unknown: .*sequential"):
+    with pytest.raises(ValueError, match="device_map='everywhere' is not valid.*sequential"):
         load_and_quantize_model(empty_model(), INT8, checkpoint, device_map="everywhere")

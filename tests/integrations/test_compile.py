@@ -87,7 +87,7 @@ def test_regions_share_parameters_with_the_original() -> None:
     assert extract_model_from_parallel(compiled) is compiled
 
 
-def test_a_model_without_repeated_blocks_is_compiled_whole() -> None:
+def test_a_model_without_repeated_blocks_is_compiled_in_full() -> None:
     assert is_compiled_module(compile_regions(new_model(), backend="eager"))
 
 
@@ -128,7 +128,7 @@ def test_blocks_can_be_compiled_in_place() -> None:
     assert compiler.graphs > 0
 
 
-def test_whole_models_compile_with_mixed_precision() -> None:
+def test_full_models_compile_with_mixed_precision() -> None:
     compiler = Counts()
     model = prepare(new_engine("bf16"), new_blocks())
     expected = model(new_batch(3))
@@ -158,7 +158,7 @@ def test_inductor_compiles_regions() -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("regional", [False, True])
-def test_compiled_replicas_train_alike(rank: int, world: int, regional: bool) -> None:
+def test_compiled_replicas_train_equally(rank: int, world: int, regional: bool) -> None:
     torch._dynamo.reset()
     engine = new_engine()
     replica = prepare(engine, new_blocks())

@@ -21,7 +21,7 @@ def accelerator_with(**options: object) -> Accelerator:
 
 
 @ranks(2)
-def test_buffers_are_cut_within_and_whole_again_afterwards(rank: int) -> None:
+def test_buffers_are_sharded_within_and_restored_afterwards(rank: int) -> None:
     accelerator = accelerator_with()
     kept, given_up = torch.arange(8).view(1, 8), torch.arange(16.0).view(1, 8, 2)
     with accelerator.maybe_context_parallel([kept, given_up], [1, -2], no_restore_buffers={given_up}):
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 @ranks(2)
-def test_attention_without_causal_mask_needs_pieces_in_order(rank: int) -> None:
+def test_attention_without_causal_mask_needs_chunks_in_order(rank: int) -> None:
     hidden = torch.randn(2, 8, 8)
     expected = Attention(is_causal=False)(hidden)
     accelerator = accelerator_with(cp_load_balance=False)
@@ -73,7 +73,7 @@ def test_attention_without_causal_mask_is_refused_otherwise() -> None:
 
 
 @ranks(2)
-def test_sequences_of_odd_pieces_are_cut_in_order(rank: int) -> None:
+def test_sequences_of_odd_chunks_are_sharded_in_order(rank: int) -> None:
     accelerator = accelerator_with()
     buffer = torch.arange(6).view(1, 6)
     with accelerator.maybe_context_parallel([buffer], [1]):
@@ -81,14 +81,14 @@ def test_sequences_of_odd_pieces_are_cut_in_order(rank: int) -> None:
 
 
 @ranks(2)
-def test_outside_of_a_block_nothing_is_shared(rank: int) -> None:
+def test_outside_of_the_context_nothing_is_sharded(rank: int) -> None:
     model = accelerator_with().prepare(make_model())
     tokens = torch.arange(8).view(1, 8)
     assert torch.allclose(model(tokens), make_model()(tokens), atol=1e-6)
 
 
 @ranks(2)
-def test_buffers_that_cannot_be_cut_are_refused() -> None:
+def test_buffers_that_cannot_be_sharded_are_refused() -> None:
     accelerator = accelerator_with()
     tokens = torch.zeros(1, 5, dtype=torch.long)
     cases = [
@@ -105,7 +105,7 @@ def test_buffers_that_cannot_be_cut_are_refused() -> None:
 
 
 @ranks(2)
-def test_attention_that_is_not_shared_is_found() -> None:
+def test_attention_that_is_not_sharded_is_found() -> None:
     accelerator = accelerator_with()
     for model, buffer, error, message in (
         (OwnAttention(), torch.ones(1, 4, 4), RuntimeError, "OwnAttention never called"),
@@ -121,7 +121,7 @@ def test_attention_dropout_is_refused_on_the_cpu() -> None:
     accelerator = accelerator_with()
     buffer = torch.ones(1, 2, 4, 4)
     with (
-        pytest.raises(ValueError, match="no attention with dropout on the CPU, but got dropout_p=0.5"),
+        pytest.raises(ValueError, match="does not support attention dropout on the CPU, but got dropout_p=0.5"),
         accelerator.maybe_context_parallel([buffer], [2]),
     ):
         functional.scaled_dot_product_attention(buffer, buffer, buffer, dropout_p=0.5, is_causal=True)

@@ -1,4 +1,4 @@
-"""Data parallel replicas learn what one process would learn."""
+"""Data parallel replicas train as one process would."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train_alone(batch_size: int, steps: int = STEPS) -> tuple[list[float], dict[
 
 def train_replicas(rank: int, world: int, batch_size: int, *handlers: Any) -> tuple[list[float], nn.Module]:
     engine = new_engine(handlers=handlers)
-    model = new_model(seed=rank)  # replicas must begin alike all the same
+    model = new_model(seed=rank)  # replicas must start equal nevertheless
     model, optimizer = prepare(engine, model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
     for step in range(STEPS):
@@ -72,7 +72,7 @@ def test_losses_and_weights_are_those_of_one_process(rank: int, world: int) -> N
         ("batched_power_sgd", "bf16", 0.3),
     ],
 )
-def test_compressed_gradients_train_nearly_alike(
+def test_compressed_gradients_train_nearly_equally(
     rank: int, world: int, hook: str, wrapper: str, tolerance: float
 ) -> None:
     option = {"start_powerSGD_iter": 2, "matrix_approximation_rank": 2} if "power" in hook else {}
@@ -106,7 +106,7 @@ def test_a_static_graph_trains(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_models_without_anything_to_learn_are_not_replicated(rank: int) -> None:
+def test_models_without_trainable_parameters_are_not_replicated(rank: int) -> None:
     engine = new_engine()
     frozen = nn.Linear(2, 2).requires_grad_(False)
     assert engine.prepare_model(frozen) is frozen
@@ -123,7 +123,7 @@ def test_models_without_anything_to_learn_are_not_replicated(rank: int) -> None:
 
 
 @ranks(2)
-def test_accumulating_without_exchange_gives_the_gradient_of_all_batches(rank: int, world: int) -> None:
+def test_accumulating_without_sync_gives_the_gradient_of_all_batches(rank: int, world: int) -> None:
     engine = new_engine()
     model = prepare(engine, new_model())
     batches = new_batch(12).chunk(3)
@@ -141,7 +141,7 @@ def test_accumulating_without_exchange_gives_the_gradient_of_all_batches(rank: i
 
 
 @ranks(2)
-def test_without_exchange_gradients_stay_local(rank: int, world: int) -> None:
+def test_without_sync_gradients_stay_local(rank: int, world: int) -> None:
     engine = new_engine()
     model = prepare(engine, new_model())
     with engine.no_sync(model):
@@ -153,7 +153,7 @@ def test_without_exchange_gradients_stay_local(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_backward_can_exchange_although_forward_was_told_not_to(rank: int, world: int) -> None:
+def test_backward_can_all_reduce_after_a_forward_under_no_sync(rank: int, world: int) -> None:
     engine = new_engine()
     model = prepare(engine, new_model())
     batch = new_batch(8)[rank::world]
@@ -234,7 +234,7 @@ def test_loaders_that_cannot_change_are_mentioned(rank: int) -> None:
 
 
 @ranks(2)
-def test_weights_of_windows_cannot_be_exchanged_unevenly(rank: int) -> None:
+def test_weights_of_windows_cannot_be_reduced_unevenly(rank: int) -> None:
     engine = new_engine(accumulation=GradientAccumulationPlugin(num_steps=2, average_over="weights"))
     model = prepare(engine, new_model())
     with pytest.raises(ValueError, match="weight=0"):

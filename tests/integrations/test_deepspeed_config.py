@@ -11,8 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_integrations.engines.deepspeed.config import find_hidden_size, settle
-from accel_integrations.engines.deepspeed.prepare_arguments import PrepareArguments, check_fit, check_parts
+from accel_integrations.engines.deepspeed.config import fill_auto_values, find_hidden_size
+from accel_integrations.engines.deepspeed.prepare_arguments import (
+    PrepareArguments,
+    check_fit,
+    check_model_and_optimizer,
+)
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.gradient_state import GradientState
@@ -46,7 +50,7 @@ def filled(
         Prepared(),
         split_batches=split_batches,
     )
-    settle(plugin, context, objects, model or nn.Linear(1, 1), optimizer, scheduler, shares, shares)
+    fill_auto_values(plugin, context, objects, model or nn.Linear(1, 1), optimizer, scheduler, shares, shares)
     assert gradient_state.num_steps == plugin.deepspeed_config["gradient_accumulation_steps"]
     return plugin.deepspeed_config
 
@@ -209,7 +213,9 @@ def test_locks_of_builds_are_pointed_out(tmp_path: Path, monkeypatch: pytest.Mon
     for name in ("cpu_adam", "something_else"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lock").touch()
-    with pytest.warns(UserWarning, match="will wait for the end of a build.*cpu_adam/lock shows") as caught:
+    with pytest.warns(
+        UserWarning, match="will wait until another process has finished a build.*cpu_adam/lock"
+    ) as caught:
         load_library(torch.device("cpu"))
     assert "something_else" not in str(caught[0].message)
 
@@ -217,10 +223,10 @@ def test_locks_of_builds_are_pointed_out(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_model_and_its_optimizer_belong_together() -> None:
     model, other = nn.Linear(2, 1), nn.Linear(1, 1)
     config = {"zero_optimization": {"stage": 2}}
-    check_parts(model, torch.optim.SGD([model.weight]), config)
-    check_parts(model, None, {**config, "optimizer": {}})
-    check_parts(model, None, {"zero_optimization": {"stage": 3}})
+    check_model_and_optimizer(model, torch.optim.SGD([model.weight]), config)
+    check_model_and_optimizer(model, None, {**config, "optimizer": {}})
+    check_model_and_optimizer(model, None, {"zero_optimization": {"stage": 3}})
     with pytest.raises(ValueError, match="model Linear without an optimizer, but ZeRO stage 2.*choose stage 3 or 0"):
-        check_parts(model, None, config)
-    with pytest.raises(ValueError, match="2 parameters of the optimizer SGD are not those of the model Linear"):
-        check_parts(model, torch.optim.SGD([*other.parameters(), model.weight]), config)
+        check_model_and_optimizer(model, None, config)
+    with pytest.raises(ValueError, match="2 parameters of the optimizer SGD do not belong to the model Linear"):
+        check_model_and_optimizer(model, torch.optim.SGD([*other.parameters(), model.weight]), config)

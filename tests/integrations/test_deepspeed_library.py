@@ -99,7 +99,7 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
 
 @pytest.mark.parametrize("stage", [0, 2])
 @deepspeed_ranks(2)
-def test_layers_are_shared_by_deepspeed(rank: int, world: int, stage: int, tmp_path: Path) -> None:
+def test_layers_are_sharded_by_deepspeed(rank: int, world: int, stage: int, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     generator = torch.Generator().manual_seed(0)
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (8, 6), generator=generator)]
@@ -125,7 +125,7 @@ def test_layers_are_shared_by_deepspeed(rank: int, world: int, stage: int, tmp_p
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model, optimizer, batches = accelerator.prepare(model, optimizer, loader)
         assert model.module.model.layers[0].mlp.up_proj.weight.shape == (16, 16)
-        assert len(batches) == len(loader)  # processes that share layers read the same samples
+        assert len(batches) == len(loader)  # ranks of a TP group read the same samples
         assert step_through(model, optimizer, batches, accelerator.backward) == pytest.approx(expected, abs=1e-4)
         state = accelerator.get_state_dict(model)
         accelerator.save_model(model, tmp_path)
@@ -163,9 +163,7 @@ accelerator.end_training()
 
 
 @deepspeed_ranks(2)
-def test_a_converted_checkpoint_goes_on_with_another_number_of_processes(
-    rank: int, world: int, tmp_path: Path
-) -> None:
+def test_a_converted_checkpoint_resumes_with_another_number_of_ranks(rank: int, world: int, tmp_path: Path) -> None:
     with run_with(DeepSpeedPlugin(hf_ds_config=config_of(2))) as accelerator:
         model = new_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -70,7 +70,7 @@ def test_optimizer_and_scheduler_leave_stepping_to_the_engine() -> None:
 
 
 def test_a_run_without_deepspeed_has_no_plugin_in_use() -> None:
-    with pytest.raises(ValueError, match="no DeepSpeed plugin in use.*'NO'"):
+    with pytest.raises(ValueError, match="No DeepSpeed plugin is in use.*'NO'"):
         get_active_deepspeed_plugin(Accelerator(cpu=True).state)
 
 

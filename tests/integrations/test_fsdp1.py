@@ -81,7 +81,7 @@ def test_settings(rank: int, world: int, settings: str) -> None:
 
 
 @ranks(4)
-def test_copies_of_shards(rank: int, world: int) -> None:
+def test_replicas_of_shards(rank: int, world: int) -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     assert_trains_as_one_process(accelerator_with(config=config), rank, world)
 
@@ -126,7 +126,7 @@ def test_mixed_precision(rank: int, world: int, precision: str) -> None:
 
 
 @ranks(2)
-def test_accumulation_exchanges_gradients_once(rank: int, world: int) -> None:
+def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None:
     accelerator = accelerator_with(accumulate=2)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -76,14 +76,14 @@ def test_an_unknown_class_is_refused_with_those_that_are_near(rank: int, world: 
 def test_each_process_holds_half(rank: int, world: int) -> None:
     accelerator = accelerator_with()
     model = make_model()
-    whole = sum(parameter.numel() for parameter in model.parameters())
+    full = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.backward(loss_of(model, my_rows(one_batch(), rank, world)))
     optimizer.step()
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     state = sum(entry["exp_avg"].to_local().numel() for entry in optimizer.state.values())
-    assert abs(held / whole - 0.5) < 0.01
+    assert abs(held / full - 0.5) < 0.01
     assert state == held
 
 
@@ -184,7 +184,7 @@ def test_tied_weights_stay_tied(rank: int, world: int) -> None:
 
 
 class LowRank(nn.Module):
-    """A frozen layer with a small one beside it that learns."""
+    """A frozen layer with a small trainable one beside it."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()
@@ -228,11 +228,11 @@ def test_frozen_parameters_beside_adapters(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_ignored_modules_stay_whole(rank: int, world: int) -> None:
+def test_ignored_modules_are_not_sharded(rank: int, world: int) -> None:
     accelerator = accelerator_with(ignored_modules="head|positions")
     model = accelerator.prepare_model(make_model())
-    whole = {name for name, one in model.named_parameters() if not hasattr(one, "device_mesh")}
-    assert whole == {"head.weight", "positions.weight"}
+    full = {name for name, one in model.named_parameters() if not hasattr(one, "device_mesh")}
+    assert full == {"head.weight", "positions.weight"}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -288,7 +288,7 @@ def test_offload_and_checkpointed_activations_change_nothing(rank: int, world: i
 
 
 @ranks(2)
-def test_accumulation_exchanges_gradients_once(rank: int, world: int) -> None:
+def test_accumulation_synchronizes_gradients_once(rank: int, world: int) -> None:
     accelerator = accelerator_with(accumulate=2)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -309,7 +309,7 @@ def test_accumulation_exchanges_gradients_once(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
-def test_backward_can_exchange_what_forward_held_back(rank: int, world: int, version: int) -> None:
+def test_backward_can_reduce_scatter_after_a_forward_under_no_sync(rank: int, world: int, version: int) -> None:
     options = {"use_orig_params": True} if version == 1 else {}
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy=WRAP, **options)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
@@ -330,10 +330,10 @@ def test_backward_can_exchange_what_forward_held_back(rank: int, world: int, ver
 
 
 @ranks(2)
-def test_norms_over_shards_and_whole_gradients(rank: int, world: int) -> None:
+def test_norms_over_sharded_and_unsharded_gradients(rank: int, world: int) -> None:
     accelerator = accelerator_with(ignored_modules="head")
     model = accelerator.prepare_model(make_model())
-    accelerator.backward(loss_of(model, one_batch()))  # the same rows, so that whole gradients agree
+    accelerator.backward(loss_of(model, one_batch()))  # the same rows, so that full gradients agree
     twin = make_model()
     loss_of(twin, one_batch()).backward()
     for norm_type in (2.0, 1.0, float("inf")):
@@ -350,11 +350,11 @@ def test_norms_over_shards_and_whole_gradients(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_copies_without_shards_are_refused(rank: int, world: int) -> None:
+def test_replicas_without_shards_are_refused(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="dp_shard_size"):
         accelerator_with(config=ParallelismConfig(dp_replicate_size=2))
 
 
-def test_reference_learns() -> None:
+def test_reference_trains() -> None:
     losses = reference_curve(10, 8, torch.optim.AdamW)
     assert losses[-1] < losses[0]

@@ -102,12 +102,12 @@ def test_an_accelerator_shows_its_mesh(rank: int) -> None:
     lines = printed.getvalue().splitlines()
     assert lines[:1] == (["2 processes: tp 2"] if rank == 0 else [])
     if rank == 0:
-        whole = sum(parameter.nbytes for parameter in make_model().parameters())
-        assert lines[-1] == f"The model has {whole / 1024:.1f} KiB of parameters."
+        full = sum(parameter.nbytes for parameter in make_model().parameters())
+        assert lines[-1] == f"The model has {full / 1024:.1f} KiB of parameters."
         assert lines[-2].startswith(" 0-1")
-        assert "(5" in lines[-2]  # norms and positions are not cut
+        assert "(5" in lines[-2]  # norms and positions are not sharded
 
 
-def test_without_a_mesh_processes_are_copies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_mesh_processes_are_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     Accelerator(cpu=True).print_parallelism()
     assert capsys.readouterr().out.startswith("One process")

@@ -53,7 +53,7 @@ def seeded(make: Any) -> Any:
 
 
 @ranks(2, 4)
-def test_a_model_is_cut_between_its_blocks(rank: int, world: int) -> None:
+def test_a_model_is_split_between_its_blocks(rank: int, world: int) -> None:
     PartialState(cpu=True)
     expected = make_model(layers=4)(IDS)
     model = prepare_pippy(make_model(layers=4), example_args=(IDS,))
@@ -72,12 +72,12 @@ def test_a_model_is_cut_between_its_blocks(rank: int, world: int) -> None:
 @ranks(2)
 def test_batches_of_any_size_and_length(rank: int, world: int, num_chunks: int) -> None:
     PartialState(cpu=True)
-    whole = make_model(layers=3)
+    full = make_model(layers=3)
     model = prepare_pippy(make_model(layers=3), split_points=["blocks.1"], num_chunks=num_chunks, gather_output=True)
     assert model.hf_split_points == ["blocks.1"]
     for size, length in ((1, 16), (5, 16), (4, 7)):
         given = IDS[:size, :length] if rank == 0 else IDS[:1, :2]  # those of the first process count
-        torch.testing.assert_close(model(given), whole(IDS[:size, :length]))
+        torch.testing.assert_close(model(given), full(IDS[:size, :length]))
 
 
 @ranks(2)
@@ -93,7 +93,7 @@ def test_a_sequence_of_layers(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_what_cannot_be_cut_is_traced(rank: int, world: int) -> None:
+def test_what_cannot_be_split_is_traced(rank: int, world: int) -> None:
     PartialState(cpu=True)
     inputs = torch.linspace(0, 1, 40).view(5, 8)
     model = prepare_pippy(seeded(Skipping), split_points=["layers.2"], example_args=(inputs[:4],), gather_output=True)
@@ -105,7 +105,7 @@ def test_what_cannot_be_cut_is_traced(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_what_can_neither_be_cut_nor_traced(rank: int, world: int) -> None:
+def test_what_can_neither_be_split_nor_traced(rank: int, world: int) -> None:
     PartialState(cpu=True)
     model = seeded(Deciding)
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_the_parts_can_be_used_by_themselves(rank: int, world: int) -> None:
     torch.testing.assert_close(found, seeded(Skipping)(inputs))
 
 
-def test_one_process_has_the_whole_model() -> None:
+def test_one_process_has_the_full_model() -> None:
     PartialState(cpu=True)
     model = prepare_pippy(make_model())
     torch.testing.assert_close(model(IDS), make_model()(IDS))
@@ -163,7 +163,7 @@ def test_one_process_has_the_whole_model() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"num_chunks": 0}, "num_chunks=0"), ({"split_points": "blocks.1"}, "expected 'auto' or a list")],
+    [({"num_chunks": 0}, "num_chunks=0"), ({"split_points": "blocks.1"}, "Pass 'auto' or a list")],
 )
 def test_arguments_that_are_not_allowed(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -30,7 +30,7 @@ class Plain(nn.Module):
         self.one, self.two, self.three = (nn.Linear(2, 2) for _ in range(3))
 
 
-def test_a_transformer_is_cut_between_blocks() -> None:
+def test_a_transformer_is_split_between_blocks() -> None:
     split = split_model(make_model(layers=4), 2)
     assert split.blocks == ("blocks.0", "blocks.1", "blocks.2", "blocks.3")
     assert (split.starts, split.split_points) == ((0, 2), ["blocks.2"])
@@ -40,13 +40,13 @@ def test_a_transformer_is_cut_between_blocks() -> None:
     assert split.stages()["blocks.2"] == split.stages()["head"] == 1
 
 
-def test_the_largest_chain_is_cut_and_chains_inside_of_blocks_are_not() -> None:
+def test_the_largest_chain_is_split_and_chains_inside_of_blocks_are_not() -> None:
     split = split_model(Branches(), 2)
     assert (split.blocks, split.before, split.after) == (("large.0", "large.1"), ("head", "small"), ("stems.0",))
     assert split_model(Branches(), 3).blocks == ("small.0", "small.1", "small.2")  # the only one that is long enough
 
 
-def test_models_without_a_chain_are_cut_between_their_children() -> None:
+def test_models_without_a_chain_are_split_between_their_children() -> None:
     assert split_model(Plain(), 3).split_points == ["two", "three"]
     assert split_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), 2).blocks == ("0", "1", "2")
 
@@ -63,13 +63,13 @@ def test_given_split_points() -> None:
         (5, "auto", r"cannot be split into 5 stages: its longest chain .* has 4 .*'blocks.0'"),
         (2, ["block.2"], r"has no module 'block.2'. Did you mean 'blocks.2'"),
         (2, ["zzz"], r"has no module 'zzz'. Choose from model.named_modules"),
-        (3, ["blocks.2"], r"make 2 stages, but 3 are needed: name 2"),
+        (3, ["blocks.2"], r"make 2 stages, but 3 are needed. Name 2 modules"),
         (3, ["blocks.2", "blocks.1"], r"must be in order .* 'blocks.1', 'blocks.2', 'blocks.3'"),
-        (2, ["blocks.0"], "leave each stage a block"),
+        (2, ["blocks.0"], "leave at least one block for each stage"),
         (3, ["blocks.2", "norm"], "not modules of one chain"),
     ],
 )
-def test_cuts_that_cannot_be(num_stages: int, split_points: object, message: str) -> None:
+def test_splits_that_cannot_be(num_stages: int, split_points: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_model(make_model(layers=4), num_stages, split_points)  # type: ignore[arg-type]
 

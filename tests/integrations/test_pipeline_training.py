@@ -67,7 +67,7 @@ def close(one: Any, other: Any, tolerance: float = 1e-5) -> None:
 
 
 @ranks(2)
-def test_each_process_keeps_its_part(rank: int, world: int) -> None:
+def test_each_rank_keeps_its_stage(rank: int, world: int) -> None:
     accelerator = pipelined()
     model = make_model(layers=4)
     optimizer = ADAMW(groups_of(model))
@@ -87,12 +87,12 @@ def test_each_process_keeps_its_part(rank: int, world: int) -> None:
     own = {id(one) for one in inner.parameters()}
     assert {id(one) for group in optimizer.param_groups for one in group["params"]} == own
     assert list(accelerator.get_state_dict(model)) == list(make_model(layers=4).state_dict())
-    with pytest.raises(RuntimeError, match=r"is held by another rank: call the prepared model"):
+    with pytest.raises(RuntimeError, match=r"is on another rank. Call the prepared model"):
         inner(IDS)
 
 
 @ranks(2)
-def test_the_memory_of_other_parts_is_free(rank: int, world: int) -> None:
+def test_the_memory_of_other_stages_is_freed(rank: int, world: int) -> None:
     import weakref
 
     model = make_model(layers=4)
@@ -111,9 +111,9 @@ def test_an_optimizer_made_after_the_model_was_prepared(rank: int, world: int) -
     optimizer = accelerator.prepare_optimizer(ADAMW(model.parameters()))
     loader = accelerator.prepare(make_loader(8))
     train(model, optimizer, accelerator.backward, loader, 2)
-    whole = make_model()
-    other = ADAMW(whole.parameters())
-    train(whole, other, torch.Tensor.backward, make_loader(8), 2)
+    full = make_model()
+    other = ADAMW(full.parameters())
+    train(full, other, torch.Tensor.backward, make_loader(8), 2)
     state = accelerator.engine.full_optimizer_state(optimizer)
     assert state["param_groups"][0]["params"] == other.state_dict()["param_groups"][0]["params"]
     for index, entry in other.state_dict()["state"].items():
@@ -135,15 +135,15 @@ def test_gradients_accumulate(rank: int, world: int, average_over: str) -> None:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    whole = make_model(tied=True)
-    other = torch.optim.SGD(whole.parameters(), lr=0.5)
+    full = make_model(tied=True)
+    other = torch.optim.SGD(full.parameters(), lr=0.5)
     for batch in make_loader(8, count=32):
-        token_loss(whole(batch["input_ids"]), shift(batch["labels"])).backward()
-        nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        token_loss(full(batch["input_ids"]), shift(batch["labels"])).backward()
+        nn.utils.clip_grad_norm_(full.parameters(), 1.0)
         other.step()
         other.zero_grad()
     found = accelerator.get_state_dict(model)
-    for name, tensor in whole.state_dict().items():
+    for name, tensor in full.state_dict().items():
         close(found[name], tensor)
 
 
@@ -167,9 +167,9 @@ class Scored(nn.Module):
 def test_outputs(rank: int, world: int, schedule: str) -> None:
     accelerator = pipelined(schedule)
     model = accelerator.prepare(Scored())
-    whole = Scored()
+    full = Scored()
     loss, logits = model(IDS, labels=IDS)
-    expected, expected_logits = whole(IDS, labels=IDS)
+    expected, expected_logits = full(IDS, labels=IDS)
     close(loss, expected)
     assert loss.requires_grad
     if schedule == "gpipe" and rank == 1:
@@ -180,8 +180,8 @@ def test_outputs(rank: int, world: int, schedule: str) -> None:
     with torch.no_grad():
         for size in (8, 3, 1):
             found, everything = model(IDS[:size], labels=IDS[:size])
-            close(found, whole(IDS[:size], IDS[:size])[0])
-            close(everything, whole(IDS[:size])[0])
+            close(found, full(IDS[:size], IDS[:size])[0])
+            close(everything, full(IDS[:size])[0])
     assert accelerator.unwrap_model(model).calls == 2 + 2 + 1 + 1  # once for each microbatch, measuring left no trace
 
 
@@ -191,17 +191,17 @@ def test_a_parameter_outside_of_the_stages_stays_equal(rank: int, world: int) ->
     model = Scored()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
-    whole = Scored()
+    full = Scored()
     for _ in range(3):
         accelerator.backward(model(IDS, labels=IDS)[0])
         optimizer.step()
         optimizer.zero_grad()
-        whole(IDS, labels=IDS)[0].backward()
+        full(IDS, labels=IDS)[0].backward()
         with torch.no_grad():
-            for parameter in whole.parameters():
+            for parameter in full.parameters():
                 parameter -= 0.1 * parameter.grad  # type: ignore[operator]
                 parameter.grad = None
-    close(accelerator.unwrap_model(model).scale, whole.scale)
+    close(accelerator.unwrap_model(model).scale, full.scale)
     everywhere = accelerator.gather(accelerator.unwrap_model(model).scale.detach())
     assert everywhere[0] == everywhere[1]
 
@@ -209,15 +209,15 @@ def test_a_parameter_outside_of_the_stages_stays_equal(rank: int, world: int) ->
 @ranks(2)
 def test_frozen_parameters(rank: int, world: int) -> None:
     accelerator = pipelined("1f1b")
-    model, whole = Scored(), Scored()
-    for one in (model, whole):
+    model, full = Scored(), Scored()
+    for one in (model, full):
         for name, parameter in one.named_parameters():
             parameter.requires_grad = "head" in name or "norm" in name
     model = accelerator.prepare(model)
     accelerator.backward(model(IDS, labels=IDS)[0])
-    whole(IDS, labels=IDS)[0].backward()
+    full(IDS, labels=IDS)[0].backward()
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        expected = whole.get_parameter(name).grad
+        expected = full.get_parameter(name).grad
         assert (parameter.grad is None) is (expected is None)
         if expected is not None:
             close(parameter.grad, expected)
@@ -236,12 +236,12 @@ def test_losses_can_be_weighted(rank: int, world: int) -> None:
 @ranks(2)
 def test_two_forwards_before_the_backward(rank: int, world: int) -> None:
     accelerator = pipelined()
-    model, whole = accelerator.prepare(make_model()), make_model()
+    model, full = accelerator.prepare(make_model()), make_model()
     loss = model(IDS[:4]).square().mean() + model(IDS[4:]).mean()
     accelerator.backward(loss)
-    (whole(IDS[:4]).square().mean() + whole(IDS[4:]).mean()).backward()
+    (full(IDS[:4]).square().mean() + full(IDS[4:]).mean()).backward()
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        close(parameter.grad, whole.get_parameter(name).grad)
+        close(parameter.grad, full.get_parameter(name).grad)
     loss = model(IDS).mean()
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="only once for each forward"):
@@ -266,11 +266,11 @@ def test_activation_checkpointing(rank: int, world: int) -> None:
             return hidden
 
     accelerator = pipelined()
-    model, whole = accelerator.prepare(Frugal(False)), Frugal(False)
+    model, full = accelerator.prepare(Frugal(False)), Frugal(False)
     accelerator.backward(model(IDS).square().mean())
-    whole(IDS).square().mean().backward()
+    full(IDS).square().mean().backward()
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        close(parameter.grad, whole.get_parameter(name).grad)
+        close(parameter.grad, full.get_parameter(name).grad)
     with pytest.raises(RuntimeError, match="use_reentrant.: False"):
         accelerator.prepare(Frugal(True))(IDS)
 
@@ -292,7 +292,7 @@ def run(accelerator: Accelerator, tmp_path: Path, load: bool, save: bool) -> tup
 
 
 @ranks(2)
-def test_a_checkpoint_goes_on_in_a_pipeline(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_a_pipeline(rank: int, world: int, tmp_path: Path) -> None:
     losses, _ = run(pipelined(), tmp_path, load=False, save=True)
     AcceleratorState._reset_state()
     again, _ = run(pipelined(), tmp_path, load=True, save=False)
@@ -300,7 +300,7 @@ def test_a_checkpoint_goes_on_in_a_pipeline(rank: int, world: int, tmp_path: Pat
 
 
 @ranks(4)
-def test_a_checkpoint_goes_on_in_a_longer_pipeline_and_without_one(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, world: int, tmp_path: Path) -> None:
     losses, weights = run(pipelined(copies=2), tmp_path, load=False, save=True)
     for make in (partial(pipelined, stages=4), partial(pipelined, copies=2), sharded, partial(Accelerator, cpu=True)):
         AcceleratorState._reset_state()
@@ -311,7 +311,7 @@ def test_a_checkpoint_goes_on_in_a_longer_pipeline_and_without_one(rank: int, wo
 
 
 @ranks(4)
-def test_a_checkpoint_of_shards_goes_on_in_copies(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_checkpoint_of_shards_resumes_in_replicas(rank: int, world: int, tmp_path: Path) -> None:
     losses, weights = run(sharded(), tmp_path, load=False, save=True)
     AcceleratorState._reset_state()
     again, found = run(pipelined(copies=2), tmp_path, load=True, save=False)
@@ -355,7 +355,7 @@ def test_what_does_not_fit_is_refused_everywhere(rank: int, world: int, tmp_path
         ({"schedule": "interleaved1f1b", "num_microbatches": 5}, "must be a multiple of pp_size=2"),
         (
             {"schedule": "1f1b", "broadcast_outputs": True},
-            "broadcast_outputs=True needs outputs .* choose schedule='gpipe'",
+            "broadcast_outputs=True needs the outputs .* Choose schedule='gpipe'",
         ),
     ],
 )
@@ -368,13 +368,13 @@ def test_settings_that_cannot_be(rank: int, world: int, settings: dict[str, Any]
 @ranks(2)
 def test_combinations_that_cannot_be(rank: int, world: int) -> None:
     for options, message in (
-        ({"mixed_precision": "fp16"}, "choose 'bf16' or 'no'"),
-        ({"dynamo_backend": "eager"}, "compile the blocks of the model"),
+        ({"mixed_precision": "fp16"}, "Choose 'bf16' or 'no'"),
+        ({"dynamo_backend": "eager"}, "Compile the blocks of the model"),
     ):
         with pytest.raises(ValueError, match=message):
             Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2), **options)
     for sizes, message in (
-        ({"dp_shard_size": 2}, r"pass FullyShardedDataParallelPlugin\(fsdp_version=2\)"),
+        ({"dp_shard_size": 2}, r"Pass FullyShardedDataParallelPlugin\(fsdp_version=2\)"),
         ({"dp_shard_size": 2, "tp_size": 2}, "cannot be combined with tp"),
     ):
         engine = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2)).engine
@@ -393,11 +393,13 @@ def test_models_and_batches_that_do_not_fit(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="cannot be split into 2 stages"):
         accelerator.prepare(nn.Linear(2, 2))
     model = accelerator.prepare(make_model())
-    with pytest.raises(ValueError, match=r"batch of 6 cannot be split into num_microbatches=4 .* out of 2, 3, 6"):
+    with pytest.raises(
+        ValueError, match=r"batch of 6 cannot be split into num_microbatches=4 .* num_microbatches = 2, 3, 6"
+    ):
         model(IDS[:6])
     with pytest.raises(ValueError, match="TinyTransformer must return its loss.*schedule='gpipe'"):
         model(IDS)
-    with pytest.raises(ValueError, match="no tensor with dimensions"):
+    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
         model()
     with pytest.raises(ValueError, match="output_attentions=True in the arguments"):
         model(IDS, output_attentions=True)
@@ -484,17 +486,17 @@ def test_transformers(rank: int, world: int, schedule: str) -> None:
     ):  # fmt: skip
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            whole = getattr(transformers, name)(config)
+            full = getattr(transformers, name)(config)
             torch.manual_seed(0)
             model = accelerator.prepare(getattr(transformers, name)(config))
         batch = {"input_ids": IDS, "attention_mask": mask, "labels": IDS, "num_items_in_batch": torch.tensor(120)}
-        loss, expected = model(**batch).loss, whole(**batch).loss
+        loss, expected = model(**batch).loss, full(**batch).loss
         close(loss, expected)
         accelerator.backward(loss)
         expected.backward()
         for key, parameter in accelerator.unwrap_model(model).named_parameters():
             if key not in ("transformer.wte.weight", "lm_head.weight"):  # tied: added up before a step
-                close(parameter.grad, whole.get_parameter(key).grad)
+                close(parameter.grad, full.get_parameter(key).grad)
         if name == "LlamaForCausalLM":
             with pytest.raises(ValueError, match="output_hidden_states=True"):
                 model(**batch, output_hidden_states=True)

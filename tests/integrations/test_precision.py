@@ -243,7 +243,7 @@ def test_the_scale_is_stored() -> None:
     assert other.scaler.get_scale() == 2.0
 
 
-def test_fp16_learns_on_the_cpu() -> None:
+def test_fp16_trains_on_the_cpu() -> None:
     torch.manual_seed(0)
     model = new_model()
     engine, (optimizer,) = fp16_engine(model, init_scale=2.0**16)
@@ -258,9 +258,9 @@ def test_fp16_learns_on_the_cpu() -> None:
     assert losses[-1] < losses[0] / 10
 
 
-def test_unknown_formats_are_refused() -> None:
+def test_unknown_precisions_are_refused() -> None:
     engine = new_engine()
-    with pytest.raises(NotImplementedError, match=r"'fp4' is not part.*'bf16'"):
+    with pytest.raises(NotImplementedError, match=r"'fp4' is not supported.*'bf16'"):
         engine.make_precision("fp4")
 
 

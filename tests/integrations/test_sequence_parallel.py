@@ -1,4 +1,4 @@
-"""Sequence parallelism without DeepSpeed: attention over whole sequences, of which every process holds a part."""
+"""Sequence parallelism without DeepSpeed: attention over full sequences, of which every rank holds a shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accelerator_with(**sizes: int) -> Accelerator:
 @ranks(2)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])
-def test_attention_is_that_of_whole_sequences(rank: int, world: int, is_causal: bool, key_heads: int) -> None:
+def test_attention_is_that_of_full_sequences(rank: int, world: int, is_causal: bool, key_heads: int) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, heads, 6, 8, requires_grad=True) for heads in (4, key_heads, key_heads))
     options = {"is_causal": is_causal, "enable_gqa": key_heads < 4}
@@ -38,18 +38,18 @@ def test_attention_is_that_of_whole_sequences(rank: int, world: int, is_causal: 
     output = ulysses_attention(functional.scaled_dot_product_attention, group)(*own, **options)
     assert torch.allclose(output, expected.chunk(world, dim=2)[rank], atol=1e-6)
     output.square().sum().backward()
-    for part, whole in zip(own, (query, key, value), strict=True):
-        assert torch.allclose(part.grad, whole.grad.chunk(world, dim=2)[rank], atol=1e-5)
+    for part, full in zip(own, (query, key, value), strict=True):
+        assert torch.allclose(part.grad, full.grad.chunk(world, dim=2)[rank], atol=1e-5)
 
 
 @ranks(2)
-def test_parts_of_a_batch_give_the_logits_of_the_whole(rank: int) -> None:
+def test_shards_of_a_batch_give_the_logits_of_the_full_batch(rank: int) -> None:
     accelerator = accelerator_with()
     model, loader = accelerator.prepare(make_model(), make_loader(4))
-    batch, whole = next(iter(loader)), next(iter(make_loader(4)))
-    expected = make_model()(whole["input_ids"]).chunk(2, dim=1)[rank]
+    batch, full = next(iter(loader)), next(iter(make_loader(4)))
+    expected = make_model()(full["input_ids"]).chunk(2, dim=1)[rank]
     assert torch.allclose(model(batch["input_ids"], batch["position_ids"]), expected, atol=1e-6)
-    assert torch.equal(batch["shift_labels"], shift(whole["labels"]).chunk(2, dim=1)[rank])
+    assert torch.equal(batch["shift_labels"], shift(full["labels"]).chunk(2, dim=1)[rank])
     again = next(iter(skip_first_batches(loader, 1)))
     assert again["input_ids"].shape == (4, 8)
 
@@ -71,10 +71,10 @@ class Checkpointed(nn.Module):
 
 
 @ranks(2)
-def test_what_runs_again_in_backward_shares_its_attention_too(rank: int) -> None:
-    whole = next(iter(make_loader(4)))
+def test_what_is_recomputed_in_backward_shards_its_attention_too(rank: int) -> None:
+    full = next(iter(make_loader(4)))
     plain = make_model()
-    token_loss(plain(whole["input_ids"]), shift(whole["labels"])).backward()
+    token_loss(plain(full["input_ids"]), shift(full["labels"])).backward()
     accelerator = accelerator_with()
     model, loader = accelerator.prepare(Checkpointed(make_model()), make_loader(4))
     batch = next(iter(loader))
@@ -110,11 +110,11 @@ def test_processes_without_tokens_take_part(rank: int) -> None:
 @pytest.mark.parametrize("other", ["tp_size", "dp_replicate_size"])
 def test_windows_are_averaged_by_tokens(rank: int, world: int, other: str) -> None:
     """Parts of two micro-batches with different numbers of tokens give the gradient of one batch."""
-    whole = next(iter(make_loader(8)))
-    labels = shift(whole["labels"])
+    full = next(iter(make_loader(8)))
+    labels = shift(full["labels"])
     labels[:3, 4:] = -100
     plain = make_model()
-    token_loss(plain(whole["input_ids"]), labels).backward()
+    token_loss(plain(full["input_ids"]), labels).backward()
     config = ParallelismConfig(sp_size=2, sp_backend="torch", **{other: 2})
     if other == "tp_size":
         config.tp_handler.plan = TP_PLAN
@@ -128,7 +128,7 @@ def test_windows_are_averaged_by_tokens(rank: int, world: int, other: str) -> No
     for micro in rows:
         with accelerator.accumulate(model):
             own = labels[micro, span]
-            loss = token_loss(model(whole["input_ids"][micro, span], torch.arange(16)[span]), own)
+            loss = token_loss(model(full["input_ids"][micro, span], torch.arange(16)[span]), own)
             accelerator.backward(loss, weight=(own != -100).sum())
             accelerator.unscale_gradients()
     for one, other_one in zip(model.parameters(), plain.parameters(), strict=True):

@@ -39,11 +39,11 @@ def test_a_pattern_that_fits_nothing_lists_similar_names() -> None:
 
 
 def test_an_unknown_style_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match=f"'columns': use {', '.join(STYLES)}"):
+    with pytest.raises(ValueError, match=f"'columns', which are not known. Use {', '.join(STYLES)}"):
         check_plan(make_model(), {"head": "columns"}, 2)
 
 
-def test_layers_that_cannot_be_cut_evenly_are_named() -> None:
+def test_layers_that_cannot_be_sharded_evenly_are_named() -> None:
     with pytest.raises(ValueError, match=r"tp_size=5 does not divide head \(out_features=32\)"):
         check_plan(make_model(), {"head": "colwise"}, 5)
 
@@ -61,14 +61,14 @@ def test_a_model_without_a_plan_is_refused() -> None:
 
 
 @ranks(2)
-def test_tied_parameters_cut_in_two_ways_are_refused() -> None:
+def test_tied_parameters_sharded_in_two_ways_are_refused() -> None:
     accelerator = accelerator_with({**TP_PLAN, "embedding": "embedding_colwise"})
     with pytest.raises(ValueError, match="embedding.weight and head.weight are one parameter"):
         accelerator.prepare(make_model(tied=True))
 
 
 @ranks(2)
-def test_a_model_cut_into_another_number_of_parts_is_refused() -> None:
+def test_a_model_sharded_over_another_number_of_ranks_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -84,7 +84,7 @@ def test_a_model_cut_into_another_number_of_parts_is_refused() -> None:
 
 
 @ranks(2)
-def test_every_process_holds_its_part(rank: int) -> None:
+def test_every_rank_holds_its_shard(rank: int) -> None:
     model = make_model()
     expected = model.blocks[0].mlp.up.weight.detach().chunk(2)[rank].clone()
     prepared = accelerator_with().prepare(model)
@@ -92,12 +92,12 @@ def test_every_process_holds_its_part(rank: int) -> None:
 
 
 @ranks(2)
-def test_processes_start_alike_even_if_they_were_seeded_differently(rank: int) -> None:
+def test_ranks_start_equal_even_if_they_were_seeded_differently(rank: int) -> None:
     torch.manual_seed(rank)
     model = accelerator_with().prepare(make_model(seed=rank))
-    whole = accelerator_state_of(model)
+    full = accelerator_state_of(model)
     expected = make_model(seed=0).state_dict()
-    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    assert all(torch.equal(full[name], expected[name]) for name in expected)
     drawn = torch.rand(3)
     everywhere = [torch.empty(3) for _ in range(2)]
     dist.all_gather(everywhere, drawn)
@@ -149,7 +149,7 @@ def test_an_optimizer_made_before_keeps_groups_and_state() -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping_sees_whole_gradients(norm_type: float) -> None:
+def test_clipping_uses_full_gradients(norm_type: float) -> None:
     batch = next(iter(make_loader(4)))
     plain = make_model()
     token_loss(plain(batch["input_ids"]), shift(batch["labels"])).backward()
@@ -165,7 +165,7 @@ def test_clipping_sees_whole_gradients(norm_type: float) -> None:
 
 
 @ranks(4)
-def test_replicas_accumulate_without_exchange(rank: int) -> None:
+def test_replicas_accumulate_without_sync(rank: int) -> None:
     """Two micro-batches of one process each equal one batch of all."""
     data = make_loader(8, count=16)
     plain = make_model()
@@ -184,7 +184,7 @@ def test_replicas_accumulate_without_exchange(rank: int) -> None:
 
 
 @ranks(2)
-def test_norms_on_parts_of_the_sequence(rank: int) -> None:
+def test_norms_on_shards_of_the_sequence(rank: int) -> None:
     plan = {
         "blocks.0.mlp.up": "colwise_from_sequence",
         "blocks.0.mlp.down": "rowwise_to_sequence",
@@ -285,7 +285,7 @@ def test_schedules_keep_pace_with_the_data(rank: int) -> None:
 
 
 @ranks(2)
-def test_a_dispatched_batch_goes_to_all_that_share_the_layers(rank: int) -> None:
+def test_a_dispatched_batch_goes_to_all_ranks_of_a_tp_group(rank: int) -> None:
     settings = DataLoaderConfiguration(dispatch_batches=True)
     handler = TorchTensorParallelConfig(plan=TP_PLAN)
     config = ParallelismConfig(tp_size=2, tp_handler=handler)

@@ -1,4 +1,4 @@
-"""Training in 8-bit floats with torchao: which layers are converted, that they learn, and what is said without it."""
+"""Training in 8-bit floats with torchao: which layers are converted, that they train, and the error without it."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_function_says_which_layers_are_converted() -> None:
 
 
 @needs_library
-def test_models_learn_in_8_bits() -> None:
+def test_models_train_in_8_bits() -> None:
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[emulated()])
     assert accelerator.fp8_backend is FP8BackendType.AO
     model = new_model()
@@ -135,7 +135,7 @@ def test_a_model_without_suitable_layers_is_warned_about() -> None:
 
 @needs_library
 @ranks(2)
-def test_replicas_learn_in_8_bits(rank: int, world: int) -> None:
+def test_replicas_train_in_8_bits(rank: int, world: int) -> None:
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[emulated()])
     model = new_model()
     losses = losses_of(accelerator, model, steps=10)
@@ -154,7 +154,7 @@ def test_the_library_is_that_of_the_recipe_then_of_the_variable(monkeypatch: pyt
     assert float8_backend(None) == "TE"
     assert float8_backend(MSAMPRecipeKwargs()) == "MSAMP"
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "cheese")
-    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND='cheese' is not valid: choose from AO, TE, MSAMP"):
+    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND='cheese' is not valid. Choose from AO, TE, MSAMP"):
         float8_backend(None)
     monkeypatch.delenv("ACCELERATE_FP8_BACKEND")
     monkeypatch.setattr(float8, "is_torchao_available", lambda: False)
@@ -164,7 +164,7 @@ def test_the_library_is_that_of_the_recipe_then_of_the_variable(monkeypatch: pyt
 def test_ms_amp_says_in_one_sentence_that_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = new_engine()
     engine.context.handlers.fp8 = MSAMPRecipeKwargs()
-    with pytest.raises(NotImplementedError, match="MS-AMP is no longer developed or published; use AORecipeKwargs"):
+    with pytest.raises(NotImplementedError, match="MS-AMP is no longer developed or published. Use AORecipeKwargs"):
         engine.make_precision("fp8")
 
 
@@ -178,7 +178,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch: pytest.
 @needs_library
 @ranks(2)
 @pytest.mark.parametrize("gathers_in_8_bits", [False, True])
-def test_sharded_models_learn_in_8_bits(rank: int, world: int, gathers_in_8_bits: bool) -> None:
+def test_sharded_models_train_in_8_bits(rank: int, world: int, gathers_in_8_bits: bool) -> None:
     config = torchao.float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=gathers_in_8_bits)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
     accelerator = Accelerator(

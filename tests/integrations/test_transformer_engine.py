@@ -153,11 +153,11 @@ def test_settings_reach_the_recipe(contexts: Any) -> None:
     recipe = make_recipe(TERecipeKwargs(margin=2, fp8_format="E4M3", amax_history_len=8))
     assert recipe.given == (2, Format.E4M3, 8, "most_recent")
     assert make_recipe(TERecipeKwargs(use_mxfp8_block_scaling=True)).given == (0, Format.HYBRID)
-    with pytest.raises(ValueError, match="knows no interval: leave that out"):
+    with pytest.raises(ValueError, match="does not support interval. Leave that out"):
         make_recipe(TERecipeKwargs(interval=4))
 
 
-def test_models_learn(contexts: list[Any]) -> None:
+def test_models_train(contexts: list[Any]) -> None:
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs(margin=1)])
     assert accelerator.fp8_backend is FP8BackendType.TE
     model = new_model()

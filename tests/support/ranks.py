@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.dtensor_caches import forget_meshes
 from tests.support.leaks import reset_state, restore_environment
 
 TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "120"))
@@ -195,19 +196,5 @@ def _run_body(module: str, name: str, rank: int, world: int, folder: str, values
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _forget_meshes()
+        forget_meshes()
         restore_environment(before)
-
-
-def _forget_meshes() -> None:
-    """Empty torch's caches of how DTensors move: they hold on to meshes, whose groups have ended."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    import torch
-    from torch.distributed.tensor import DTensor, _redistribute
-
-    torch._C._clear_DTensor_sharding_propagator_cache()
-    propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    propagator.propagate_op_sharding.cache_clear()
-    _redistribute._gen_transform_infos.cache_clear()
-    _redistribute.clear_redistribute_planner_cache()

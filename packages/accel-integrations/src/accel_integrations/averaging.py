@@ -1,4 +1,4 @@
-"""Gradients that equal the big batch's, however a window is cut into micro-batches and shared between processes."""
+"""Averaging losses and gradients over an accumulation window, so that gradients equal those of one large batch."""
 
 from __future__ import annotations
 
@@ -13,40 +13,40 @@ from accel_state.gradient_state import GradientState
 
 
 class AveragesGradients(Protocol):
-    """What is asked of an engine: over how many ranks it averages gradients, and the sum of a number over these."""
+    """What averaging needs of an engine: the number of ranks that average gradients, and an all-reduce over them."""
 
     @property
     def num_averaged(self) -> int:
-        """How many ranks."""
+        """Number of ranks that average gradients."""
         ...
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of a weight (0-dim float32) over them."""
+        """All-reduce a weight (0-dim float32, summed) over these ranks."""
         ...
 
 
 class StepAverage:
-    """Divides each loss by the number of micro-batches in an accumulation window; nothing is left to do at its end.
+    """Divides each loss by the number of micro-batches in an accumulation window.
 
     Args:
-        gradient_state: Knows that number.
+        gradient_state: Has that number, as `num_steps`.
         divides: False where the engine's own library divides losses in backward.
     """
 
     communicates = False
-    """Whether ranks exchange weights, so that all must take part in every window."""
+    """Whether weights are all-reduced, so that all ranks must take part in every accumulation window."""
     is_by_window = False
-    """Whether gradients are divided at the end of a window."""
+    """Whether gradients are divided at the end of an accumulation window."""
 
     def __init__(self, gradient_state: GradientState, divides: bool = True) -> None:
         self._gradient_state = gradient_state
         self._divides = divides
 
     def begin_batch(self) -> None:
-        """A micro-batch begins."""
+        """Called at the start of a micro-batch."""
 
     def end_batch(self) -> None:
-        """The micro-batch ends."""
+        """Called at the end of a micro-batch."""
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None) -> torch.Tensor:
         """The loss (0-dim) to call backward on.
@@ -61,29 +61,30 @@ class StepAverage:
         return loss
 
     def finish_window(self) -> None:
-        """Divide what is left to be divided: nothing."""
+        """Called before gradients are clipped or applied; losses were divided already."""
 
 
 def _unexpected(weight: Any) -> ValueError:
     return ValueError(
-        f"backward() got weight={weight!r}, which only GradientAccumulationPlugin(average_over='weights') takes into "
-        "account: choose that, or leave the weight out."
+        f"backward() got weight={weight!r}, which has an effect only with "
+        "GradientAccumulationPlugin(average_over='weights'). Set that, or call backward() without a weight."
     )
 
 
 @final
 class WindowAverage(StepAverage):
-    """Divides a window's gradient at its end, when it is known what the window held.
+    """Divides gradients at the end of an accumulation window, when its total weight is known.
 
     Every micro-batch has a weight: 1 under "window", the number of its items under "weights". Losses are multiplied by
-    it, and gradients divided by the weight of the whole window, over all processes whose gradients are averaged. All
-    gradients of all prepared optimizers are divided together, once a window, when first one of them is clipped or
-    applied. A loss that follows in the same micro-batch (of another model, say) is divided beforehand.
+    it, and gradients divided by the total weight of the window over all ranks that average gradients. The gradients of
+    all prepared optimizers are divided together, once per window, when the first of them is clipped or applied. A
+    later loss in the same micro-batch (of another model, say) is divided before its backward pass.
 
     Args:
-        engine: Knows over how many ranks it averages.
-        prepared: Knows the optimizers.
-        average_over (`"window"` or `"weights"`): What counts.
+        engine: Averages gradients over `num_averaged` ranks.
+        prepared: Has the prepared optimizers.
+        average_over (`"window"` or `"weights"`): Whether micro-batches have equal weights, or those passed to
+            `backward`.
     """
 
     is_by_window = True
@@ -93,7 +94,7 @@ class WindowAverage(StepAverage):
         self._prepared = prepared
         self._weighted = average_over == "weights"
         self._unit: float | None = None if self._weighted else 1.0
-        """Weights are counted in this unit, the same on all processes, so that gradients keep their usual size."""
+        """Weights are divided by this unit, the same on all ranks, so that gradients keep their magnitude."""
         self._in_batch = False
         self._new_window()
 
@@ -104,18 +105,18 @@ class WindowAverage(StepAverage):
 
     @property
     def communicates(self) -> bool:  # type: ignore[override] # known only with the mesh
-        """Whether processes exchange weights, so that all must take part in every window."""
+        """Whether weights are all-reduced, so that all ranks must take part in every accumulation window."""
         return self._weighted and self._engine.num_averaged > 1
 
     # ---- collecting ---------------------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """A micro-batch begins, to which all losses up to `end_batch` belong. Elsewhere each loss is one by itself."""
+        """Start a micro-batch: it has all losses up to `end_batch`. Outside of one, each loss is a micro-batch."""
         self._in_batch = True
         self._next_batch()
 
     def end_batch(self) -> None:
-        """The micro-batch ends; its optimizers may still step."""
+        """End the micro-batch; optimizers may still step."""
         self._in_batch = False
 
     def _next_batch(self) -> None:
@@ -128,7 +129,8 @@ class WindowAverage(StepAverage):
 
         Args:
             loss: 0-dim, the mean over `weight` items. With a weight of 0 it must still be a finite number.
-            weight: Needed under "weights", refused under "window". All losses of a micro-batch have the same.
+            weight: Required with "weights", not allowed with "window". All losses of a micro-batch have the same
+                weight.
 
         Returns:
             The loss to call backward on.
@@ -148,7 +150,7 @@ class WindowAverage(StepAverage):
         elif self._weighted and weight is not self._weight and float(weight) != float(self._weight):
             raise ValueError(
                 f"backward() got weight={weight!r} and weight={self._weight!r} for losses of one micro-batch, whose "
-                "sum has no common denominator: add the losses up and call backward() once, with one weight."
+                "sum has no common denominator. Add the losses up and call backward() once, with one weight."
             )
         if self._factor is not None:
             in_units = in_units * self._factor
@@ -161,19 +163,22 @@ class WindowAverage(StepAverage):
             return 1.0
         if weight is None:
             raise ValueError(
-                "GradientAccumulationPlugin(average_over='weights') needs to know over how many items each loss is a "
-                "mean: call backward(loss, weight=num_items)."
+                "backward() got no weight, but GradientAccumulationPlugin(average_over='weights') needs to know over "
+                "how many items each loss is a mean. Call backward(loss, weight=num_items)."
             )
-        if isinstance(weight, torch.Tensor):  # its value is not looked at, which would wait for the device
+        if isinstance(weight, torch.Tensor):  # its value is not read, which would synchronize with the device
             return weight.detach().to(torch.float32) if weight.device.type == "mps" else weight.detach().double()
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"backward() got weight={weight!r}: a loss is a mean over a finite number of items.")
+            raise ValueError(
+                f"backward() got weight={weight!r}: a weight is the finite, non-negative number of items over which "
+                "the loss is a mean."
+            )
         return float(weight)
 
     def _agree_on_unit(self, first: Any) -> float:
-        """A power of two near the mean of the first weights, once in a run.
+        """A power of two near the mean of the first weights over all ranks, computed once per run.
 
-        Were gradients kept in their sum over thousands of items, those in float16 would overflow.
+        Without it, float16 gradients summed over thousands of items would overflow.
         """
         mean = self._over_all_processes(first) / self._engine.num_averaged
         mantissa_and_exponent = torch.frexp(torch.tensor(float(mean)))
@@ -182,7 +187,7 @@ class WindowAverage(StepAverage):
     # ---- dividing -----------------------------------------------------------------------------------------------
 
     def finish_window(self) -> None:
-        """Divide the gradients of all prepared optimizers, unless that was done in this window already.
+        """Divide the gradients of all prepared optimizers, once per accumulation window.
 
         In a window whose weights are all 0 they become 0.
         """
@@ -193,7 +198,7 @@ class WindowAverage(StepAverage):
             torch._foreach_mul_(gradients, factor)
 
     def _divisor(self) -> Any:
-        """What gradients are multiplied by; the engine has divided them by the number of processes already."""
+        """The factor for gradients, which the engine has divided by the number of ranks already."""
         if not self._weighted:
             return 1.0 / self._total
         total = self._over_all_processes(self._total)
@@ -207,7 +212,7 @@ class WindowAverage(StepAverage):
         return self._engine.reduce_gradient_weight(torch.as_tensor(weight, dtype=torch.float32))
 
     def _by_device(self, factor: Any) -> Iterator[tuple[list[torch.Tensor], Any]]:
-        """Each gradient once, with the factor where it is needed."""
+        """The gradients of each device, each one once, with the factor on that device."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
         for optimizer in self._prepared.optimizers:
             for group in optimizer.param_groups:

@@ -33,7 +33,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
     Returns:
         A model that shares all parameters with `module`, which it keeps as `_orig_mod`. Without repeated blocks, the
-        whole model compiled.
+        full model compiled.
     """
     if is_repeated_blocks(module):
         blocks: list[Any] = [torch.compile(block, **compile_kwargs) for block in module.children()]

@@ -14,8 +14,8 @@ class DummyOptim:
 
     Args:
         params: The parameters, or groups of them.
-        lr (`float`): Fills `auto` in the configuration.
-        weight_decay (`float`): Fills `auto` in the configuration.
+        lr (`float`): Fills "auto" in the configuration.
+        weight_decay (`float`): Fills "auto" in the configuration.
         kwargs: Further arguments of the optimizer.
     """
 

@@ -1,4 +1,4 @@
-"""Bounding gradients of which some are distributed: each process looks at its own parts, and norms are added up."""
+"""Gradient clipping with DTensors: each rank computes the norm of its own shards, then norms are all-reduced."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from accel_ops.transport import collective_device
 
 @dataclass
 class GradientGroup:
-    """Parts of gradients that are divided between the same processes.
+    """Gradients that are sharded over the same process groups.
 
     Attributes:
-        parts: What this process holds, any shapes.
-        process_groups: Those over which norms must be added up; none for gradients that every process has whole.
+        shards: The shards of this rank, of any shapes.
+        process_groups: Over which norms are all-reduced; empty for gradients that every rank holds in full.
     """
 
-    parts: list[torch.Tensor] = field(default_factory=list)
+    shards: list[torch.Tensor] = field(default_factory=list)
     process_groups: Sequence[Any] = ()
 
 
 def clip_grad_norm_(
     parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
 ) -> torch.Tensor:
-    """Scale gradients, distributed or not, so that their joint norm is at most `max_norm`.
+    """Clip the total norm of gradients, DTensors or not, to `max_norm`.
 
-    All processes that share a distributed gradient must call this.
+    All ranks that hold shards of a gradient must call this.
 
     Args:
-        parameters: Whose gradients; their meshes and placements may differ.
-        max_norm: The bound.
-        norm_type: Which norm; infinity for the largest element.
+        parameters: The parameters whose gradients are clipped; their meshes and placements may differ.
+        max_norm: The largest norm allowed.
+        norm_type: The p of the p-norm; infinity for the largest absolute value.
 
     Returns:
-        The norm before, 0-dim, the same on all processes.
+        The norm before clipping, 0-dim float32, the same on all ranks.
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     kind = sys.modules.get("torch.distributed.tensor")  # this runs at every step, so no function per parameter
@@ -52,43 +52,43 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-    """Clamp every element of the gradients, distributed or not, to `[-clip_value, clip_value]`."""
+    """Clamp every element of the gradients, DTensors or not, to `[-clip_value, clip_value]`."""
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    for parts in _by_device([to_local(gradient) for gradient in gradients_of(chosen)]):
-        torch._foreach_clamp_min_(parts, -clip_value)
-        torch._foreach_clamp_max_(parts, clip_value)
+    for shards in _by_device([to_local(gradient) for gradient in gradients_of(chosen)]):
+        torch._foreach_clamp_min_(shards, -clip_value)
+        torch._foreach_clamp_max_(shards, clip_value)
 
 
 def group_gradients(gradients: Iterable[torch.Tensor]) -> list[GradientGroup]:
-    """Sort gradients by the processes that they are divided between.
+    """Group gradients by the process groups over which they are sharded.
 
     Args:
-        gradients: Distributed tensors, none of them a partial sum, and others.
+        gradients: DTensors, none with a `Partial` placement, and plain tensors.
     """
     groups: dict[Any, GradientGroup] = {}
     for gradient in gradients:
-        part = to_local(gradient)
+        shard = to_local(gradient)
         key: Any = ()
-        if part is not gradient:
+        if shard is not gradient:
             mesh, placements = gradient.device_mesh, gradient.placements  # type: ignore[attr-defined]
             key = (mesh, tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate()))
         if key not in groups:
             groups[key] = GradientGroup(process_groups=[key[0].get_group(dim) for dim in key[1]] if key else ())
-        groups[key].parts.append(part)
+        groups[key].shards.append(shard)
     return list(groups.values())
 
 
 def clip_groups_(groups: Sequence[GradientGroup], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale the gradients of several groups by one factor; see `clip_grad_norm_`."""
+    """Clip the total norm of the gradients of several groups; see `clip_grad_norm_`."""
     total = joint_norm(groups, norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parts in _by_device([part for group in groups for part in group.parts]):
-        torch._foreach_mul_(parts, factor.to(parts[0].device))
+    for shards in _by_device([shard for group in groups for shard in group.shards]):
+        torch._foreach_mul_(shards, factor.to(shards[0].device))
     return total
 
 
 def joint_norm(groups: Sequence[GradientGroup], norm_type: float) -> torch.Tensor:
-    """The norm of all gradients of several groups together, 0-dim float32."""
+    """The total norm of the gradients of several groups, 0-dim float32."""
     largest = math.isinf(norm_type)
     totals = [_sum_of_powers(group, norm_type) for group in groups]
     if not totals:
@@ -100,10 +100,10 @@ def joint_norm(groups: Sequence[GradientGroup], norm_type: float) -> torch.Tenso
 def _sum_of_powers(group: GradientGroup, norm_type: float) -> torch.Tensor:
     """The sum of the elements' absolute values to the power of `norm_type`, or the largest of them; 0-dim."""
     largest = math.isinf(norm_type)
-    device = group.parts[0].device if group.parts else torch.device("cpu")
+    device = group.shards[0].device if group.shards else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float32, device=device)
-    for parts in _by_device([part for part in group.parts if part.numel()]):
-        norms = torch.stack(torch._foreach_norm(parts, norm_type)).float()
+    for shards in _by_device([shard for shard in group.shards if shard.numel()]):
+        norms = torch.stack(torch._foreach_norm(shards, norm_type)).float()
         of_device = norms.max() if largest else (norms**norm_type).sum()
         total = torch.maximum(total, of_device.to(device)) if largest else total + of_device.to(device)
     for process_group in group.process_groups:

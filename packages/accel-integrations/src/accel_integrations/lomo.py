@@ -12,7 +12,7 @@ from accel_state.libraries import is_lomo_available
 
 
 def is_lomo_optimizer(optimizer: object) -> bool:
-    """Whether an optimizer comes from `lomo_optim`, found out without importing it."""
+    """Whether an optimizer comes from `lomo_optim`, checked without importing it."""
     return any(base.__module__.partition(".")[0] == "lomo_optim" for base in type(optimizer).__mro__)
 
 
@@ -39,6 +39,9 @@ def lomo_backward(loss: torch.Tensor, learning_rate: float | None, optimizers: I
             "call backward()."
         )
     if learning_rate is None:
-        raise ValueError("lomo_backward() got learning_rate=None: LOMO updates within backward, so pass the rate.")
+        raise ValueError(
+            "lomo_backward() got learning_rate=None: LOMO updates parameters during the backward pass, so it needs the "
+            "learning rate now. Pass it."
+        )
     for optimizer in chosen:
         optimizer.fused_backward(loss, learning_rate)

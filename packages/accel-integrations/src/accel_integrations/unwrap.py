@@ -1,4 +1,4 @@
-"""Back from a prepared model to the one the user built."""
+"""Removing the wrappers of a prepared model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from accel_ops.modules import is_compiled_module
 
 WRAPPERS = {
-    # module: class; consulted only where somebody has imported the module
+    # module: class; looked up only in modules that are imported already
     "torch.nn.parallel": "DistributedDataParallel",
     "torch.nn.parallel.data_parallel": "DataParallel",
     "torch.distributed.fsdp": "FullyShardedDataParallel",
@@ -23,7 +23,7 @@ WRAPPERS = {
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Take a model out of what a training engine put around it.
+    """Remove the wrappers that an engine has put around a model.
 
     Args:
         model (`torch.nn.Module`): A prepared model, or any other.
@@ -58,7 +58,7 @@ def _wrapper_classes() -> tuple[type, ...]:
 
 
 def _is_compiled(model: Any) -> bool:
-    """Whether the whole model is compiled, or is what `compile_regions` made."""
+    """Whether the full model is compiled, or was made by `compile_regions`."""
     return isinstance(model, nn.Module) and (is_compiled_module(model) or "_orig_mod" in model.__dict__)
 
 

@@ -1,4 +1,4 @@
-"""Names that load their module when first asked for (PEP 562)."""
+"""Names that import their module on first access (PEP 562)."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ def lazy_exports(
 
     Args:
         module_name: The package that re-exports, usually `__name__`.
-        table: Defining module -> names separated by blanks, of modules inside of it, too. `"name=other"` re-exports
+        table: Defining module -> names separated by blanks, also names of its submodules. `"name=other"` re-exports
             `other` as `name`.
 
     Returns:
@@ -37,7 +37,11 @@ def lazy_exports(
             defining_module, source = origin[name]
         except KeyError:
             raise AttributeError(f"module {module_name!r} has no attribute {name!r}") from None
-        value = _find(import_module(defining_module), source)
+        try:
+            module = import_module(defining_module)
+        except AttributeError as error:  # Python would say no more than that the name cannot be imported
+            raise ImportError(f"{module_name}.{name}: {defining_module} cannot be imported: {error}") from error
+        value = _find(module, source)
         namespace[name] = value  # the next access is a plain dictionary look-up
         return value
 

@@ -1,4 +1,4 @@
-"""The default process group: which collective library, started and stopped how."""
+"""Starting the default process group, and choosing its backend."""
 
 from __future__ import annotations
 
@@ -24,37 +24,52 @@ UNDECIDED = (None, "nccl")  # "nccl" is the default of `InitProcessGroupKwargs`,
 
 
 def check_group_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Refuse keyword arguments that `torch.distributed.init_process_group` does not know; leave out those unset.
+    """Check keyword arguments of `torch.distributed.init_process_group`, and return those that are not None.
 
     Raises:
         TypeError: Naming the unknown ones and those allowed.
     """
+    if not options or not dist.is_available():  # without torch.distributed no group will be started
+        return {}
     allowed = [name for name in inspect.signature(dist.init_process_group).parameters if not name.startswith("_")]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         raise TypeError(
-            f"Unknown keyword arguments {', '.join(map(repr, unknown))}: a process group takes {', '.join(allowed)}."
+            f"Unknown keyword arguments {', '.join(map(repr, unknown))}: init_process_group takes {', '.join(allowed)}."
         )
     timeout = options.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout is {timeout!r}: give a datetime.timedelta, such as timedelta(seconds=1800).")
+        raise TypeError(f"timeout={timeout!r} is not a datetime.timedelta: pass one, such as timedelta(seconds=1800).")
     return {name: value for name, value in options.items() if value is not None}
 
 
-def choose_backend(kind: DeviceKind, place: ClusterPlace, wanted: str | None) -> str:
+def check_distributed(rank_info: ClusterPlace) -> None:
+    """Raise when this build of torch cannot connect processes.
+
+    Raises:
+        RuntimeError: It has no `torch.distributed`.
+    """
+    if not dist.is_available():
+        raise RuntimeError(
+            f"Rank {rank_info.rank} of {rank_info.world_size} cannot join a process group: this torch was built without "
+            "torch.distributed. Install another build of torch, or start one process."
+        )
+
+
+def choose_backend(kind: DeviceKind, rank_info: ClusterPlace, wanted: str | None) -> str:
     """The backend for a group of processes on devices of that kind.
 
     Args:
         kind: The device kind, which must have a backend of its own.
-        place: How this process was announced.
-        wanted: What the user asked for; None and `"nccl"` leave the choice to the device.
+        rank_info: Rank and world size of this process, and who set them.
+        wanted: The backend that the user asked for; None and `"nccl"` mean the default of the device.
     """
     assert kind.collective_backend is not None
     if wanted not in UNDECIDED:
         return wanted
     if parse_flag_from_env("ACCELERATE_USE_SAGEMAKER") and _sagemaker_data_parallel():
         return "smddp"
-    row = cluster_row(place.cluster)
+    row = cluster_row(rank_info.cluster)
     if kind.name == "cpu" and row is not None and row.collective_backend and dist.is_mpi_available():
         return row.collective_backend
     if kind.name != "cpu" and _offloads_sharded_state():
@@ -67,7 +82,7 @@ def _sagemaker_data_parallel() -> bool:
 
 
 def _offloads_sharded_state() -> bool:
-    """Whether FSDP will exchange CPU tensors too: parameters are kept there and saved in shards."""
+    """Whether FSDP will run collectives on CPU tensors too: parameters are offloaded, and saved as sharded state dicts."""
     return (
         parse_flag_from_env("ACCELERATE_USE_FSDP")
         and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
@@ -76,14 +91,14 @@ def _offloads_sharded_state() -> bool:
 
 
 def check_backend(backend: str, kind: DeviceKind) -> None:
-    """Refuse a backend that this installation lacks, before anything starts.
+    """Raise an error for a backend that this installation lacks, before anything starts.
 
     Args:
         backend: A name, or one per device type as in `"cpu:gloo,cuda:nccl"`.
         kind: The device kind whose library may bring the backend.
 
     Raises:
-        MissingLibraryError: When a library would bring it.
+        MissingLibraryError: When a library that is not installed provides it.
         ValueError: When torch does not know it.
     """
     if backend == "smddp":
@@ -100,52 +115,47 @@ def check_backend(backend: str, kind: DeviceKind) -> None:
         if name == kind.collective_backend:
             if kind.library is not None:
                 raise MissingLibraryError(
-                    f"Backend {name!r} connects processes on {kind.name!r} devices and comes with {kind.library}, "
-                    "which did not provide it: check that installation, or pass cpu=True.",
+                    f"The backend {name!r} for {kind.name!r} devices comes with {kind.library}, "
+                    "which did not register it: check that installation, or pass cpu=True.",
                     name=kind.library,
                 )
             advice += f", pass cpu=True, or install a build of torch with {name}"
         raise ValueError(f"backend={backend!r} is not available in this installation of torch. {advice}.")
 
 
-def start_process_group(place: ClusterPlace, backend: str, options: Mapping[str, Any]) -> None:
+def start_process_group(rank_info: ClusterPlace, backend: str, options: Mapping[str, Any]) -> None:
     """Start the default process group and have it shut down before the interpreter ends.
 
     Args:
-        place: This process's place; announced in torchrun's variables as well, for libraries that read those.
+        rank_info: Rank and world size of this process; also written to torchrun's variables, for libraries that read those.
         backend: A backend that passed `check_backend`.
         options: Further arguments of `torch.distributed.init_process_group`.
 
     Raises:
-        ValueError: When nobody said where the processes can find one another.
+        ValueError: When MASTER_ADDR is needed and not set.
     """
-    if not dist.is_available():
-        raise RuntimeError(
-            f"Process {place.rank} of {place.world_size} cannot join the others: this torch was built without "
-            "torch.distributed. Install another build, or start one process."
-        )
     arguments = {name: value for name, value in options.items() if name != "backend"}
     if backend == "xla":
         arguments.setdefault("init_method", "xla://")
     else:
-        arguments.setdefault("rank", place.rank)
-        arguments.setdefault("world_size", place.world_size)
+        arguments.setdefault("rank", rank_info.rank)
+        arguments.setdefault("world_size", rank_info.world_size)
         finds_others = "init_method" in arguments or "store" in arguments or backend == "mpi"
-        if place.master_addr is None and not finds_others:
+        if rank_info.master_addr is None and not finds_others:
             raise ValueError(
-                f"Process {place.rank} of {place.world_size} (announced by {place.cluster}) does not know where the "
-                "others are: MASTER_ADDR is not set. Set it to the address of the machine of rank 0, the same for all "
+                f"Rank {rank_info.rank} of {rank_info.world_size} (set by {rank_info.cluster}) cannot join the process group: "
+                "MASTER_ADDR is not set. Set it to the address of the machine of rank 0, the same for all "
                 "processes (127.0.0.1 on one machine), or start them with `accelerate launch` or torchrun."
             )
-        os.environ.update(place.torch_variables())
-        if place.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
-            _wait_for_rank_0(str(place.master_addr), int(place.master_port or 0), options.get("timeout"))
+        os.environ.update(rank_info.torch_variables())
+        if rank_info.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
+            _wait_for_rank_0(str(rank_info.master_addr), int(rank_info.master_port or 0), options.get("timeout"))
     dist.init_process_group(backend, **arguments)
     shutdown.register()
 
 
 def start_alone(kind: DeviceKind) -> None:
-    """Start a default process group of this process alone, for libraries that cannot do without one.
+    """Start a default process group of this process alone, for libraries that need one.
 
     Args:
         kind: The kind of device that its tensors are on.
@@ -155,7 +165,7 @@ def start_alone(kind: DeviceKind) -> None:
 
 
 def _wait_for_rank_0(address: str, port: int, timeout: timedelta | None) -> None:
-    """Wait until rank 0 listens, where no agent has done so from the start; torch would print a warning at each try."""
+    """Wait until rank 0 listens, if there is no agent's store; torch would print a warning at each attempt."""
     deadline = time.monotonic() + (timeout or dist.default_pg_timeout).total_seconds()
     while time.monotonic() < deadline:
         try:
@@ -165,10 +175,10 @@ def _wait_for_rank_0(address: str, port: int, timeout: timedelta | None) -> None
             time.sleep(0.02)
 
 
-def share_cpu_threads(local_world_size: int) -> None:
-    """Divide this machine's cores between its CPU processes, unless `OMP_NUM_THREADS` or `MKL_NUM_THREADS` says.
+def split_cpu_threads(local_world_size: int) -> None:
+    """Split this machine's cores between its CPU processes, unless `OMP_NUM_THREADS` or `MKL_NUM_THREADS` is set.
 
-    Without it each process would start one thread per core, and they would wait for one another.
+    Otherwise each process would start one thread per core, and they would compete for the cores.
     """
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         if os.environ.get(name, "0") != "0":

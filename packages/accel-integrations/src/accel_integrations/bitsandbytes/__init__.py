@@ -1,1 +1,1 @@
-"""Models whose linear layers bitsandbytes keeps in 8 or 4 bits."""
+"""Models whose linear layers bitsandbytes quantizes to 8 or 4 bits."""

@@ -21,7 +21,7 @@ def library(why: str) -> Any:
     """The modules of bitsandbytes.
 
     Raises:
-        MissingLibraryError: When bitsandbytes is not installed, in a version that knows CPUs too.
+        MissingLibraryError: When bitsandbytes is not installed, in a version that supports CPUs, too.
     """
     if not is_bitsandbytes_multi_backend_available():
         raise missing_library("bitsandbytes", extra="bitsandbytes", why=why)
@@ -31,12 +31,12 @@ def library(why: str) -> Any:
 
 
 def is_among(name: str, modules: Sequence[str]) -> bool:
-    """Whether one of the names stands for a module or for one around it, as in "lm_head" and "model.lm_head.proj"."""
+    """Whether one of the names is that of a module or of a parent module, as in "lm_head" and "model.lm_head.proj"."""
     return any(f".{each}." in f".{name}." for each in modules)
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Names of the modules that lose too much when they are quantized: the last one, and those that share parameters.
+    """Names of the modules that should not be quantized: the last one, and those that share parameters.
 
     Args:
         model: The model.
@@ -60,13 +60,13 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Replace linear layers by those of bitsandbytes, which take over the weights, not quantized yet.
+    """Replace linear layers by those of bitsandbytes, with the same weights, not quantized yet.
 
     bitsandbytes quantizes them when they are first moved to a device.
 
     Args:
         model: The model, materialized or on the meta device.
-        bnb_quantization_config: Into how many bits.
+        bnb_quantization_config: The number of bits, and their options.
         modules_to_not_convert: Names of modules that stay as they are.
         current_key_name: The path to `model`, where it is a submodule of a larger one.
 
@@ -108,7 +108,7 @@ def _quantized_layer(layers: Any, linear: nn.Linear, config: BnbQuantizationConf
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether a model has linear layers whose weights bitsandbytes keeps in 4 bits.
+    """Whether a model has linear layers that bitsandbytes quantizes to 4 bits.
 
     Args:
         model: The model.

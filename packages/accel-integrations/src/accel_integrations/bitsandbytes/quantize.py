@@ -52,19 +52,20 @@ def load_and_quantize_model(
     offload_folder: StrPath | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model whose linear layers bitsandbytes keeps in 8 or 4 bits.
+    """Load a checkpoint into a model, and quantize its linear layers to 8 or 4 bits with bitsandbytes.
 
-    The checkpoint is memory-mapped, and one layer after the other is read, quantized and put on its device: at no time does
-    the model take the memory that it has at full size. CPUs will do as devices.
+    The checkpoint is memory-mapped, and layers are read, quantized and moved to their device one by one, so the model
+    never needs the memory of its original size. CPUs are supported.
 
     Args:
         model: The model, built in `init_empty_weights`; or with weights, which are quantized where they are.
-        bnb_quantization_config (`BnbQuantizationConfig`): Into how many bits, and which modules are left as they are.
+        bnb_quantization_config (`BnbQuantizationConfig`): The number of bits, and the modules that are not quantized.
         weights_location: A weights file, an index of shards, a folder that holds one of these, or the name of a
-            repository of the Hugging Face Hub; also one that was saved in 8 bits. Needed for a model without memory.
+            repository of the Hugging Face Hub; also one that was saved in 8 bits. Required for a model on the meta
+            device.
         device_map: The device of each module, by name, or "auto", "balanced", "balanced_low_0" or "sequential". The first
             accelerator of this machine, or the CPU, when None.
-        no_split_module_classes: Names of classes that are not taken apart.
+        no_split_module_classes: Names of module classes that are placed on one device each.
         max_memory: As for `get_max_memory`.
         offload_folder: A folder for weights that the map offloads to disk.
         offload_state_dict (`bool`): Not used: no state dict is ever held in memory.
@@ -87,7 +88,9 @@ def load_and_quantize_model(
     library("load_and_quantize_model()")
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if is_empty and weights_location is None:
-        raise ValueError(f"{type(model).__name__} has no weights (meta device): give weights_location.")
+        raise ValueError(
+            f"{type(model).__name__} has no weights: its parameters are on the meta device. Pass weights_location."
+        )
     config = bnb_quantization_config
     if config.skip_modules is None:
         config = replace(config, skip_modules=get_keys_to_not_convert(model))
@@ -120,16 +123,16 @@ def get_quantized_model_device_map(
 
     Args:
         model: The model, not quantized yet.
-        bnb_quantization_config: Into how many bits, and which modules are left as they are.
+        bnb_quantization_config: The number of bits, and the modules that are not quantized.
         device_map: The map, or how to plan it; everything on one device when None.
         max_memory: As for `get_max_memory`.
-        no_split_module_classes: Names of classes that are not taken apart.
+        no_split_module_classes: Names of module classes that are placed on one device each.
 
     Returns:
         The device of each module, by name.
 
     Raises:
-        ValueError: For an unknown way to plan, or when modules with 4-bit weights would have to be offloaded.
+        ValueError: For an unknown `device_map` str, or when modules with 4-bit weights would have to be offloaded.
     """
     config = bnb_quantization_config
     if device_map is None:
@@ -141,7 +144,7 @@ def get_quantized_model_device_map(
     else:
         places = device_map
     if config.load_in_4bit:
-        _refuse_offloading(model, config, places)
+        _check_not_offloaded(model, config, places)
     return dict(places)
 
 
@@ -153,7 +156,10 @@ def _chosen_map(
     no_split_module_classes: Sequence[str] | None,
 ) -> Mapping[str, Device]:
     if how not in WAYS_TO_PLACE:
-        raise ValueError(f"device_map={how!r} is unknown: give a mapping, or one of {', '.join(WAYS_TO_PLACE)}.")
+        raise ValueError(
+            f"device_map={how!r} is not valid. Pass a dict from module names to devices, or one of "
+            f"{', '.join(WAYS_TO_PLACE)}."
+        )
     special: dict[str, Any] = {
         name: torch.float32 if is_among(name, config.keep_in_fp32_modules or ()) else config.torch_dtype
         for name, _ in model.named_parameters()
@@ -180,26 +186,26 @@ def _left_alone(config: BnbQuantizationConfig) -> list[str]:
 
 
 def _is_offloaded(place: Any, places: Mapping[str, Device]) -> bool:
-    """Whether a module there is offloaded: its weights are moved to another device to run."""
+    """Whether a module with this place is offloaded: its weights are moved to another device for the forward pass."""
     in_memory = ("cpu", CPU)
     has_accelerator = any(each != "disk" and each not in in_memory for each in places.values())
     return place == "disk" or (has_accelerator and place in in_memory)
 
 
-def _refuse_offloading(model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Device]) -> None:
+def _check_not_offloaded(model: nn.Module, config: BnbQuantizationConfig, places: Mapping[str, Device]) -> None:
     for name, _ in model.named_parameters():
         place = device_of(name, places)
         if _is_offloaded(place, places) and _is_quantized_weight(model, name, config):
             raise ValueError(
-                f"The device map puts {name!r} on {str(place)!r}, but 4-bit weights cannot be offloaded: give the "
-                "accelerators more max_memory, add the module to skip_modules, or use load_in_8bit=True."
+                f"The device map puts {name!r} on {str(place)!r}, but 4-bit weights cannot be offloaded. Raise "
+                "max_memory of the accelerators, add the module to skip_modules, or use load_in_8bit=True."
             )
 
 
 def _check_folder(places: Mapping[str, Device], folder: StrPath | None) -> None:
     if folder is None and "disk" in places.values():
-        parts = [name for name, place in places.items() if place == "disk"]
-        raise ValueError(f"The device map leaves {parts[:5]} on disk: give an offload_folder.")
+        names = [name for name, place in places.items() if place == "disk"]
+        raise ValueError(f"The device map offloads {names[:5]} to disk. Pass an offload_folder.")
 
 
 # ---- loading --------------------------------------------------------------------------------------------------------
@@ -211,8 +217,8 @@ def _is_saved_in_8_bits(location: StrPath) -> bool:
     for name in names:
         if FOUR_BIT_MARK in name:
             raise ValueError(
-                f"The checkpoint {contents.source} holds 4-bit weights of bitsandbytes, which cannot be loaded here: "
-                "give the original weights, which are quantized while they load."
+                f"The checkpoint {contents.source} holds 4-bit weights of bitsandbytes, which cannot be loaded here. "
+                "Pass the original weights: they are quantized while they load."
             )
     return any(scales_name(name) in contents for name in names if name.endswith("weight"))
 
@@ -226,7 +232,10 @@ def _load_quantized(
 ) -> Index:
     """Load a checkpoint whose weights are in 8 bits already."""
     if config.load_in_4bit:
-        raise ValueError(f"The weights in {os.fspath(location)!r} are in 8 bits: they cannot be loaded in 4 bits.")
+        raise ValueError(
+            f"The weights in {os.fspath(location)!r} are quantized to 8 bits, so they cannot be loaded with "
+            "load_in_4bit=True."
+        )
     replace_with_bnb_layers(model, config, _left_alone(config))
     return load_checkpoint_in_model(
         model,
@@ -259,7 +268,7 @@ def _quantize_and_place(
         device = CPU if on_cpu else torch.device(place)
         if name in quantized:
             if config.load_in_4bit:
-                parameter.data = parameter.data.to(config.torch_dtype)  # in which its values are given back
+                parameter.data = parameter.data.to(config.torch_dtype)  # the dtype in which values are dequantized
             elif parameter.device != CPU:
                 parameter.data = parameter.data.to(CPU)  # it is quantized only while it moves from there
             _put(model, name, parameter.to(device=device))  # quantizes
@@ -297,15 +306,15 @@ def quantize_and_offload_8bit(
     offload_index: Index,
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Quantize a weight to 8 bits, write it with its scales into a folder, and leave it on the meta device in the model.
+    """Quantize a weight to 8 bits, write it with its scales into a folder, and move it to the meta device in the model.
 
     Args:
         model: The model that has the weight, in a layer of bitsandbytes or in a linear one.
         param: The weight, of shape `(out_features, in_features)`.
         param_name: Its name in the model.
-        new_dtype: The dtype in which it is written when it is no weight that can be quantized.
+        new_dtype: The dtype in which it is written when it is not a quantized weight.
         offload_folder: The folder.
-        offload_index: Where it is noted what was written.
+        offload_index: The index of the folder; gets an entry for each written tensor.
         fp16_statistics: Its scales, when it is in 8 bits already.
     """
     is_quantized = type(param).__name__ == "Int8Params" or fp16_statistics is not None

@@ -23,23 +23,23 @@ class BnbQuantizationConfig:
     """How `load_and_quantize_model` quantizes a model with bitsandbytes.
 
     Args:
-        load_in_8bit (`bool`): Keep weights of linear layers in 8 bits; exactly one of this and `load_in_4bit`.
+        load_in_8bit (`bool`): Quantize weights of linear layers to 8 bits; exactly one of this and `load_in_4bit`.
         llm_int8_threshold (`float`): Inputs above it are computed in 16 bits; 0 computes all in 8 bits.
-        load_in_4bit (`bool`): Keep weights of linear layers in 4 bits.
-        bnb_4bit_quant_type (`"fp4"` or `"nf4"`): What the 4 bits mean: a float, or a quantile of the normal distribution.
+        load_in_4bit (`bool`): Quantize weights of linear layers to 4 bits.
+        bnb_4bit_quant_type (`"fp4"` or `"nf4"`): The 4-bit type: a float, or a quantile of the normal distribution.
         bnb_4bit_use_double_quant (`bool`): Quantize the scales of 4-bit weights as well.
-        bnb_4bit_compute_dtype (`"fp32"`, `"fp16"`, `"bf16"` or `torch.dtype`): In which 4-bit layers compute.
-        torch_dtype (`torch.dtype`, *optional*): Of everything that is not quantized; `"fp32"`, `"fp16"` and `"bf16"` are
-            understood. The dtype in which 4-bit layers compute, or float16 with 8 bits, when None.
+        bnb_4bit_compute_dtype (`"fp32"`, `"fp16"`, `"bf16"` or `torch.dtype`): The dtype in which 4-bit layers compute.
+        torch_dtype (`torch.dtype`, *optional*): The dtype of everything that is not quantized; `"fp32"`, `"fp16"` and
+            `"bf16"` are accepted, too. The dtype in which 4-bit layers compute, or float16 with 8 bits, when None.
         skip_modules (`list[str]`, *optional*): Names of modules that are not quantized. When None, the last one, and
             those that share parameters.
         keep_in_fp32_modules (`list[str]`, *optional*): Names of modules that are not quantized and stay in float32.
 
     Attributes:
-        target_dtype: What weights of linear layers become, as `infer_auto_device_map` counts them.
+        target_dtype: The dtype of quantized weights, by which `infer_auto_device_map` counts their size.
 
     Raises:
-        ValueError: Naming a value that cannot be used.
+        ValueError: For an invalid value, which the message names.
     """
 
     load_in_8bit: bool = False

@@ -1,1 +1,1 @@
-"""Checkpoints that training in several processes leaves behind, and what else they can be turned into."""
+"""Reading and writing the states of models and optimizers in checkpoints, full or sharded, and merging shards."""

@@ -1,4 +1,4 @@
-"""States as one process has them: each model's full weights in one file, each optimizer's full state in another."""
+"""Full states: one file with the full state dict of each model, and one for each optimizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from accel_integrations.checkpoints.module_values import check_values, complete_ties, loads_itself
 from accel_integrations.checkpoints.optimizer_fit import check_optimizer
 from accel_integrations.checkpoints.pending import CheckpointFiles, FileWriter, PendingLoad, PendingSave, UndoLog
-from accel_integrations.parallel.whole_state import cut_like
+from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_ops.filenames import (
     OPTIMIZER_NAME,
@@ -30,33 +30,33 @@ OPTIMIZER_FILE = f"{OPTIMIZER_NAME}.bin"
 
 
 class OptimizerStates(Protocol):
-    """Who knows what of a full optimizer state is for this rank: an engine, or nobody where all of it is."""
+    """Selects the entries of a full optimizer state for this rank: an engine, or `PlainOptimizers`."""
 
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a full state is for the parameters that this rank has."""
+        """The entries of a full state for the parameters that this rank holds."""
         ...
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give an optimizer its full state."""
+        """Load a full state into an optimizer."""
         ...
 
 
 @final
 class PlainOptimizers:
-    """Optimizers of which every rank holds all."""
+    """Optimizers whose full state every rank holds."""
 
     def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """All of the state: this rank has all parameters."""
+        """The full state: this rank holds all parameters."""
         return state
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give the optimizer all of its state."""
+        """Load the full state with `load_state_dict`."""
         optimizer.load_state_dict(state)
 
 
 @final
 class FullStatesSave(PendingSave):
-    """Full states of what an engine has prepared, written by one rank.
+    """Full states of prepared models and optimizers, written by one rank.
 
     Args:
         weights: The full state dict of each model.
@@ -82,10 +82,10 @@ def write_full_states(
     """Write full states.
 
     Args:
-        files: Where to.
+        files: Takes the files.
         weights: The state dict of each model.
         optimizers: The state dict of each optimizer.
-        safe_serialization: Whether weights become safetensors rather than files of `torch.save`.
+        safe_serialization: Whether weights are written as safetensors rather than by `torch.save`.
 
     Raises:
         TypeError: A state could not be loaded again without running code from the file.
@@ -103,10 +103,10 @@ class FullStatesLoad(PendingLoad):
     """Full states of a checkpoint, read into CPU memory.
 
     Args:
-        checkpoint: Where they are.
+        checkpoint: The files of the checkpoint.
         optimizers: The optimizers of this run, prepared or plain; there may be fewer than were saved.
-        location: The device on which the tensors of optimizers are while they are loaded.
-        owner: Says what of an optimizer's state is for this rank.
+        location: The device to which tensors of optimizer states are loaded (`map_location`).
+        owner: Selects the entries of an optimizer's state for this rank.
         load_kwargs: Further arguments of `torch.load`.
         model_kwargs: Further arguments of the models' `load_state_dict`.
 
@@ -139,7 +139,7 @@ class FullStatesLoad(PendingLoad):
         ]
 
     def check(self) -> None:
-        """Compare groups and shapes of all optimizers."""
+        """Compare parameter groups and shapes of all optimizers."""
         for index, (optimizer, state) in enumerate(zip(self._optimizers, self._states, strict=True)):
             where = str(self._checkpoint.path(numbered(OPTIMIZER_FILE, index)))
 
@@ -149,13 +149,13 @@ class FullStatesLoad(PendingLoad):
             check_optimizer(plain_optimizer(optimizer), state, where, own_state)
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
-        """Compare names and shapes; models that load themselves are not asked."""
+        """Compare names and shapes, except for models that customize loading."""
         self._models, found = models, len(self._weights)
         if found < len(models):
             raise ValueError(
                 f"{len(models)} models are prepared, but the checkpoint {self._checkpoint.folder} holds the weights of "
-                f"{found}: {weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in the "
-                "same order"
+                f"{found}: {weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in "
+                "the same order."
             )
         strict = self._model_kwargs.get("strict", True)
         for index, (model, weights) in enumerate(zip(models, self._weights, strict=False)):
@@ -163,7 +163,7 @@ class FullStatesLoad(PendingLoad):
             check_values(model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", strict)
 
     def apply_undoable(self, undo: UndoLog) -> None:
-        """Load the optimizers, and the models that load themselves."""
+        """Load the optimizers, and the models that customize loading."""
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             undo.keep_optimizer(plain_optimizer(optimizer))
             self._owner.load_optimizer_state(optimizer, state)
@@ -173,14 +173,14 @@ class FullStatesLoad(PendingLoad):
                 _load_weights(model, weights, self._model_kwargs)
 
     def apply(self) -> None:
-        """Load all other models: too large to be kept, but they were compared."""
+        """Load all other models: they are too large for the undo log, but they were compared."""
         for model, weights in zip(self._models, self._weights, strict=False):
             if not loads_itself(model):
                 _load_weights(model, weights, self._model_kwargs)
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The optimizer inside what this library puts around it."""
+    """The optimizer without the wrappers of this library."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
@@ -189,12 +189,12 @@ def plain_optimizer(optimizer: Any) -> Any:
 def read_dict(
     checkpoint: CheckpointFiles, name: str, location: Any = "cpu", load_kwargs: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a state from a file of a checkpoint.
+    """Read a state dict from a file of a checkpoint.
 
     Args:
         checkpoint: The checkpoint.
         name: The file.
-        location: The device for its tensors.
+        location: The device to which its tensors are loaded (`map_location`).
         load_kwargs: Further arguments of `torch.load`.
 
     Raises:
@@ -204,13 +204,13 @@ def read_dict(
         found = load(checkpoint.path(name), map_location=location, **(load_kwargs or {}))
     if not isinstance(found, dict):
         raise ValueError(
-            f"{checkpoint.path(name)} holds a {type(found).__name__} instead of a state: load another checkpoint"
+            f"{checkpoint.path(name)} holds a {type(found).__name__} instead of a state dict. Load another checkpoint."
         )
     return found
 
 
 def check_count(checkpoint: CheckpointFiles, kind: str, name: str, wanted: int) -> None:
-    """See that there is a file for each object of a kind.
+    """Check that there is a file for each object of a kind.
 
     Raises:
         ValueError: There are fewer.
@@ -218,13 +218,13 @@ def check_count(checkpoint: CheckpointFiles, kind: str, name: str, wanted: int) 
     found = count_files(checkpoint.names, name)
     if found < wanted:
         raise ValueError(
-            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {found}: {numbered(name, found)!r} "
-            "is missing. Prepare the same objects as when it was saved, in the same order"
+            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {found}: "
+            f"{numbered(name, found)!r} is missing. Prepare the same objects as when it was saved, in the same order."
         )
 
 
 def _read_weights(checkpoint: CheckpointFiles, index: int, load_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's weights, as views of the file: they are copied once, into the model."""
+    """A model's weights, memory-mapped: they are copied once, into the model."""
     safe = weights_file(index, safe_serialization=True)
     with checkpoint.reading():
         if safe in checkpoint.names:
@@ -233,15 +233,17 @@ def _read_weights(checkpoint: CheckpointFiles, index: int, load_kwargs: Mapping[
         weights = load(path, map_location="cpu", **{"mmap": zipfile.is_zipfile(path), **load_kwargs})
     if not isinstance(weights, dict):
         raise ValueError(
-            f"{path} holds a {type(weights).__name__} instead of a model's weights: load another checkpoint"
+            f"{path} holds a {type(weights).__name__} instead of a model's weights. Load another checkpoint."
         )
     return weights
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    if options.get("assign"):  # the model would live in the checkpoint's file
+    if options.get("assign"):  # else parameters would be views of the memory-mapped file
         weights = {name: value.clone() for name, value in weights.items()}
     if model_has_dtensor(model):
         own = model.state_dict()
-        weights = {name: cut_like(value, own[name]) if name in own else value for name, value in weights.items()}
+        weights = {
+            name: distribute_like(value, own[name]) if name in own else value for name, value in weights.items()
+        }
     model.load_state_dict(weights, **options)

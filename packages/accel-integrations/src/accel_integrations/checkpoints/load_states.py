@@ -1,4 +1,4 @@
-"""From states on the disk to prepared models and optimizers: all is read and compared before anything changes."""
+"""Loading states into prepared models and optimizers: everything is read and compared before anything changes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from accel_ops.tied import names_by_parameter
 
 @dataclass
 class LoadedStates:
-    """What this process needs of a checkpoint, read but not applied yet.
+    """The states that this rank needs of a checkpoint, read but not loaded yet.
 
     Attributes:
-        models: With each prepared model, its state.
-        optimizers: With each plain optimizer, its model and its state by parameter names.
-        strict: Whether models take only states with exactly their names.
+        models: Each prepared model with its state dict.
+        optimizers: Each plain optimizer with its model and its state by parameter names.
+        strict: Whether a state must have exactly the names of the model.
     """
 
     models: list[tuple[nn.Module, dict[str, Any]]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class LoadedStates:
     strict: bool = True
 
     def apply(self) -> None:
-        """Give all models and optimizers their states."""
+        """Load all models and optimizers."""
         for model, state in self.models:
             _apply_model(model, state, self.strict)
         for optimizer, model, state in self.optimizers:
@@ -56,17 +56,17 @@ def read_states(
     owners: Sequence[nn.Module] | None = None,
     strict: bool = True,
 ) -> LoadedStates:
-    """Read what prepared models and optimizers need of a checkpoint, saved by any number of processes.
+    """Read the states that prepared models and optimizers need, saved by any number of ranks.
 
     Args:
         folder: The checkpoint.
-        models: As prepared, in the order in which they were when it was saved.
+        models: The prepared models, in the same order as when it was saved.
         optimizers: Likewise.
-        owners: The models that optimizers have parameters of; `models` when None.
+        owners: The models whose parameters the optimizers have; `models` when None.
         strict: Whether the names of models must be the same on both sides.
 
     Raises:
-        ValueError: There is no such state, it is damaged, or it does not fit: then with all differences.
+        ValueError: A state is missing or damaged, or does not fit; the message lists all differences.
     """
     loaded = LoadedStates(strict=strict)
     for index, model in enumerate(models):
@@ -85,13 +85,13 @@ def read_states(
 def read_model_state(
     stored: StoredState, model: nn.Module, *, strict: bool = True, adapter_only: bool = False
 ) -> dict[str, Any]:
-    """Read this process's part of a model's state.
+    """Read this rank's shards of a model's state.
 
     Args:
         stored: The state on the disk.
         model: As prepared.
         strict: Whether names must be the same on both sides.
-        adapter_only: Read only what is trainable.
+        adapter_only: Read only trainable parameters.
 
     Raises:
         ValueError: The state does not fit; all differences are listed.
@@ -108,7 +108,7 @@ def read_model_state(
 
 
 def _sources(stored: StoredState, own: Mapping[str, Any], model: nn.Module) -> dict[str, Keys]:
-    """Where each entry of a model's state is on the disk; tied parameters may be there under one of their names."""
+    """The stored entry of each name of a model's state; tied parameters may be stored under one of their names."""
     present = {".".join(keys): keys for keys in (*stored.shapes, *stored.objects)}
     found: dict[str, Keys] = {}
     for raw_names in names_by_parameter(model).values():
@@ -135,8 +135,8 @@ def _check_model(
         ]
     if problems:
         raise ValueError(
-            f"The weights in {stored.where} do not fit {type(model).__name__}: {'; '.join(problems)}. Build the model as "
-            "it was when saved, or pass strict=False to leave out what only one side has."
+            f"The weights in {stored.where} do not fit {type(model).__name__}: {'; '.join(problems)}. Build the same "
+            "model as when it was saved, or pass strict=False to ignore missing and unexpected names."
         )
 
 
@@ -150,12 +150,12 @@ def _apply_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
 
 
 def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Read this process's part of an optimizer's state.
+    """Read this rank's shards of an optimizer's state.
 
     Args:
-        stored: The state on the disk, by names of parameters; or by their numbers, as plain optimizers store it.
-        optimizer: The plain one.
-        model: Whose parameters it has, as prepared.
+        stored: The stored state, by names of parameters; or by their indices, as plain optimizers store it.
+        optimizer: The plain optimizer, without wrappers.
+        model: The prepared model whose parameters it has.
 
     Returns:
         As `state_forms.optimizer_state`.
@@ -172,8 +172,8 @@ def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, 
             continue
         name, entry = names.get(keys[1], keys[1]), ".".join(keys[2:])
         like = own.get(name)
-        is_alike = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shapes[keys] and like.dim() > 0
-        state.setdefault(name, {})[entry] = stored.fill(keys, like) if is_alike else stored.read_whole(keys)  # type: ignore[arg-type]
+        has_its_shape = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shapes[keys] and like.dim() > 0
+        state.setdefault(name, {})[entry] = stored.fill(keys, like) if has_its_shape else stored.read_full(keys)  # type: ignore[arg-type]
     for keys in stored.objects:
         if keys[0] == "state" and len(keys) > 2:
             state.setdefault(names.get(keys[1], keys[1]), {})[".".join(keys[2:])] = stored.read_object(keys)
@@ -188,14 +188,14 @@ def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, 
 
 
 def _read_groups(stored: StoredState) -> list[dict[str, Any]]:
-    """The groups, whether they were stored as one object or entry by entry."""
+    """The parameter groups, stored as one object or entry by entry."""
     if ("param_groups",) in stored.objects:
         return [dict(group) for group in stored.read_object(("param_groups",))]
     groups: dict[int, dict[str, Any]] = {}
     for keys in (*stored.shapes, *stored.objects):
         if keys[0] != "param_groups":
             continue
-        value = stored.read_whole(keys) if keys in stored.shapes else stored.read_object(keys)
+        value = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
         group = groups.setdefault(int(keys[1]), {})
         if len(keys) == 3:
             group[keys[2]] = value
@@ -213,7 +213,7 @@ def _read_groups(stored: StoredState) -> list[dict[str, Any]]:
 def _names_by_number(
     optimizer: torch.optim.Optimizer, model: nn.Module, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, str]:
-    """Names for the numbers by which a plain optimizer's state speaks of parameters."""
+    """Parameter names for the indices of a plain optimizer's state; empty when it is stored by names."""
     saved = [number for group in groups for number in group["params"]]
     if not saved or not all(isinstance(number, int) for number in saved):
         return {}

@@ -1,4 +1,4 @@
-"""From the sharded weights of FSDP to a model folder."""
+"""Merging the sharded weights of FSDP into a model folder."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def merge_fsdp_weights(
 
     Tensors are read and written one after the other, so that little more than the largest one is in memory
     (`pytorch_model.bin`: one file of at most 5 GB). Above 5 GB the weights are spread over several files with an index.
-    The new files appear together, when all are complete and on the disk. Only the main process does anything.
+    The new files are renamed into the folder together, after fsync. Only the main process merges; the others wait.
 
     Args:
         checkpoint_dir: The folder with `.metadata` and the `.distcp` files, usually `pytorch_model_fsdp_0`, or the
             checkpoint that holds exactly one.
         output_path: The folder for the merged weights; created if missing. Other files in it are kept.
         safe_serialization: Write `model.safetensors` rather than `pytorch_model.bin`.
-        remove_checkpoint_dir: Remove the sharded weights once the merged ones are on the disk.
+        remove_checkpoint_dir: Remove the sharded weights after the merged ones are written.
 
     Raises:
         FileNotFoundError: There is no sharded checkpoint, or one of its files is missing.
-        ValueError: The checkpoint is damaged or not to be trusted, or holds something that is no model.
+        ValueError: The checkpoint is damaged or not to be trusted, or holds no model.
         TypeError: It holds a dtype that safetensors does not know.
-        OSError: Something cannot be read or written, or there is no room; nothing was written then.
+        OSError: A file cannot be read or written, or there is not enough disk space; nothing was written then.
 
     Example:
         ```python
@@ -64,8 +64,8 @@ def merge_fsdp_weights(
             folder = find_sharded_folder(checkpoint_dir)
             if remove_checkpoint_dir and Path(output_path).resolve().is_relative_to(folder.resolve()):
                 raise ValueError(
-                    f"The output {os.fspath(output_path)!r} lies in the checkpoint that is to be removed: choose another "
-                    "folder"
+                    f"The output {os.fspath(output_path)!r} is inside the checkpoint folder that would be removed. "
+                    "Choose another output folder."
                 )
             write_merged(ShardedModel(folder), output_path, SAFETENSORS if safe_serialization else TORCH)
             if remove_checkpoint_dir:
@@ -83,10 +83,10 @@ def write_merged(
     """Write a sharded model as a model folder, in place of an earlier one in the same format.
 
     Args:
-        model: What to write.
-        folder: Where to; created if missing.
-        form: How its files are named, and what they are.
-        max_shard_size: Limit of one weights file, a number of bytes or text such as `"5GB"`.
+        model: The sharded model.
+        folder: The output folder; created if missing.
+        form: The names and the format of its files.
+        max_shard_size: Limit of one weights file, in bytes or a str such as `"5GB"`.
 
     Returns:
         The names of the files written, the index last.
@@ -94,7 +94,7 @@ def write_merged(
     Raises:
         TypeError: A tensor has a dtype that safetensors does not know.
         ValueError: The checkpoint is damaged.
-        OSError: Something cannot be read or written; what the folder held is untouched.
+        OSError: A file cannot be read or written; the files in the folder are not changed then.
     """
     write = _write_safetensors if form.is_safetensors else _write_torch
     if form.is_safetensors:
@@ -127,7 +127,9 @@ def write_merged(
 
 def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str], *, with_objects: bool) -> None:
     """Write the header, then each tensor as soon as it is read."""
-    order = sorted(names, key=lambda name: (-model.tensors[name].dtype.itemsize, name))  # so that all stay aligned
+    order = sorted(
+        names, key=lambda name: (-model.tensors[name].dtype.itemsize, name)
+    )  # so that all tensors are aligned
     described = [(name, model.tensors[name]) for name in order]
     file.write(
         encode_header(
@@ -139,7 +141,7 @@ def _write_safetensors(file: DurableFile, model: ShardedModel, names: list[str],
         values = model.read_tensor(name)
         if num_bytes := model.tensors[name].num_bytes:
             file.write((ctypes.c_ubyte * num_bytes).from_address(values.data_ptr()))
-        if file.error is not None:  # do not read the rest for a disk that is full
+        if file.error is not None:  # the disk is full: do not read the rest
             return
 
 
@@ -153,7 +155,7 @@ def _write_torch(file: DurableFile, model: ShardedModel, names: list[str], *, wi
 
 
 def _split(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[list[str]]:
-    """Distribute tensors over files, in their order; one that is larger than the limit has a file of its own."""
+    """Distribute tensors over files, in order; a tensor above the limit gets a file of its own."""
     shards: list[list[str]] = [[]]
     room = max_shard_bytes
     for name, tensor in tensors.items():
@@ -177,13 +179,13 @@ def _check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise TypeError(
-                f"{name!r} has the dtype {tensor.dtype}, which a safetensors file cannot hold: write pytorch_model.bin, "
-                "with safe_serialization=False or --unsafe_serialization"
+                f"{name!r} has the dtype {tensor.dtype}, which a safetensors file cannot hold. Write pytorch_model.bin "
+                "instead, with safe_serialization=False or --unsafe_serialization."
             )
 
 
 def _check_room(folder: str | os.PathLike[str], num_bytes: int) -> None:
-    """Refuse before the disk is full, where the system can tell."""
+    """Check the free disk space before anything is written."""
     place = Path(folder).resolve()
     while not place.exists():
         place = place.parent
@@ -191,6 +193,7 @@ def _check_room(folder: str | os.PathLike[str], num_bytes: int) -> None:
     if num_bytes > free:
         raise OSError(
             errno.ENOSPC,
-            f"No room for {num_bytes} bytes, {free} are free: choose another disk or make room",
+            f"Not enough disk space: {num_bytes} bytes are needed, {free} are free. Choose another disk or free some "
+            "space",
             str(folder),
         )

@@ -1,4 +1,4 @@
-"""Whether the values of a checkpoint fit a module, found out before it changes."""
+"""Checking that the weights of a checkpoint fit a module, before the module changes."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from accel_ops.tensor_files import find_shared_names
 
 
 def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, strict: bool) -> None:
-    """See that values fit a module; one with a way of loading of its own is not asked.
+    """Check that weights fit a module; one that customizes loading is not checked.
 
     Args:
-        model: Without wrappers.
-        values: By name.
-        problem: How the error begins.
+        model: The module, without wrappers.
+        values: The weights by name.
+        problem: The beginning of the error message.
         strict: Whether names must be the same on both sides.
 
     Raises:
-        ValueError: There are values missing, too many, or of other shapes.
+        ValueError: Weights are missing, unexpected, or of other shapes.
     """
     if loads_itself(model):
         return
@@ -39,8 +39,8 @@ def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, stri
     if problems := [*shapes, *missing, *surplus]:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(
-            f"{problem} ({type(model).__name__}): {'; '.join(problems[:3])}{more}. Build the model as it was when saved"
-            + (", or pass strict=False" if not shapes else "")
+            f"{problem} ({type(model).__name__}): {'; '.join(problems[:3])}{more}. Build the same model as when it was "
+            "saved" + (", or pass strict=False." if not shapes else ".")
         )
 
 
@@ -50,10 +50,10 @@ def _shape_of(value: Any) -> Any:
 
 
 def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
-    """Give tied weights back the names under which they were not saved.
+    """Add the names of tied weights under which they were not saved.
 
     Args:
-        own: The state dict of the model that is loaded into, which says what is tied.
+        own: The state dict of the model to load into, which shows what is tied.
         weights: Changed in place.
     """
     for names in find_shared_names(own):
@@ -64,6 +64,6 @@ def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
 
 
 def loads_itself(model: nn.Module) -> bool:
-    """Whether only the model knows which names and shapes it takes."""
+    """Whether a module customizes loading, so that only it knows which names and shapes it takes."""
     keeps_extra_state = any(type(one).set_extra_state is not nn.Module.set_extra_state for one in model.modules())
     return keeps_extra_state or customizes_loading(model)

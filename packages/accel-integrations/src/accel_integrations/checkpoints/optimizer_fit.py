@@ -1,4 +1,4 @@
-"""Whether the state of an optimizer in a checkpoint fits the optimizer of this run, found out before either changes."""
+"""Checking that an optimizer state of a checkpoint fits the optimizer of this run, before anything changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HYPERPARAMETERS = {
     "Adafactor": {"beta2_decay", "eps", "d"},
     "Adamax or RAdam": {"betas", "eps"},
 }
-"""What shows which optimizer of torch a state is of, the most telling first where one includes another."""
+"""Hyperparameters that identify an optimizer of torch; where one set includes another, the larger one comes first."""
 STATE_OF_A_PARAMETER = {
     torch.optim.Adam: {"exp_avg", "exp_avg_sq"},
     torch.optim.AdamW: {"exp_avg", "exp_avg_sq"},
@@ -33,7 +33,7 @@ STATE_OF_A_PARAMETER = {
     torch.optim.Adadelta: {"square_avg", "acc_delta"},
     torch.optim.RMSprop: {"square_avg"},
 }
-"""The tensors, each of the parameter's shape, without which these cannot step once they have begun."""
+"""The state tensors, of the parameter's shape, that each optimizer needs after its first step."""
 
 
 def check_optimizer(
@@ -42,16 +42,15 @@ def check_optimizer(
     where: str,
     own_state: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """See that a state fits an optimizer.
+    """Check that a state fits an optimizer.
 
-    Optimizers that load in a way of their own are only asked for the two parts that every state has; what they take
-    beyond that, only they know.
+    Optimizers that override `load_state_dict` are not checked: only they know what they accept.
 
     Args:
         optimizer: A torch optimizer without wrappers.
-        state: As of its `state_dict()`.
-        where: The file it is from.
-        own_state: Gives what of the state is for the parameters of this rank; all of it when None.
+        state: A state as `state_dict()` returns it.
+        where: The file that it is from.
+        own_state: Selects the entries for the parameters of this rank; all of them when None.
 
     Raises:
         ValueError: It does not.
@@ -59,14 +58,15 @@ def check_optimizer(
     if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
         return
     _check_form(state, where)
-    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # which may turn it into one that fits
+    if getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", None):  # which may convert the state
         return
     groups, own_groups = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
     if (missing := _missing_hyperparameters(optimizer, groups)) is not None:
         raise ValueError(
             f"{where} holds the state of {_name_of(groups[0])}, but the optimizer of this run is {kind}, which needs "
-            f"{', '.join(map(repr, missing))}: build the optimizer that was saved, or load a checkpoint of {kind}"
+            f"{', '.join(map(repr, missing))}. Build the same optimizer as when the checkpoint was saved, or load a "
+            f"checkpoint of {kind}."
         )
     if own_state is not None:
         state = own_state(state)
@@ -74,15 +74,19 @@ def check_optimizer(
     sizes, own_sizes = [len(group["params"]) for group in groups], [len(group["params"]) for group in own_groups]
     if sizes != own_sizes:
         raise ValueError(
-            f"{where} has {len(sizes)} parameter groups with {_listed(sizes)} parameters, but the {kind} of this run has "
-            f"{len(own_sizes)} with {_listed(own_sizes)}: build the model and its groups as when it was saved"
+            f"{where} has {len(sizes)} parameter groups with {_listed(sizes)} parameters, but the {kind} of this run "
+            f"has {len(own_sizes)} with {_listed(own_sizes)}. Build the same model and parameter groups as when the "
+            "checkpoint was saved."
         )
     for group, own_group in zip(groups, own_groups, strict=True):
         for name, value in own_group.items():
             if isinstance(value, Number) and not isinstance(
                 group.get(name, value), (Number, torch.Tensor, type(None))
             ):
-                raise ValueError(f"{where} is damaged: {name!r} of a parameter group is {group[name]!r}, no number")
+                raise ValueError(
+                    f"{where} is damaged: {name!r} of a parameter group is {group[name]!r}, not a number. Load another "
+                    "checkpoint."
+                )
     _check_values(optimizer, state, where)
 
 
@@ -90,31 +94,34 @@ def _check_form(state: Mapping[str, Any], where: str) -> None:
     groups, values = state.get("param_groups"), state.get("state")
     if not isinstance(groups, list) or not isinstance(values, dict) or not groups:
         raise ValueError(
-            f"{where} is no state of an optimizer: its keys are {', '.join(map(repr, state)) or 'none'}, 'state' and "
-            "'param_groups' are needed. Load another checkpoint"
+            f"{where} is not the state of an optimizer: its keys are {', '.join(map(repr, state)) or 'none'}, but "
+            "'state' and 'param_groups' are needed. Load another checkpoint."
         )
     for index, group in enumerate(groups):
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-            raise ValueError(f"{where} is damaged: parameter group {index} does not list its 'params'")
+            raise ValueError(
+                f"{where} is damaged: parameter group {index} does not list its 'params'. Load another checkpoint."
+            )
     for number, of_parameter in values.items():
         if isinstance(number, int) and not isinstance(of_parameter, dict):
             raise ValueError(
-                f"{where} is damaged: the state of parameter {number} is a {type(of_parameter).__name__}, not a dict"
+                f"{where} is damaged: the state of parameter {number} is a {type(of_parameter).__name__}, not a dict. "
+                "Load another checkpoint."
             )
 
 
 def _missing_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    """What shows that groups are those of another kind of optimizer; None when nothing does.
+    """Hyperparameters that parameter groups of another optimizer class lack; None when the class may be the same.
 
-    Older states lack hyperparameters that came later, which the optimizer itself adds; so it is asked, with a stand-in.
-    Others have more, which schedulers and users added. Only both together show another optimizer.
+    Older states lack hyperparameters that came later and that `__setstate__` adds, so it is called on a stand-in. States
+    also have keys that schedulers and users added. Only both together show that the class differs.
     """
     stand_in = object.__new__(type(optimizer))
     stand_in.__dict__.update(optimizer.__dict__)
     copies = [dict(group) for group in groups]
     try:
         stand_in.__setstate__({"state": {}, "param_groups": copies})
-    except Exception:  # that of another kind may be too strange
+    except Exception:  # a state of another class may break it
         copies = [dict(group) for group in groups]
     missing = [name for name in optimizer.defaults if any(name not in group for group in copies)]
     known = set().union(SET_BY_SCHEDULERS, optimizer.defaults, *optimizer.param_groups)
@@ -124,7 +131,7 @@ def _missing_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]]
 
 
 def _name_of(group: Mapping[str, Any]) -> str:
-    """The optimizer that a parameter group is of, by its hyperparameters."""
+    """The optimizer class of a parameter group, guessed by its hyperparameters."""
     name = next((name for name, wanted in HYPERPARAMETERS.items() if wanted <= group.keys()), "")
     listed = ", ".join(repr(key) for key in group if key != "params")
     return f"{name} ({listed})" if name else f"an optimizer with {listed or 'no hyperparameters'}"
@@ -140,16 +147,17 @@ def _check_values(optimizer: Any, state: Mapping[str, Any], where: str) -> None:
             continue
         if missing := sorted(wanted - values.keys()):
             raise ValueError(
-                f"{where} holds {', '.join(map(repr, values))} for parameter {number}, but {type(optimizer).__name__} needs "
-                f"{', '.join(map(repr, missing))}: it is the state of another optimizer"
+                f"{where} holds {', '.join(map(repr, values))} for parameter {number}, but {type(optimizer).__name__} "
+                f"needs {', '.join(map(repr, missing))}. It is the state of another optimizer: build that one, or load "
+                "another checkpoint."
             )
         for name in sorted(wanted):
             shape = getattr(values[name], "shape", None)
             if shape != parameter.shape:
                 found = f"a {type(values[name]).__name__}" if shape is None else f"of shape {tuple(shape)}"
                 raise ValueError(
-                    f"{where} does not fit the model: {name!r} of parameter {number} is {found}, the parameter of this run "
-                    f"is of shape {tuple(parameter.shape)}. Build the model as it was when saved"
+                    f"{where} does not fit the model: {name!r} of parameter {number} is {found}, but the parameter of "
+                    f"this run has shape {tuple(parameter.shape)}. Build the same model as when it was saved."
                 )
 
 

@@ -1,7 +1,7 @@
-"""The states of models and optimizers on their way into a checkpoint or out of one: what engines and checkpoints agree on.
+"""The interface between engines and checkpoints for the states of models and optimizers.
 
-An engine says what its ranks hold (`Engine.save`) and what they need (`Engine.open`); the checkpoint says when: a save
-collects, lets hooks look, then writes; a load compares everything before anything changes.
+An engine collects what its ranks hold (`Engine.save`) and reads what they need (`Engine.open`); the checkpoint decides
+when: a save collects, calls hooks, then writes; a load compares everything before anything changes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CheckpointFiles(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the checkpoint."""
         ...
 
     @property
@@ -32,16 +32,16 @@ class CheckpointFiles(Protocol):
         ...
 
     def path(self, name: str) -> Path:
-        """Where one of them is."""
+        """The path of one of them."""
         ...
 
     def reading(self) -> AbstractContextManager[None]:
-        """A block that reads files, and whose errors say whether a file is damaged."""
+        """A context in which files are read, and whose errors say whether a file is damaged."""
         ...
 
 
 class FileWriter(Protocol):
-    """Takes the objects of a training state, each under a file name."""
+    """Writes the objects of a training state, each under a file name."""
 
     folder: Path
 
@@ -50,12 +50,12 @@ class FileWriter(Protocol):
         ...
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Take over files that somebody else wrote into the folder."""
+        """Add files that were written into the folder by others, such as torch.distributed.checkpoint."""
         ...
 
 
 class UndoLog(Protocol):
-    """Keeps what objects were before a load, to bring it back when another one refuses its state."""
+    """Keeps the states of objects before a load, to restore them when loading another object fails."""
 
     def keep_optimizer(self, optimizer: Any) -> None:
         """Keep the state of an optimizer without wrappers."""
@@ -67,7 +67,7 @@ class UndoLog(Protocol):
 
 
 class PendingSave(ABC):
-    """States that were collected and not written yet.
+    """States that are collected, but not written yet.
 
     Attributes:
         weights: The full state dict of each prepared model, which hooks may change; empty where ranks write shards.
@@ -77,12 +77,12 @@ class PendingSave(ABC):
 
     @abstractmethod
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
-        """Write them; all ranks call this.
+        """Write the states; all ranks call this.
 
         Args:
-            files: Where to.
-            is_writer: Whether this rank writes what is the same on all of them.
-            safe_serialization: Whether full weights become safetensors rather than files of `torch.save`.
+            files: Takes the files.
+            is_writer: Whether this rank writes what is the same on all ranks.
+            safe_serialization: Whether full weights are written as safetensors rather than by `torch.save`.
 
         Raises:
             TypeError: A state could not be loaded again without running code from the file.
@@ -91,36 +91,36 @@ class PendingSave(ABC):
 
 
 class PendingLoad(ABC):
-    """States of a checkpoint that were found and not applied yet. All ranks call each method, in this order."""
+    """States of a checkpoint that are read, but not loaded yet. All ranks call each method, in this order."""
 
     def check(self) -> None:
-        """Compare what was read of optimizers with those of this run.
+        """Compare optimizer states with the optimizers of this run.
 
         Raises:
-            ValueError: It does not fit.
+            ValueError: A state does not fit.
         """
 
     @abstractmethod
     def check_models(self, models: Sequence[nn.Module]) -> None:
-        """Settle which models are loaded, and compare their weights with them.
+        """Choose which models are loaded, and compare the weights with them.
 
         Args:
-            models: As the program built them: the prepared ones that load hooks left.
+            models: The prepared models, without wrappers, that load hooks have left in the list.
 
         Raises:
-            ValueError: There are weights missing, too many, or of other shapes.
+            ValueError: Weights are missing, unexpected, or of other shapes.
         """
 
     def apply_undoable(self, undo: UndoLog) -> None:
-        """Give their states to objects that may still refuse them, noting in `undo` what they were before."""
+        """Load objects that may still raise an error, after keeping their states in `undo`."""
 
     @abstractmethod
     def apply(self) -> None:
-        """Give everything else its state; it was compared and cannot refuse."""
+        """Load everything else; it was compared and cannot fail."""
 
 
 def warn_of_unused(options: Mapping[str, Any]) -> None:
-    """Say which further arguments of `save_state` have no effect with this engine."""
+    """Warn about extra keyword arguments of `save_state` that have no effect with this engine."""
     if options:
         names = ", ".join(map(repr, sorted(options)))
-        warn_user(f"save_state has no use for {names} with this engine: leave it out")
+        warn_user(f"save_state: {names} has no effect with this engine. Leave it out.")

@@ -1,4 +1,4 @@
-"""Tensors of a sharded checkpoint, made full one at a time."""
+"""Reading the full tensors of a sharded checkpoint, one at a time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from accel_ops.filenames import FSDP_MODEL_NAME
 from accel_ops.files import load
 
 SHARD_SUFFIX = ".distcp"
-ARCHIVE_MARK = b"PK\x03\x04"  # begins what torch.save writes
+ARCHIVE_MARK = b"PK\x03\x04"  # the first bytes of files of torch.save
 
 
 def find_sharded_folder(path: str | os.PathLike[str]) -> Path:
-    """Find the sharded model that a path means.
+    """Find the folder of the sharded model at a path.
 
     Args:
         path: The folder with the file `.metadata`, or a checkpoint that holds exactly one such folder of a model.
@@ -37,24 +37,26 @@ def find_sharded_folder(path: str | os.PathLike[str]) -> Path:
     """
     folder = Path(path)
     if not folder.exists():
-        raise FileNotFoundError(f"The checkpoint {os.fspath(path)!r} does not exist: check the path")
+        raise FileNotFoundError(f"The checkpoint {os.fspath(path)!r} does not exist. Check the path.")
     if not folder.is_dir():
-        raise NotADirectoryError(f"{os.fspath(path)!r} is a file: name the folder of a sharded checkpoint")
+        raise NotADirectoryError(f"{os.fspath(path)!r} is a file. Pass the folder of a sharded checkpoint.")
     if (folder / METADATA_NAME).is_file():
         return folder
     inner = sorted(entry for entry in folder.glob(f"{FSDP_MODEL_NAME}_*") if (entry / METADATA_NAME).is_file())
     if len(inner) > 1:
         names = ", ".join(entry.name for entry in inner)
-        raise ValueError(f"{os.fspath(path)!r} holds {len(inner)} sharded models ({names}): name the folder of one")
+        raise ValueError(
+            f"{os.fspath(path)!r} holds {len(inner)} sharded models ({names}). Pass the folder of one of them."
+        )
     if not inner and any(folder.glob(f"*{SHARD_SUFFIX}")):
         raise FileNotFoundError(
-            f"{os.fspath(path)!r} has {SHARD_SUFFIX} files but no {METADATA_NAME}, which is written last: the save was "
-            "interrupted, or the file was not copied"
+            f"{os.fspath(path)!r} has {SHARD_SUFFIX} files but no {METADATA_NAME}, which is written last. The save was "
+            "interrupted, or the file was not copied."
         )
     if not inner:
         raise FileNotFoundError(
-            f"{os.fspath(path)!r} is not a sharded checkpoint (no {METADATA_NAME} in it): name the folder, usually called "
-            f"{FSDP_MODEL_NAME}_0, that was saved with SHARDED_STATE_DICT"
+            f"{os.fspath(path)!r} is not a sharded checkpoint (no {METADATA_NAME} in it). Pass the folder, usually "
+            f"called {FSDP_MODEL_NAME}_0, that was saved with SHARDED_STATE_DICT."
         )
     return inner[0]
 
@@ -63,11 +65,11 @@ class ShardedModel:
     """The model in a sharded checkpoint.
 
     Args:
-        folder: With the file `.metadata`. Everything it names is checked to be there.
+        folder: The folder with the file `.metadata`. All files it names must exist.
 
     Attributes:
-        tensors: Name in the model's state dict -> the tensor, unread.
-        objects: Name -> what else the state dict has, unread.
+        tensors: The tensors by their names in the model's state dict, not read yet.
+        objects: Likewise everything else in the state dict.
 
     Raises:
         ValueError: The checkpoint is damaged or holds no model.
@@ -91,7 +93,7 @@ class ShardedModel:
             ".".join(entry.path[len(prefix) :]): entry for entry in objects if entry.path[: len(prefix)] == prefix
         }
         if not self.tensors:
-            raise ValueError(f"{folder} holds no tensors of a model: name the folder of the model")
+            raise ValueError(f"{folder} holds no tensors of a model. Pass the folder of the model.")
 
     def _prefix(self, paths: set[tuple[str, ...]]) -> tuple[str, ...]:
         """The keys above the model's state dict: none, `("model",)` as accelerate saves, or `("app", "model")`."""
@@ -100,33 +102,33 @@ class ShardedModel:
             nested = {path for path in paths if len(path) > len(prefix) + 1}
             keys = {path[len(prefix)] for path in nested}
             if keys == {"optimizer"}:
-                raise ValueError(f"{self.folder} holds the state of an optimizer: name the folder of the model")
+                raise ValueError(f"{self.folder} holds the state of an optimizer. Pass the folder of the model.")
             if "model" not in keys and (len(keys) != 1 or nested != paths):
                 return prefix
             prefix = (*prefix, "model" if "model" in keys else keys.pop())
             paths = {path for path in nested if path[: len(prefix)] == prefix}
 
     def read_tensor(self, name: str) -> torch.Tensor:
-        """Put one tensor together, in CPU memory, contiguous.
+        """Read one full tensor into CPU memory, contiguous.
 
         Raises:
-            ValueError: A part is damaged.
-            OSError: A part cannot be read.
+            ValueError: A shard is damaged.
+            OSError: A shard cannot be read.
         """
         stored = self.tensors[name]
-        whole: torch.Tensor | None = None
+        full: torch.Tensor | None = None
         for chunk in stored.chunks:
-            part = read_part(stored, chunk)
+            shard = read_shard(stored, chunk)
             if chunk.sizes == stored.shape:
-                return part.detach().contiguous()
-            if whole is None:
-                whole = torch.empty(stored.shape, dtype=stored.dtype)
+                return shard.detach().contiguous()
+            if full is None:
+                full = torch.empty(stored.shape, dtype=stored.dtype)
             where = tuple(slice(begin, begin + size) for begin, size in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[where] = part.detach()
-        return torch.empty(stored.shape, dtype=stored.dtype) if whole is None else whole
+            full[where] = shard.detach()
+        return torch.empty(stored.shape, dtype=stored.dtype) if full is None else full
 
     def read_object(self, name: str) -> Any:
-        """Load what is no tensor, as data only.
+        """Read an entry that is not a tensor, as plain data only.
 
         Raises:
             ValueError: It is damaged, or more than plain data.
@@ -135,24 +137,24 @@ class ShardedModel:
         return read_value(self.objects[name].place)
 
 
-def read_part(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
-    """Read one part of a tensor into CPU memory.
+def read_shard(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
+    """Read one shard of a tensor into CPU memory.
 
     Raises:
         ValueError: It is damaged.
         OSError: It cannot be read.
     """
-    part = read_value(chunk.place)
-    if not isinstance(part, torch.Tensor) or part.dtype != stored.dtype or tuple(part.shape) != chunk.sizes:
+    shard = read_value(chunk.place)
+    if not isinstance(shard, torch.Tensor) or shard.dtype != stored.dtype or tuple(shard.shape) != chunk.sizes:
         raise ValueError(
-            f"{chunk.place.file} is damaged: the part of {'.'.join(stored.path)!r} at byte {chunk.place.begin} is not of "
-            f"dtype {stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint"
+            f"{chunk.place.file} is damaged: the shard of {'.'.join(stored.path)!r} at byte {chunk.place.begin} does "
+            f"not have dtype {stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint."
         )
-    return part
+    return shard
 
 
 def read_value(place: StoredBytes) -> Any:
-    """Read one saved object, as data only.
+    """Read one saved object, as plain data only.
 
     Raises:
         ValueError: It is damaged, or more than plain data.
@@ -162,6 +164,6 @@ def read_value(place: StoredBytes) -> Any:
         file.seek(place.begin)
         buffer = io.BytesIO(file.read(place.num_bytes))
     if buffer.getbuffer()[: len(ARCHIVE_MARK)] != ARCHIVE_MARK:
-        raise ValueError(f"{place.file} is damaged at byte {place.begin}: use another checkpoint")
+        raise ValueError(f"{place.file} is damaged at byte {place.begin}. Use another checkpoint.")
     buffer.name = str(place.file)  # for its error messages
     return load(buffer, map_location="cpu")

@@ -1,8 +1,8 @@
-"""The table of contents of a sharded checkpoint, as `torch.distributed.checkpoint` writes it.
+"""The metadata of a sharded checkpoint, as `torch.distributed.checkpoint` writes it.
 
-The file `.metadata` is a pickle, and unpickling runs what the file says. It is read here by an unpickler that knows the
-few names torch puts into it, gives plain records for them, and refuses every other name. So nothing of the file is run,
-and `torch.distributed.checkpoint`, which takes seconds to import, is not needed.
+The file `.metadata` is a pickle, and unpickling runs what the file says. It is read here by an unpickler that knows
+the few names torch puts into it, returns plain records for them, and raises an error for every other name. So no code
+of the file runs, and `torch.distributed.checkpoint`, which takes seconds to import, is not needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StoredBytes:
-    """Where one saved object lies.
+    """The place of one saved object.
 
     Attributes:
         file: Path of the file.
@@ -46,12 +46,12 @@ class StoredBytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A rectangular part of a tensor.
+    """A rectangular shard of a tensor.
 
     Attributes:
-        offsets: Where in the tensor it begins, per dimension.
+        offsets: Its first index in the tensor, per dimension.
         sizes: Its shape.
-        place: Where its values lie.
+        place: The place of its values.
     """
 
     offsets: tuple[int, ...]
@@ -61,13 +61,13 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor whose parts lie in the files of several processes.
+    """A tensor whose shards are in the files of several ranks.
 
     Attributes:
         path: The keys that led to it in the nested state dict.
-        dtype: Of all parts.
-        shape: Of the whole.
-        chunks: The parts; they cover it without gaps.
+        dtype: The dtype of all shards.
+        shape: The shape of the full tensor.
+        chunks: The shards; they cover it without gaps.
     """
 
     path: tuple[str, ...]
@@ -77,17 +77,17 @@ class StoredTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Length of its values."""
+        """Size of the full tensor, in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """Something that is no tensor.
+    """An entry that is not a tensor.
 
     Attributes:
         path: The keys that led to it in the nested state dict.
-        place: Where it lies, as `torch.save` writes it.
+        place: Its place, in the format of `torch.save`.
     """
 
     path: tuple[str, ...]
@@ -95,38 +95,38 @@ class StoredObject:
 
 
 def read_contents(folder: Path) -> tuple[list[StoredTensor], list[StoredObject]]:
-    """List what a sharded checkpoint holds, after checking that all of it is there.
+    """List the entries of a sharded checkpoint, after checking that all files exist.
 
     Args:
-        folder: With the file `.metadata`.
+        folder: The folder with the file `.metadata`.
 
     Returns:
         Its tensors and its other objects, each in the order of the state dict.
 
     Raises:
-        FileNotFoundError: A file that the contents name is missing.
-        ValueError: The contents name something that torch does not write, cannot be read, or do not fit the files.
-        OSError: Something cannot be read.
+        FileNotFoundError: A file that the metadata names is missing.
+        ValueError: The metadata names something that torch does not write, is damaged, or does not fit the files.
+        OSError: A file cannot be read.
     """
     try:
         return _list_contents(folder, _unpickle(folder / METADATA_NAME))
     except _Damage as damage:
-        raise ValueError(f"{folder / METADATA_NAME} is damaged ({damage}): use another checkpoint") from damage
+        raise ValueError(f"{folder / METADATA_NAME} is damaged ({damage}). Use another checkpoint.") from damage
 
 
 # ---- reading the pickle ---------------------------------------------------------------------------------------------
 
 
 class _Damage(Exception):  # noqa: N818 - never leaves this module
-    """What does not fit."""
+    """The metadata is damaged."""
 
 
 class _Record:
-    """An object of which only the attributes matter."""
+    """Stands for an object of torch: only its attributes are read."""
 
 
 class _Index(_Record):
-    """Names a chunk of a tensor; a key of the table of places."""
+    """Identifies a chunk of a tensor; a key of `storage_data`."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
@@ -139,7 +139,7 @@ class _Index(_Record):
 
 
 class _Properties(_Record):
-    """Properties of a tensor, of which the dtype is the one that counts."""
+    """Properties of a tensor, of which only the dtype is used."""
 
     dtype: torch.dtype
 
@@ -163,7 +163,7 @@ class _Place(_Record): ...
 
 
 def _nothing(*values: Any) -> None:
-    """Stands for what is not needed: layouts, memory formats, the path the checkpoint was saved under."""
+    """Stands for what is not used: layouts, memory formats, the path under which the checkpoint was saved."""
 
 
 ADMITTED: dict[tuple[str, str], Any] = {
@@ -188,10 +188,10 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 
 class _ContentsUnpickler(pickle.Unpickler):
-    """Reads torch's metadata and nothing else."""
+    """Unpickles torch's metadata and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give what stands for a name in the file; refuse a name that torch does not put there."""
+        """Return the stand-in for a name; raises for a name that torch does not write."""
         if (module, name) in ADMITTED:
             return ADMITTED[module, name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -199,21 +199,24 @@ class _ContentsUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: Any) -> NoReturn:
-        """Refuse references to other files."""
+        """Raise: metadata never refers to other files."""
         raise pickle.UnpicklingError("it refers to another file")
 
 
 def _unpickle(path: Path) -> _Contents:
     if path.stat().st_size > MAX_METADATA_BYTES:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, more than any table of contents: do not trust it")
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, more than the metadata of any checkpoint needs. Do not trust "
+            "this checkpoint."
+        )
     with path.open("rb") as file:
         try:
             return _expect(_ContentsUnpickler(file).load(), _Contents, "its root")
         except pickle.UnpicklingError as error:
             if "it names" in str(error) or "it refers" in str(error):
                 raise ValueError(
-                    f"{path} holds more than the contents of a checkpoint, and nothing of it was run ({error}): do not "
-                    "trust this checkpoint"
+                    f"{path} holds more than the metadata of a checkpoint ({error}), and nothing of it was executed. "
+                    "Do not trust this checkpoint."
                 ) from error
             raise _Damage(str(error)) from error
         except READ_ERRORS as error:
@@ -252,35 +255,37 @@ def _stored_tensor(
         offsets, sizes = _sizes(chunk, "offsets"), _sizes(chunk, "sizes")
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=False)]
         if not len(offsets) == len(sizes) == len(shape) or any(e > s for e, s in zip(ends, shape, strict=True)):
-            raise _Damage(f"a part of {name!r} at {list(offsets)} lies outside its shape {list(shape)}")
+            raise _Damage(f"a shard of {name!r} at {list(offsets)} lies outside its shape {list(shape)}")
         chunks.append(StoredChunk(offsets, sizes, _stored_bytes(folder, name, places.get((name, offsets)))))
     covered = sum(math.prod(chunk.sizes) for chunk in chunks)
     if covered != math.prod(shape) or len({chunk.offsets for chunk in chunks if math.prod(chunk.sizes)}) < sum(
         math.prod(chunk.sizes) > 0 for chunk in chunks
     ):
-        raise _Damage(f"the parts of {name!r} have {covered} values, its shape {list(shape)} has {math.prod(shape)}")
+        raise _Damage(
+            f"the shards of {name!r} have {covered} elements, its shape {list(shape)} has {math.prod(shape)}"
+        )
     return StoredTensor(path, dtype, shape, tuple(chunks))
 
 
 def _stored_bytes(folder: Path, name: str, place: Any) -> StoredBytes:
     if not isinstance(place, _Place):
-        raise _Damage(f"it does not say where a part of {name!r} is")
+        raise _Damage(f"it does not say where a shard of {name!r} is")
     if vars(place).get("transform_descriptors"):
         raise ValueError(
-            f"{folder} holds {name!r} encoded as {vars(place)['transform_descriptors']!r}, which cannot be read: save it "
-            "without storage extensions"
+            f"{folder} holds {name!r} encoded as {vars(place)['transform_descriptors']!r}, which cannot be read. Save "
+            "it without storage extensions."
         )
     file = path_inside(folder, _field(place, "relative_path", str))
     begin, num_bytes = _field(place, "offset", int), _field(place, "length", int)
     if not file.is_file():
         raise FileNotFoundError(
-            f"{folder} lacks the file {file.name!r}, which holds a part of {name!r}: copy the files of all processes "
-            "into one folder"
+            f"{folder} lacks the file {file.name!r}, which holds a shard of {name!r}. Copy the files of all ranks into "
+            "one folder."
         )
     if begin < 0 or num_bytes < 0 or begin + num_bytes > file.stat().st_size:
         raise ValueError(
-            f"{file} is truncated: {name!r} ends at byte {begin + num_bytes}, the file at {file.stat().st_size}. Copy it "
-            "again or use another checkpoint"
+            f"{file} is truncated: {name!r} ends at byte {begin + num_bytes}, the file at {file.stat().st_size}. Copy "
+            "it again, or use another checkpoint."
         )
     return StoredBytes(file, begin, num_bytes)
 

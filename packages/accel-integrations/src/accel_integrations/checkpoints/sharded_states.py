@@ -1,4 +1,4 @@
-"""States of which every rank holds shards: each rank writes its own, and reads its own back from any form."""
+"""Sharded states: each rank writes its own shards, and reads its own shards back from any form."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class ShardedStatesSave(PendingSave):
         self._form = str(getattr(form, "name", form))
 
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
-        """Write what this rank holds."""
+        """Write the shards of this rank."""
         prepared = self._prepared
         files.adopt(write_states(prepared.wrapped, prepared.optimizers, files.folder, self._form))
 
 
 @final
 class ShardedStatesLoad(PendingLoad):
-    """States that each rank reads what it needs of, saved by any number of ranks in any form but DeepSpeed's.
+    """States of which each rank reads its shards, saved by any number of ranks in any form but DeepSpeed's.
 
     Args:
-        checkpoint: Where they are.
+        checkpoint: The files of the checkpoint.
         prepared: The models and optimizers of this run.
         strict: Whether the names of weights must be the same on both sides.
     """
@@ -71,24 +71,24 @@ class ShardedStatesLoad(PendingLoad):
 
 
 def check_shared_folder(sees_main: bool, folder: Path) -> None:
-    """Refuse to write one state into folders that do not see each other: none could be loaded.
+    """Check that all ranks write into the same folder: shards in separate folders could not be loaded.
 
     Args:
         sees_main: Whether this rank sees the files of rank 0.
-        folder: Where the checkpoint is to be.
+        folder: The folder of the checkpoint.
 
     Raises:
         ValueError: It does not.
     """
     if not sees_main:
         raise ValueError(
-            f"This machine does not see what process 0 writes beside {folder}, but all ranks write one sharded "
-            "checkpoint: save into a folder that all machines share."
+            f"save_state: this machine does not see the files that rank 0 writes next to {folder}, but all ranks write "
+            "a sharded checkpoint into one folder. Save to a file system that all machines share."
         )
 
 
 def strict_of(options: Mapping[str, Any]) -> bool:
-    """What arguments of `load_state_dict` say about names that only one side has."""
+    """The `strict` among keyword arguments of `load_state_dict`."""
     return bool(options.get("strict", True))
 
 
@@ -96,23 +96,23 @@ def strict_of(options: Mapping[str, Any]) -> bool:
 
 
 def holds_deepspeed_states(names: Collection[str]) -> bool:
-    """Whether there are states of DeepSpeed among the files of a checkpoint, named relative to it."""
+    """Whether the files of a checkpoint (paths relative to it) include states of DeepSpeed."""
     return any(DEEPSPEED_STATES.fullmatch(name) for name in names)
 
 
 def holds_shards(names: Collection[str]) -> bool:
-    """Whether the files of a checkpoint hold models in a form of sharded training."""
+    """Whether the files of a checkpoint include models saved by FSDP, in any form."""
     return any(name.startswith(FSDP_MODEL_NAME) for name in names)
 
 
-def refuse_deepspeed_states(checkpoint: CheckpointFiles) -> None:
-    """Refuse a checkpoint whose states only DeepSpeed can read.
+def check_not_deepspeed(checkpoint: CheckpointFiles) -> None:
+    """Check that a checkpoint was not saved by DeepSpeed.
 
     Raises:
-        ValueError: Saying how it can be loaded.
+        ValueError: It was; the message says how it can be loaded.
     """
     if holds_deepspeed_states(checkpoint.names):
         raise ValueError(
-            f"The checkpoint {checkpoint.folder} was saved under DeepSpeed: load it with a DeepSpeedPlugin, or make plain "
-            "weights of it with the zero_to_fp32.py in it."
+            f"The checkpoint {checkpoint.folder} was saved with DeepSpeed, whose states only its own engine can load. "
+            "Load it with a DeepSpeedPlugin, or convert it to plain weights with the zero_to_fp32.py inside it."
         )

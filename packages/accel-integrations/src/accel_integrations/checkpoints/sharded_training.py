@@ -1,6 +1,6 @@
-"""Checkpoints of sharded training, as other libraries ask for them: one object at a time, without a transaction.
+"""Saving and loading one sharded model or optimizer at a time, as other libraries do it.
 
-`Accelerator.save_state` and `load_state` do more: their checkpoints appear in full or not at all, and are verified.
+`Accelerator.save_state` and `load_state` do more: their checkpoints are written atomically and verified by checksums.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def save_fsdp_model(
     """Write a prepared model in the form that the plugin names; all processes call this.
 
     Args:
-        fsdp_plugin: Says the form, as `state_dict_type`.
-        accelerator: Whose processes write.
+        fsdp_plugin: Its `state_dict_type` is the form to write.
+        accelerator: The accelerator whose processes write.
         model: As `prepare` returned it.
         output_dir: Folder, made if missing, that all processes see.
         model_index: Its position among the prepared models.
-        adapter_only: Write only what is trainable, of a model with an adapter.
+        adapter_only: Write only trainable parameters, those of an adapter.
         use_dcp: Without effect: sharded states are always written by torch.distributed.checkpoint.
     """
-    _say_unused(use_dcp)
+    _warn_unused(use_dcp)
     folder = _make_folder(accelerator, output_dir)
     write_model(model, folder, fsdp_plugin.state_dict_type.name, model_index, adapter_only=adapter_only)
     accelerator.wait_for_everyone()
@@ -57,17 +57,17 @@ def load_fsdp_model(
 
     Args:
         fsdp_plugin: Without effect: the form is that of the files.
-        accelerator: Whose processes read.
+        accelerator: The accelerator whose processes read.
         model: As `prepare` returned it.
         input_dir: The folder that was written to, or in it the folder of the sharded model.
         model_index: Its position among the prepared models.
-        adapter_only: Read only what is trainable.
+        adapter_only: Read only trainable parameters.
         use_dcp: Without effect.
 
     Raises:
-        ValueError: There is no such state, it is damaged, or it does not fit: then with all differences.
+        ValueError: The state is missing or damaged, or does not fit; the message lists all differences.
     """
-    _say_unused(use_dcp)
+    _warn_unused(use_dcp)
     state = read_model_state(open_model_state(Path(input_dir), model_index), model, adapter_only=adapter_only)
     LoadedStates(models=[(model, state)], strict=not adapter_only).apply()
     accelerator.wait_for_everyone()
@@ -85,15 +85,15 @@ def save_fsdp_optimizer(
     """Write the state of an optimizer; as `save_fsdp_model`.
 
     Args:
-        fsdp_plugin: Says the form, as `state_dict_type`.
-        accelerator: Whose processes write.
+        fsdp_plugin: Its `state_dict_type` is the form to write.
+        accelerator: The accelerator whose processes write.
         optimizer: As `prepare` returned it, or plain.
         model: Whose parameters it has, as `prepare` returned it.
         output_dir: Folder, made if missing, that all processes see.
         optimizer_index: Its position among the prepared optimizers.
         use_dcp: Without effect.
     """
-    _say_unused(use_dcp)
+    _warn_unused(use_dcp)
     folder = _make_folder(accelerator, output_dir)
     plain = getattr(optimizer, "optimizer", optimizer)
     write_optimizer(model, plain, folder, fsdp_plugin.state_dict_type.name, optimizer_index)
@@ -114,18 +114,18 @@ def load_fsdp_optimizer(
 
     Args:
         fsdp_plugin: Without effect: the form is that of the files.
-        accelerator: Whose processes read.
+        accelerator: The accelerator whose processes read.
         optimizer: As `prepare` returned it, or plain.
         model: Whose parameters it has, as `prepare` returned it.
         input_dir: The folder that was written to, or in it the folder of the sharded state.
         optimizer_index: Its position among the prepared optimizers.
-        adapter_only: Without effect: an optimizer has the state of what is trainable only.
+        adapter_only: Without effect: an optimizer has states of trainable parameters only.
         use_dcp: Without effect.
 
     Raises:
         ValueError: There is no such state, it is damaged, or it does not fit.
     """
-    _say_unused(use_dcp)
+    _warn_unused(use_dcp)
     plain = getattr(optimizer, "optimizer", optimizer)
     state = read_optimizer_state(open_optimizer_state(Path(input_dir), optimizer_index), plain, model)
     LoadedStates(optimizers=[(plain, model, state)]).apply()
@@ -138,8 +138,9 @@ def _make_folder(accelerator: Any, path: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def _say_unused(use_dcp: bool) -> None:
+def _warn_unused(use_dcp: bool) -> None:
     if not use_dcp:
         warn_user(
-            "use_dcp=False has no effect: sharded states are always written by torch.distributed.checkpoint. Leave it out."
+            "use_dcp=False has no effect: sharded states are always written by torch.distributed.checkpoint. Leave it "
+            "out."
         )

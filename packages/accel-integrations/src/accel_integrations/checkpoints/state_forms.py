@@ -1,4 +1,4 @@
-"""How the states of models and optimizers whose parts lie in several processes are written."""
+"""Writing the states of sharded models and optimizers, in one of three forms."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from accel_ops.modules import full_tensor, is_compiled_module, to_local
 
 @dataclass(frozen=True, slots=True)
 class StateKind:
-    """What is written.
+    """A kind of state: model or optimizer.
 
     Attributes:
-        key: The key above it in a sharded checkpoint.
-        stem: How the names of its files begin.
+        key: Its top-level key in a sharded checkpoint.
+        stem: The beginning of its file names.
     """
 
     key: str
@@ -40,7 +40,7 @@ class StateKind:
         return f"{self.stem}_{index}.bin" if index else f"{self.stem}.bin"
 
     def rank_file_name(self, index: int, rank: int) -> str:
-        """The file of one process for the object at `index`, in the local form."""
+        """The file of one rank for the object at `index`, in the local form."""
         return f"{self.stem}_{index}_rank{rank}.bin" if index else f"{self.stem}_rank{rank}.bin"
 
 
@@ -48,14 +48,14 @@ MODEL = StateKind("model", FSDP_MODEL_NAME)
 OPTIMIZER = StateKind("optimizer", OPTIMIZER_NAME)
 
 
-# ---- what there is to write -----------------------------------------------------------------------------------------
+# ---- states of this rank --------------------------------------------------------------------------------------------
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """What this process holds of a model, under the names that the user's model gives.
+    """The state dict of a prepared model on this rank, under the names of the user's model.
 
     Args:
-        model: As prepared. Parameters that are divided come as distributed tensors.
+        model: The prepared model. Sharded parameters are returned as DTensors.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -63,11 +63,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What this process holds of an optimizer's state.
+    """The state of an optimizer on this rank, by parameter names.
 
     Args:
-        model: As prepared, with all parameters that the optimizer has.
-        optimizer: The plain one.
+        model: The prepared model, with all parameters that the optimizer has.
+        optimizer: The plain optimizer.
 
     Returns:
         `{"state": {parameter name: {...}}, "param_groups": [{"params": [parameter name, ...], ...}]}`.
@@ -78,22 +78,22 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def without_compilation(model: Any) -> nn.Module:
-    """The model that `torch.compile` was given."""
+    """The model inside what `torch.compile` returned, or the model itself."""
     found: nn.Module = model._orig_mod if is_compiled_module(model) else model
     return found
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
-    """A model's whole tensors in CPU memory on the main process, nothing on the others; all processes call this.
+    """A model's full state dict in CPU memory on the main process, an empty one on other ranks; all ranks call this.
 
-    One tensor at a time is gathered, and no other process keeps it.
+    Tensors are all-gathered one at a time; only the main process keeps them.
     """
     state: dict[str, Any] = gather_on_first(model_state(model))
     return state
 
 
 def gather_on_first(value: Any) -> Any:
-    """A nested state with whole tensors in CPU memory on the main process; empty dictionaries on the others."""
+    """A nested state with full tensors in CPU memory on the main process; empty dicts on other ranks."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if isinstance(value, Mapping):
         gathered = {key: gather_on_first(inner) for key, inner in value.items()}
@@ -110,15 +110,15 @@ def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> n
     """The model whose parameters an optimizer has.
 
     Raises:
-        ValueError: When its parameters are those of no model, or of several.
+        ValueError: When its parameters do not all belong to one of the models.
     """
     wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
         if wanted <= set(model.parameters()):
             return model
     raise ValueError(
-        f"{type(optimizer).__name__} has parameters that are not all in one prepared model, so its state cannot be "
-        "stored by their names: prepare its model, and give every model an optimizer of its own."
+        f"{type(optimizer).__name__} has parameters that do not all belong to one prepared model, so its state cannot "
+        "be saved by parameter name. Prepare its model, and use a separate optimizer for each model."
     )
 
 
@@ -128,7 +128,7 @@ Collect = Callable[[], Any]
 
 
 def _write_sharded(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
-    """Every process writes what it holds, at the same time."""
+    """Every rank writes its shards, at the same time."""
     import torch.distributed.checkpoint as dcp
 
     target = make_folder(folder / kind.folder_name(index))
@@ -143,7 +143,7 @@ def _write_sharded(kind: StateKind, index: int, folder: Path, collect: Collect) 
 
 
 def _write_full(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
-    """The main process writes everything, tensors whole."""
+    """The main process writes the full state."""
     state = gather_on_first(collect())
     if dist.is_initialized() and dist.get_rank() != 0:
         return []
@@ -151,18 +151,18 @@ def _write_full(kind: StateKind, index: int, folder: Path, collect: Collect) -> 
 
 
 def _write_local(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
-    """Every process writes what it holds into a file by itself, to be read by as many processes only."""
+    """Every rank writes its shards into its own file, which only as many ranks can read again."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shapes: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
-    parts = _own_parts(collect(), (), shapes)
+    parts = _local_shards(collect(), (), shapes)
     content = {"parts": parts, "shapes": shapes, "num_processes": world}
     return [_write_file(folder, kind.rank_file_name(index, rank), content)]
 
 
-def _own_parts(value: Any, keys: tuple[str, ...], shapes: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Any:
-    """A nested state with this process's part of every tensor; notes the shapes of the whole ones."""
+def _local_shards(value: Any, keys: tuple[str, ...], shapes: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Any:
+    """A nested state with this rank's shard of every tensor; adds the full shapes to `shapes`."""
     if isinstance(value, Mapping):
-        return {key: _own_parts(inner, (*keys, str(key)), shapes) for key, inner in value.items()}
+        return {key: _local_shards(inner, (*keys, str(key)), shapes) for key, inner in value.items()}
     if isinstance(value, torch.Tensor):
         shapes.append((keys, tuple(value.shape)))
         return to_local(value).detach().cpu()
@@ -184,17 +184,17 @@ FORMS: dict[str, Callable[[StateKind, int, Path, Collect], list[str]]] = {
 
 
 def write_model(model: nn.Module, folder: Path, form: str, index: int = 0, *, adapter_only: bool = False) -> list[str]:
-    """Write a prepared model; all processes call this.
+    """Write a prepared model; all ranks call this.
 
     Args:
         model: The model.
-        folder: Where to; all processes see the same.
+        folder: The folder, shared by all ranks.
         form: A key of `FORMS`.
         index: Its position among the prepared models.
-        adapter_only: Write only what is trainable, of a model with an adapter.
+        adapter_only: Write only trainable parameters, those of an adapter.
 
     Returns:
-        Names of the files that this process wrote.
+        Names of the files that this rank wrote.
 
     Raises:
         OSError: Something could not be written.
@@ -213,9 +213,9 @@ def write_optimizer(
     """Write the state of an optimizer; as `write_model`.
 
     Args:
-        model: Whose parameters it has, as prepared.
-        optimizer: The plain one.
-        folder: Where to.
+        model: The prepared model whose parameters it has.
+        optimizer: The plain optimizer.
+        folder: The folder, shared by all ranks.
         form: A key of `FORMS`.
         index: Its position among the prepared optimizers.
     """
@@ -232,5 +232,5 @@ def write_states(models: Sequence[nn.Module], optimizers: Sequence[Any], folder:
 
 
 def trainable_names(model: nn.Module) -> list[str]:
-    """Names of the parameters that are trained, as the user's model gives them."""
+    """Names of the parameters with `requires_grad`, as in the user's model."""
     return [plain_name(name) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]

@@ -1,4 +1,4 @@
-"""Reading the states of models and optimizers back, each process its own parts, however many processes wrote them."""
+"""Reading the states of models and optimizers: each rank its own shards, whatever number of ranks wrote them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from accel_integrations.checkpoints.sharded import read_part
+from accel_integrations.checkpoints.sharded import read_shard
 from accel_integrations.checkpoints.sharded_metadata import METADATA_NAME, StoredObject, StoredTensor, read_contents
 from accel_integrations.checkpoints.state_forms import MODEL, OPTIMIZER, StateKind
 from accel_ops.files import load
@@ -22,7 +22,7 @@ Keys = tuple[str, ...]
 
 
 class StoredState(ABC):
-    """A nested state on the disk.
+    """A nested state in a file or folder.
 
     Attributes:
         where: Its file or folder.
@@ -37,22 +37,22 @@ class StoredState(ABC):
 
     @abstractmethod
     def dtype(self, keys: Keys) -> torch.dtype:
-        """Of a tensor."""
+        """The dtype of a stored tensor."""
 
     @abstractmethod
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy the part of a tensor that begins at `offsets` into a tensor of shape `sizes`."""
+        """Copy the shard of a tensor that begins at `offsets` into `into`, a tensor of shape `sizes`."""
 
     @abstractmethod
     def read_object(self, keys: Keys) -> Any:
-        """What is no tensor, as data only."""
+        """Read an entry that is not a tensor, as plain data only."""
 
     def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
-        """A tensor's values, distributed as another one is; its dtype is the stored one.
+        """Read a tensor with the placements of another one; the dtype is the stored one.
 
         Args:
-            keys: Which tensor.
-            like: Of the same shape.
+            keys: The keys of the stored tensor.
+            like: A tensor or DTensor of the same shape.
         """
         filled = torch.empty_like(like, dtype=self.dtype(keys))
         part = to_local(filled)
@@ -64,8 +64,8 @@ class StoredState(ABC):
                 self.read(keys, tuple(chunk.offsets), tuple(chunk.sizes), part)
         return filled
 
-    def read_whole(self, keys: Keys) -> torch.Tensor:
-        """A tensor in CPU memory."""
+    def read_full(self, keys: Keys) -> torch.Tensor:
+        """Read a full tensor into CPU memory."""
         return self.fill(keys, torch.empty(self.shapes[keys]))
 
 
@@ -75,10 +75,10 @@ class ShardedState(StoredState):
 
     Args:
         where: The folder.
-        key: What is above everything in it.
+        key: The top-level key of the state.
 
     Raises:
-        ValueError: It is damaged, or nothing is below `key`.
+        ValueError: It is damaged, or has nothing under `key`.
         OSError: Files are missing or cannot be read.
     """
 
@@ -94,16 +94,16 @@ class ShardedState(StoredState):
             if other.path[0] == key:
                 self._objects[other.path[1:]] = other
         if (tensors or objects) and not (self._tensors or self._objects):
-            raise ValueError(f"{where} holds no {key!r} state: use another checkpoint")
+            raise ValueError(f"{where} holds no {key!r} state. Load another checkpoint.")
         self.shapes = {keys: tensor.shape for keys, tensor in self._tensors.items()}
         self.objects = list(self._objects)
 
     def dtype(self, keys: Keys) -> torch.dtype:
-        """Of a tensor."""
+        """The dtype of a stored tensor."""
         return self._tensors[keys].dtype
 
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy from the chunks that overlap with the part."""
+        """Copy from the chunks that overlap with the shard."""
         for chunk in self._tensors[keys].chunks:
             begins = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
             ends = [
@@ -112,11 +112,11 @@ class ShardedState(StoredState):
             ]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
-            stored = read_part(self._tensors[keys], chunk)
+            stored = read_shard(self._tensors[keys], chunk)
             into[_window(begins, ends, offsets)].copy_(stored[_window(begins, ends, chunk.offsets)])
 
     def read_object(self, keys: Keys) -> Any:
-        """Load it as data only."""
+        """Read an entry that is not a tensor, as plain data only."""
         from accel_integrations.checkpoints.sharded import read_value
 
         return read_value(self._objects[keys].place)
@@ -124,13 +124,13 @@ class ShardedState(StoredState):
 
 @final
 class FileState(StoredState):
-    """One file with whole tensors, as `torch.save` or safetensors writes it.
+    """One file with full tensors, of `torch.save` or safetensors.
 
     Args:
-        where: The file; tensors are mapped rather than read where that is possible.
+        where: The file; tensors are memory-mapped where possible.
 
     Raises:
-        ValueError: It is damaged, or holds no dictionary.
+        ValueError: It is damaged, or does not hold a dict.
     """
 
     def __init__(self, where: Path) -> None:
@@ -140,7 +140,9 @@ class FileState(StoredState):
         else:
             content = load(where, map_location="cpu", mmap=zipfile.is_zipfile(where))
         if not isinstance(content, Mapping):
-            raise ValueError(f"{where} holds a {type(content).__name__} instead of a state: load another checkpoint")
+            raise ValueError(
+                f"{where} holds a {type(content).__name__} instead of a state dict. Load another checkpoint."
+            )
         self._values = dict(_walk(content, ()))
         for keys, value in self._values.items():
             if isinstance(value, torch.Tensor):
@@ -149,69 +151,70 @@ class FileState(StoredState):
                 self.objects.append(keys)
 
     def dtype(self, keys: Keys) -> torch.dtype:
-        """Of a tensor."""
+        """The dtype of a stored tensor."""
         dtype: torch.dtype = self._values[keys].dtype
         return dtype
 
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy from the mapped file."""
+        """Copy from the memory-mapped file."""
         ends = [begin + size for begin, size in zip(offsets, sizes, strict=True)]
         into.copy_(self._values[keys][_window(offsets, ends, (0,) * len(ends))])
 
     def read_object(self, keys: Keys) -> Any:
-        """What the file holds."""
+        """The entry, which the file holds as plain data."""
         return self._values[keys]
 
 
 @final
-class OwnState(StoredState):
-    """A file with the parts of tensors that one process held.
+class LocalState(StoredState):
+    """A file with the shards of one rank (LOCAL_STATE_DICT).
 
     Args:
         where: The file.
 
     Raises:
-        ValueError: It is damaged, or another number of processes wrote it.
+        ValueError: It is damaged, or was written in a run with another number of ranks.
     """
 
     def __init__(self, where: Path) -> None:
         super().__init__(where)
         content = load(where, map_location="cpu", mmap=zipfile.is_zipfile(where))
         if not isinstance(content, Mapping) or set(content) != {"parts", "shapes", "num_processes"}:
-            raise ValueError(f"{where} holds no part of a state as LOCAL_STATE_DICT: load another checkpoint")
+            raise ValueError(f"{where} holds no shards saved as LOCAL_STATE_DICT. Load another checkpoint.")
         present = dist.get_world_size() if dist.is_initialized() else 1
         if content["num_processes"] != present:
             raise ValueError(
-                f"{where} is the part of one of {content['num_processes']} processes, but there are {present} now: launch "
-                "as many as when it was saved, or save as SHARDED_STATE_DICT, which any number can load."
+                f"{where} was saved as LOCAL_STATE_DICT by one of {content['num_processes']} processes, but this run "
+                f"has {present}. Launch as many processes as when it was saved, or save as SHARDED_STATE_DICT, which "
+                "any number of processes can load."
             )
-        self._parts = dict(_walk(content["parts"], ()))
+        self._shards = dict(_walk(content["parts"], ()))
         self.shapes = {tuple(keys): tuple(shape) for keys, shape in content["shapes"]}
-        self.objects = [keys for keys in self._parts if keys not in self.shapes]
+        self.objects = [keys for keys in self._shards if keys not in self.shapes]
 
     def dtype(self, keys: Keys) -> torch.dtype:
-        """Of a tensor."""
-        dtype: torch.dtype = self._parts[keys].dtype
+        """The dtype of a stored tensor."""
+        dtype: torch.dtype = self._shards[keys].dtype
         return dtype
 
     def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
-        """The part of this process, which must be as large as when it was saved."""
+        """Read the shard of this rank, which must have the same shape as when it was saved."""
         filled = torch.empty_like(like, dtype=self.dtype(keys))
         self.read(keys, (), to_local(filled).shape, to_local(filled))
         return filled
 
     def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy the part that there is."""
-        if self._parts[keys].shape != into.shape:
+        """Copy the stored shard."""
+        if self._shards[keys].shape != into.shape:
             raise ValueError(
-                f"{self.where} holds a part of shape {tuple(self._parts[keys].shape)} of {'.'.join(keys)!r}, of which this "
-                f"process has {tuple(into.shape)} now: shard the model as it was when saved"
+                f"{self.where} holds a shard of {'.'.join(keys)!r} with shape {tuple(self._shards[keys].shape)}, but "
+                f"the shard of this rank has shape {tuple(into.shape)}. Shard the model as when it was saved."
             )
-        into.copy_(self._parts[keys])
+        into.copy_(self._shards[keys])
 
     def read_object(self, keys: Keys) -> Any:
-        """What the file holds."""
-        return self._parts[keys]
+        """The entry, which the file holds as plain data."""
+        return self._shards[keys]
 
 
 def _window(begins: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -254,17 +257,18 @@ def open_optimizer_state(folder: Path, index: int) -> StoredState:
 
 def _open(folder: Path, kind: StateKind, index: int, file_names: Sequence[str]) -> StoredState:
     sharded = folder / kind.folder_name(index)
-    for candidate in (sharded, folder):  # others name the inner folder
+    for candidate in (sharded, folder):  # other libraries pass the inner folder
         if (candidate / METADATA_NAME).is_file():
             return ShardedState(candidate, kind.key)
     own = folder / kind.rank_file_name(index, dist.get_rank() if dist.is_initialized() else 0)
     first = folder / kind.rank_file_name(index, 0)
     if own.is_file() or first.is_file():
-        return OwnState(own if own.is_file() else first)
+        return LocalState(own if own.is_file() else first)
     for name in file_names:
         if (folder / name).is_file():
             return FileState(folder / name)
     raise ValueError(
         f"The checkpoint {folder} holds no state of {kind.key} {index}: neither the folder {sharded.name!r} nor any of "
-        f"{', '.join(map(repr, file_names))} is in it. Prepare the same objects as when it was saved, in the same order"
+        f"{', '.join(map(repr, file_names))} is in it. Prepare the same objects as when it was saved, in the same "
+        "order."
     )

@@ -1,4 +1,4 @@
-"""Activations that backward recomputes instead of keeping them."""
+"""Activation checkpointing: the backward pass recomputes activations instead of keeping them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 def checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module], *, offload: bool = False) -> list[nn.Module]:
-    """Have blocks of a model keep only their inputs in forward.
+    """Apply activation checkpointing to blocks of a model.
 
     Args:
         model: The model, in which the blocks are replaced by wrapped ones.
         blocks: Modules inside it.
-        offload: Also move what is kept to CPU memory; without effect where it is there anyway.
+        offload: Also offload the saved inputs to CPU memory; without effect on the CPU.
 
     Returns:
         The wrapped blocks.

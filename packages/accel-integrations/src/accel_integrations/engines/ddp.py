@@ -1,4 +1,4 @@
-"""Data parallel replicas: every process has the whole model and a share of the batches."""
+"""Data parallel training: every rank holds a replica of the full model and reads different batches."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accel_integrations.engines.ddp_hooks import register_hook
 from accel_integrations.engines.engine import Engine, EngineContext
-from accel_integrations.engines.sharded_engines import refuse_ulysses
+from accel_integrations.engines.sharded_engines import check_no_ulysses
+from accel_integrations.parallel.full_state import (
+    load_full_optimizer_state,
+    unshard_optimizer_state,
+    unshard_state_dict,
+)
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
-from accel_integrations.parallel.whole_state import load_whole_optimizer_state, whole_optimizer_state, whole_state_dict
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import is_on, model_has_dtensor
@@ -36,43 +39,43 @@ class DDPEngine(Engine):
         self._averagers: Notes[nn.Module, GradientAverager] = Notes()
 
     def check(self) -> None:
-        """Refuse a mesh with axes along which parameters would have to be sharded, or that another library makes.
+        """Check that the mesh has only dimensions along which this engine can train.
 
         Raises:
-            ValueError: Naming the axes.
+            ValueError: It has others, which the message names.
         """
         config = self.context.state.parallelism_config
         if config is None:
             return
-        refuse_ulysses(config, self.name)
+        check_no_ulysses(config, self.name)
         axes = [axis for axis in config.active_mesh_dims if axis not in AXES]
         if axes:
             raise ValueError(
-                f"ParallelismConfig asks for {', '.join(axes)}, but the 'ddp' engine keeps parameters whole along "
-                f"{', '.join(AXES)}, the axes it knows: pass a FullyShardedDataParallelPlugin(fsdp_version=2) for "
-                "dp_shard, or give these processes to dp_replicate_size."
+                f"ParallelismConfig uses {', '.join(axes)}, but the 'ddp' engine supports only {', '.join(AXES)}. Pass "
+                "FullyShardedDataParallelPlugin(fsdp_version=2) for dp_shard, or use these processes for "
+                "dp_replicate_size."
             )
 
     @property
     def shards_gradients(self) -> bool:
-        """Where processes share layers."""
+        """With tensor parallelism."""
         config = self.context.state.parallelism_config
         return config is not None and config.tp_enabled
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Move the model to the device, and replicate it if it has anything to learn."""
+        """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters."""
         device = self.context.state.device
         if device_placement and not (model_has_dtensor(model) and is_on(model, device)):
             model = model.to(device)  # which distributed tensors would only suffer: what looks at them stops it
-        learns = any(parameter.requires_grad for parameter in model.parameters())
-        if evaluation or not learns:
+        is_trainable = any(parameter.requires_grad for parameter in model.parameters())
+        if evaluation or not is_trainable:
             return model
         if model_has_dtensor(model):
             if self.averaging_group is not None:
                 self._averagers[model] = GradientAverager(model, self.averaging_group)
-            else:  # the tensors exchange what they must by themselves
+            else:  # DTensors run their own collectives
                 redistribute_gradients(model)
             return model
         settings = self.context.handlers.ddp
@@ -82,13 +85,15 @@ class DDPEngine(Engine):
             options |= settings.to_kwargs()
         replica = DistributedDataParallel(model, process_group=self.averaging_group, **options)
         if settings is not None:
+            from accel_integrations.engines.ddp_hooks import register_hook  # needs a torch with torch.distributed
+
             register_hook(replica, settings)
         return replica
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients local during backward; for models that were not replicated, do nothing."""
+        """Do not all-reduce gradients in backward; without effect on models that are not replicated."""
         if self._averagers and (averager := self._averagers.get(self.unwrap(model))) is not None:
             return averager.no_sync()
         context = getattr(model, "no_sync", None)
@@ -99,16 +104,16 @@ class DDPEngine(Engine):
         return sync_next_backward(model)
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
-        """Let processes that run out of batches early shadow the collectives of the others.
+        """Let ranks that run out of batches early take part in the collectives of the others.
 
         Raises:
-            ValueError: When processes exchange the weights of every window as well.
+            ValueError: When the weights of accumulation windows are all-reduced as well.
         """
         if self.averaging is not None and self.averaging.communicates:
             raise ValueError(
-                "join_uneven_inputs() cannot be combined with GradientAccumulationPlugin(average_over='weights'): all "
-                "processes must take part in every window. Let loaders give all processes equally many batches "
-                "(even_batches=True) and pass weight=0 for those without items."
+                "join_uneven_inputs() cannot be combined with GradientAccumulationPlugin(average_over='weights'), "
+                "because the weight of every accumulation window is all-reduced over all processes. Give all processes "
+                "the same number of batches (even_batches=True), and pass weight=0 for batches without items."
             )
         return self._join([_replica_in(joinable) for joinable in joinables], even_batches)
 
@@ -119,8 +124,8 @@ class DDPEngine(Engine):
         for joinable in joinables:
             if not isinstance(joinable, Joinable):
                 raise TypeError(
-                    f"join_uneven_inputs() got an object of type {type(joinable).__name__}: pass prepared models that "
-                    "have something to learn, and optimizers that are torch.distributed.algorithms.Joinable."
+                    f"join_uneven_inputs() got an object of type {type(joinable).__name__}. Pass prepared models with "
+                    "trainable parameters, and optimizers that are torch.distributed.algorithms.Joinable."
                 )
         shards = self._batch_shards() if even_batches is not None else []
         before = [shard.even_batches for shard in shards]
@@ -134,19 +139,19 @@ class DDPEngine(Engine):
                 shard.even_batches = value
 
     def _batch_shards(self) -> list[Any]:
-        """What decides in the prepared loaders whether batches are padded."""
+        """The batch samplers of the prepared loaders that have `even_batches`."""
         samplers = [getattr(loader, "batch_sampler", None) for loader in self.context.prepared.dataloaders]
         shards = [sampler for sampler in samplers if hasattr(sampler, "even_batches")]
         if len(shards) < len(samplers):
             warn_user(
-                f"even_batches has no effect on {len(samplers) - len(shards)} prepared data loaders: it is only supported for "
-                "map-style datasets, and these loaders read iterable ones or are fed by the main process."
+                f"even_batches has no effect on {len(samplers) - len(shards)} prepared data loaders: it is only "
+                "supported for map-style datasets, and these loaders read iterable ones or are fed by the main process."
             )
         return shards
 
     @property
     def num_averaged(self) -> int:
-        """All processes but those that share the layers of one replica."""
+        """The number of replicas: ranks of a TP group hold one together."""
         config = self.context.state.parallelism_config
         if config is None or config.total_size == 1:
             return self.context.state.num_processes
@@ -160,20 +165,20 @@ class DDPEngine(Engine):
         return not self.shards_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors on every process; distributed ones are gathered."""
-        return whole_state_dict(super().full_state_dict(model))
+        """The full state dict on every rank; DTensors are unsharded by all-gathers."""
+        return unshard_state_dict(super().full_state_dict(model))
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The state dict that the optimizer of the whole model would have; all processes must call this."""
-        return whole_optimizer_state(optimizer)
+        """The full state dict of an optimizer, DTensors unsharded; all ranks must call this."""
+        return unshard_optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Restore what `full_optimizer_state` returned, here or in a run of another size."""
-        load_whole_optimizer_state(optimizer, state)
+        """Load a full state dict; each rank keeps its shards of DTensors."""
+        load_full_optimizer_state(optimizer, state)
 
 
 def _replica_in(model: Any) -> Any:
-    """The replica that a compiled model holds, or else the object itself."""
+    """The `DistributedDataParallel` inside a compiled model, or else the object itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, DistributedDataParallel) and not isinstance(model, type(inner)) else model
 
@@ -190,7 +195,7 @@ def sync_next_backward(model: nn.Module) -> Iterator[None]:
         return
     before = replica.require_backward_grad_sync, replica.require_forward_param_sync
     replica.require_backward_grad_sync = replica.require_forward_param_sync = True
-    replica.reducer.prepare_for_backward([])  # what the forward would have done, had it known
+    replica.reducer.prepare_for_backward([])  # as the forward pass does outside of `no_sync`
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Communication hooks: how replicas compress gradients on their way between processes."""
+"""Communication hooks: how `DistributedDataParallel` compresses gradients for the all-reduce."""
 
 # Annotations are not postponed in this file: torch compares those of hooks with its types.
 
@@ -14,7 +14,7 @@ from accel_state.settings.ddp import HOOKS, WRAPPERS, DistributedDataParallelKwa
 
 
 def register_hook(replica: DistributedDataParallel, settings: DistributedDataParallelKwargs) -> None:
-    """Have a replica exchange its gradients through the chosen hook."""
+    """Register the chosen communication hook on a `DistributedDataParallel`."""
     if settings.comm_hook is not DDPCommunicationHookType.BATCHED_POWER_SGD:
         settings.register_comm_hook(replica)
         return
@@ -25,14 +25,14 @@ def register_hook(replica: DistributedDataParallel, settings: DistributedDataPar
 
 
 def batched_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PowerSGD on whole buckets rather than on each gradient by itself: faster, and less exact.
+    """PowerSGD on flat buckets rather than on each gradient: faster, and less exact.
 
-    Stands in for `batched_powerSGD_hook` of torch 2.13, which fails at its first compressed step because it hands
+    Stands in for `batched_powerSGD_hook` of torch 2.13, which fails at its first compressed step because it passes
     matrices to a function for batches of matrices.
 
     Args:
         state: A `PowerSGDState`.
-        bucket: Gets the averaged gradients.
+        bucket: The bucket to all-reduce; it gets the averaged gradients.
     """
     power_sgd = HOOKS[DDPCommunicationHookType.POWER_SGD].load()
     if state.iter < state.start_powerSGD_iter:  # nothing is compressed yet
@@ -40,11 +40,11 @@ def batched_power_sgd(state: Any, bucket: dist.GradBucket) -> torch.futures.Futu
         return future
     gradients = bucket.buffer()
 
-    def cut(compressed: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    def drop_padding(compressed: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
         return gradients.copy_(compressed.value()[: len(gradients)])
 
     square: torch.futures.Future[torch.Tensor] = power_sgd(state, SquareBucket(bucket))
-    return square.then(cut)
+    return square.then(drop_padding)
 
 
 class SquareBucket:
@@ -62,9 +62,9 @@ class SquareBucket:
         self.is_last = bucket.is_last
 
     def buffer(self) -> torch.Tensor:
-        """All elements, in one dimension."""
+        """All elements, 1-dim."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The matrix, which shares the buffer's memory."""
+        """The one square matrix, a view of the buffer."""
         return [self._buffer.view(self._side, self._side)]

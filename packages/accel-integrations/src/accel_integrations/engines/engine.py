@@ -17,8 +17,10 @@ from accel_integrations.checkpoints.full_states import FullStatesLoad, FullState
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
 from accel_integrations.checkpoints.sharded_states import (
     ShardedStatesLoad,
+    ShardedStatesSave,
+    check_not_deepspeed,
+    check_shared_folder,
     holds_shards,
-    refuse_deepspeed_states,
     strict_of,
 )
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
@@ -56,11 +58,11 @@ class EngineContext:
     device_placement: bool = True
     step_scheduler_with_optimizer: bool = True
     split_batches: bool = False
-    """True when a loader's batch is shared between the processes rather than multiplied by them."""
+    """True when each batch of a loader is split between the processes, rather than read once per process."""
 
 
 class Engine(ABC):
-    """One training engine: wraps what was prepared and takes the steps.
+    """One training engine: wraps models, optimizers and schedulers, and takes the optimizer steps.
 
     The bodies here are plain single-process PyTorch. A concrete engine is final (no engine inherits from another) and
     overrides what differs; reading its file shows exactly that difference.
@@ -68,11 +70,11 @@ class Engine(ABC):
 
     name: ClassVar[str]
     accepts_transforms: ClassVar[bool] = True
-    """False where the library behind the engine brings its own parallelism."""
+    """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     compiles_in_place: ClassVar[bool] = False
-    """True where repeated blocks must stay the modules that they are, because the engine holds on to them."""
+    """True where repeated blocks must be compiled in place, because the engine keeps references to these modules."""
 
     def __init__(self, context: EngineContext) -> None:
         self.context = context
@@ -89,10 +91,10 @@ class Engine(ABC):
     # ---- before anything starts ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse impossible combinations.
+        """Check that the settings can be combined under this engine.
 
         Raises:
-            ValueError: Naming the settings in conflict and the allowed ones.
+            ValueError: They cannot; the message names the conflict and the allowed settings.
         """
 
     def make_precision(self, wanted: str) -> Precision:
@@ -107,7 +109,7 @@ class Engine(ABC):
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether every process holds other parts of the gradients."""
+        """Whether every rank holds a different shard of the gradients."""
         return False
 
     def data_place(self) -> DataPlace:
@@ -118,7 +120,7 @@ class Engine(ABC):
         return DataPlace(state.process_index, state.num_processes)
 
     def make_step_average(self) -> StepAverage:
-        """How losses are divided where each micro-batch counts the same."""
+        """How losses are divided where every micro-batch has the same weight."""
         return StepAverage(self.gradient_state)
 
     # ---- preparing ----------------------------------------------------------------------------------------------
@@ -130,11 +132,11 @@ class Engine(ABC):
             objects: What the user gave.
 
         Returns:
-            Those to prepare each on its own, in the same order, with None in the place of what this engine prepares
+            The objects to prepare one by one, in the same order; None replaces each one that this engine prepares
             itself in `after_prepare`.
 
         Raises:
-            ValueError: For objects that do not go together.
+            ValueError: For objects that cannot be prepared together.
         """
         return list(objects)
 
@@ -151,7 +153,7 @@ class Engine(ABC):
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Place the model and wrap it for this training engine; `evaluation` models get no gradient machinery."""
+        """Move the model to its device and wrap it for this engine; models for `evaluation` get no gradient hooks."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
         """Wrap an optimizer."""
@@ -161,7 +163,7 @@ class Engine(ABC):
         return wrapped
 
     def compile_model(self, model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-        """Compile a prepared model as the settings say."""
+        """Compile a prepared model with `torch.compile`, as the plugin configures it."""
         is_compiled = is_compiled_module(model) or has_compiled_regions(model)
         if self.compiles_in_place and plugin.use_regional_compilation and not is_compiled:
             compile_regions_deepspeed(model, **plugin.to_kwargs())
@@ -169,7 +171,7 @@ class Engine(ABC):
         return compile_model(model, plugin)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Wrap a learning-rate scheduler, tied to the prepared optimizers it drives."""
+        """Wrap a learning-rate scheduler, which steps together with the prepared optimizers that it belongs to."""
         prepared = self.context.prepared.optimizers
         driven = [optimizer for optimizer in prepared if getattr(scheduler, "optimizer", None) is optimizer.optimizer]
         return AcceleratedScheduler(
@@ -180,7 +182,7 @@ class Engine(ABC):
         )
 
     def finish_loader(self, loader: Any) -> Any:
-        """The last touch on a prepared data loader: each rank yields its shard of sequences along the mesh's "sp" axis."""
+        """Finish a prepared data loader: each rank yields its shard of the sequences along the "sp" mesh dimension."""
         state = self.context.state
         config = state.parallelism_config
         if config is not None and config.sp_enabled and state.device_mesh is not None:
@@ -188,7 +190,7 @@ class Engine(ABC):
         return loader
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """The model that went into `prepare_model`."""
+        """The model that was passed to `prepare_model`, without wrappers."""
         return extract_model_from_parallel(model, keep_torch_compile=False)
 
     # ---- stepping -----------------------------------------------------------------------------------------------
@@ -198,34 +200,34 @@ class Engine(ABC):
         self.precision.scale(loss).backward(**kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which `backward` exchanges no gradients."""
+        """A context in which `backward` synchronizes no gradients between ranks."""
         return nullcontext()
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which `backward` averages gradients although the forward of `model` ran under `no_sync`."""
+        """A context in which `backward` averages gradients although the forward pass of `model` ran under `no_sync`."""
         return nullcontext()
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different steps."""
         warn_user(
-            f"Joining uneven inputs has no effect with the {self.name!r} engine: remove join_uneven_inputs, or launch "
-            "more than one process."
+            f"join_uneven_inputs() has no effect with the {self.name!r} engine. Remove it, or launch more than one "
+            "process."
         )
         return nullcontext()
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Take a step; False when it was skipped because gradients were not finite."""
+        """Take an optimizer step; returns False when it was skipped because gradients were not finite."""
         return self.precision.step(optimizer, closure)
 
     def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Bring the gradients of plain torch optimizers back to scale 1, before clipping or reading them."""
+        """Divide the gradients of plain torch optimizers by the loss scale, before clipping or reading them."""
         for optimizer in optimizers:
             self.precision.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Scale gradients so that their joint norm is at most `max_norm`; returns the norm before (0-dim)."""
+        """Clip the total gradient norm to `max_norm`; returns the norm before clipping (0-dim float32)."""
         return gradients.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
@@ -233,23 +235,23 @@ class Engine(ABC):
         gradients.clip_grad_value_(parameters, clip_value)
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Sum of a window's weight over the processes whose gradients are averaged (0-dim float32 in and out)."""
+        """All-reduce a window's weight over the ranks that average gradients (0-dim float32 in and out)."""
         return weight if self.num_averaged == 1 else all_reduce_over_group(weight, self.averaging_group)
 
     @property
     def num_averaged(self) -> int:
-        """Over how many processes this engine averages gradients."""
+        """Number of ranks over which this engine averages gradients."""
         return 1
 
     @property
     def averaging_group(self) -> Any:
-        """The process group in which this engine averages gradients; None for all processes."""
+        """The process group over which this engine averages gradients; None for all ranks."""
         config = self.context.state.parallelism_config
         mesh = None if config is None else config.axis_mesh("dp_cp")
         return None if mesh is None else mesh.get_group()
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """The mean loss (0-dim) over the tokens of all processes whose gradients are averaged."""
+        """The mean loss (0-dim) over the tokens of all ranks that average gradients."""
         if self.num_averaged == 1:
             return loss
         return mean_over_tokens(loss, num_tokens, self.averaging_group, self.num_averaged)
@@ -257,52 +259,61 @@ class Engine(ABC):
     # ---- storing ------------------------------------------------------------------------------------------------
 
     @property
+    def sharded_form(self) -> Any:
+        """The form of sharded states, one of `state_forms.FORMS`; None where one rank writes full states."""
+        return None
+
+    @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds all that checkpoints store of models and optimizers, and needs no other to write it."""
+        """Whether every rank holds the full states of models and optimizers, so that one rank can write them alone."""
         return False
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors under their plain names, on every process that needs them."""
+        """The full state dict of a model, without wrapper prefixes in names, on every rank that needs it."""
         return self.unwrap(model).state_dict()
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The state dict that the optimizer of the whole model would have; all processes must call this."""
+        """The full state dict of an optimizer, as in a run of one process; all ranks must call this."""
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
-        """Restore what `full_optimizer_state` returned, here or in a run of another size."""
+        """Load what `full_optimizer_state` returned, in this run or in one with another number of ranks."""
         optimizer.load_state_dict(state)
 
     def own_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """What of a state from `full_optimizer_state` is for the parameters that this rank has.
+        """The entries of a state from `full_optimizer_state` for the parameters that this rank holds.
 
         Raises:
-            ValueError: The state is that of an optimizer with other groups.
+            ValueError: The state is that of an optimizer with other parameter groups.
         """
         return state
 
     def check_storage(self, sees_main: bool, folder: Path) -> None:
-        """Refuse a folder for checkpoints in which this engine could not write one.
+        """Check that this engine can write a checkpoint into a folder.
 
         Args:
             sees_main: Whether this rank sees the files of rank 0.
-            folder: Where the checkpoint is to be.
+            folder: The folder of the checkpoint.
 
         Raises:
-            ValueError: Saying what is needed.
+            ValueError: It cannot; the message says what is needed.
         """
+        if self.sharded_form is not None:
+            check_shared_folder(sees_main, folder)
 
     def save(self, options: Mapping[str, Any]) -> PendingSave:
         """Collect the states of all prepared models and optimizers; all ranks call this.
 
         Args:
-            options: The further arguments of `save_state`.
+            options: The extra keyword arguments of `save_state`.
 
         Returns:
-            What the checkpoint has written once hooks have seen the weights.
+            The collected states, which the checkpoint writes after its hooks have run.
         """
         warn_of_unused(options)
         prepared = self.context.prepared
+        if self.sharded_form is not None:
+            return ShardedStatesSave(prepared, self.sharded_form)
         weights = [self.full_state_dict(model) for model in prepared.models]
         return FullStatesSave(weights, [self.full_optimizer_state(optimizer) for optimizer in prepared.optimizers])
 
@@ -313,28 +324,28 @@ class Engine(ABC):
         load_kwargs: Mapping[str, Any],
         model_kwargs: Mapping[str, Any],
     ) -> PendingLoad:
-        """Read what prepared models and optimizers need of a checkpoint, changing nothing.
+        """Read the states of prepared models and optimizers from a checkpoint, without changing them.
 
         Args:
-            checkpoint: Its files, complete.
-            location: The device on which the tensors of optimizers are while they are loaded.
-            load_kwargs: Further arguments of `torch.load`.
-            model_kwargs: The further arguments of `load_state`, for the models' `load_state_dict`.
+            checkpoint: The files of a complete checkpoint.
+            location: The device to which tensors of optimizer states are loaded (`map_location`).
+            load_kwargs: Extra keyword arguments of `torch.load`.
+            model_kwargs: The extra keyword arguments of `load_state`, for `load_state_dict` of the models.
 
         Returns:
-            What compares the states with this run, and applies them.
+            The states, to be compared with this run and then loaded.
 
         Raises:
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
-        refuse_deepspeed_states(checkpoint)
+        check_not_deepspeed(checkpoint)
         prepared = self.context.prepared
-        if holds_shards(checkpoint.names):
+        if self.sharded_form is not None or holds_shards(checkpoint.names):
             return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs))
         return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs)
 
     def forget(self) -> None:
-        """Let go of what was prepared, beyond what the record of prepared objects holds."""
+        """Drop references to prepared objects, other than those in `context.prepared`."""
 
     def close(self) -> None:
-        """Finish what needs the process group, which is about to end; must not wait for other processes."""
+        """Release what uses the process group, which is about to be destroyed; must not wait for other ranks."""

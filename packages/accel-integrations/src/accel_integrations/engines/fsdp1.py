@@ -1,33 +1,26 @@
-"""Sharded training, version 1: `FullyShardedDataParallel`, a wrapper that keeps the parameters of blocks flat."""
+"""Sharded training, version 1: `FullyShardedDataParallel`, a wrapper with one flat parameter per block."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
-from accel_integrations.checkpoints.sharded_states import (
-    ShardedStatesLoad,
-    ShardedStatesSave,
-    check_shared_folder,
-    refuse_deepspeed_states,
-    strict_of,
-)
 from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
-from accel_integrations.engines.flat_parameters import FlatParameters
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
-from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, refuse_join
+from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
+from accel_integrations.prepared.parameters import plain_name
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,18 +43,18 @@ class FSDP1Engine(Engine):
         self._flat = FlatParameters()
 
     def check(self) -> None:
-        """Refuse a mesh of more than copies and shards, which version 1 cannot be combined with.
+        """Check that the mesh has no dimensions but "dp_replicate" and "dp_shard".
 
         Raises:
-            ValueError: Naming the axes.
+            ValueError: It has others, which the message names.
         """
         check_mesh(self)
         config = self.context.state.parallelism_config
         others = [] if config is None else [axis for axis in config.active_mesh_dims if not axis.startswith("dp_")]
         if others:
             raise ValueError(
-                f"ParallelismConfig asks for {', '.join(others)}, but version 1 of FSDP knows only dp_replicate and "
-                "dp_shard: choose FullyShardedDataParallelPlugin(fsdp_version=2)."
+                f"ParallelismConfig uses {', '.join(others)}, but FSDP version 1 supports only dp_replicate and "
+                "dp_shard. Choose FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
 
     @property
@@ -71,14 +64,14 @@ class FSDP1Engine(Engine):
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """How parameters are sharded, as the program asked."""
+        """The FSDP settings."""
         plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
         return plugin
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Wrap the model, also one that is only evaluated: it may be too large to be held whole."""
+        """Wrap the model, also for evaluation: it may be too large for one device."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
@@ -97,9 +90,9 @@ class FSDP1Engine(Engine):
             if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
                 raise
             raise ValueError(
-                f"{type(model).__name__} has frozen and trainable parameters in one block, which version 1 of FSDP only "
-                "shards with FullyShardedDataParallelPlugin(use_orig_params=True) (--fsdp_use_orig_params true); or "
-                "choose fsdp_version=2."
+                f"{type(model).__name__} has frozen and trainable parameters in one block, which FSDP version 1 can "
+                "shard only with FullyShardedDataParallelPlugin(use_orig_params=True) (--fsdp_use_orig_params true). "
+                "Set that, or choose fsdp_version=2."
             ) from error
         checkpoint_blocks(wrapped, blocks)
         self._flat.note(before, wrapped)
@@ -109,13 +102,13 @@ class FSDP1Engine(Engine):
         return wrapped
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, device_placement: bool) -> AcceleratedOptimizer:
-        """Wrap an optimizer, of the parameters that there are now."""
+        """Wrap an optimizer, after replacing its parameters by flat ones."""
         if not self.plugin.use_orig_params:
             self._flat.rebind(optimizer)
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _sync_module_states(self, model: nn.Module) -> None:
-        """Give all processes the first one's values where torch does not: on the CPU, and where nobody asked it to."""
+        """Broadcast module states from rank 0 where torch does not: on the CPU, and without `sync_module_states`."""
         if self.context.state.device.type == "cpu" or not self.plugin.sync_module_states:
             check_module_states(model, [None])
             sync_module_states(model, [None], self.context.state.device)
@@ -146,7 +139,7 @@ class FSDP1Engine(Engine):
         }
 
     def _mesh(self, is_hybrid: bool) -> DeviceMesh | None:
-        """All processes, or copies by shards: those of the configuration, else a copy on each machine."""
+        """All ranks, or replicas by shards: sizes of the configuration, else one replica on each machine."""
         from torch.distributed.device_mesh import init_device_mesh
 
         state = self.context.state
@@ -159,13 +152,13 @@ class FSDP1Engine(Engine):
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep the gradients of this process whole and to itself during backward."""
+        """Do not reduce-scatter gradients in backward: each rank keeps its own unsharded gradients."""
         context = getattr(model, "no_sync", None)
         return nullcontext() if context is None else context()
 
     @contextmanager
     def sync_next_backward(self, model: nn.Module) -> Iterator[None]:
-        """Reduce-scatter gradients in backward although the forward was told not to."""
+        """Reduce-scatter gradients in backward although the forward pass ran under `no_sync`."""
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         modules: list[Any] = FullyShardedDataParallel.fsdp_modules(getattr(model, "_orig_mod", model))
@@ -179,18 +172,18 @@ class FSDP1Engine(Engine):
                 module._sync_gradients = value
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
-        """Not possible: every forward needs all processes."""
-        return refuse_join(self.name)
+        """Without effect but a warning: every forward pass needs all ranks."""
+        return warn_no_join(self.name)
 
     @property
     def num_averaged(self) -> int:
-        """All ranks: nothing but data and shards is parallel here."""
+        """All ranks: there is no other parallelism here."""
         return num_averaged(self)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """Bound the joint norm of what all processes hold."""
+        """Clip the total gradient norm over the shards of all ranks."""
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         process_groups = self._process_groups()
         groups: dict[Any, GradientGroup] = {}
@@ -200,16 +193,16 @@ class FSDP1Engine(Engine):
                 key = id(group)
                 if key not in groups:
                     groups[key] = GradientGroup(process_groups=() if group is None else (group,))
-                groups[key].parts.append(parameter.grad)
+                groups[key].shards.append(parameter.grad)
         sharded = {id(group): group for group in process_groups.values()}
-        for key, group in sharded.items():  # all take part, also those whose part of the parameters is empty
+        for key, group in sharded.items():  # all ranks take part in the all-reduce, also those with empty shards
             groups.setdefault(key, GradientGroup(process_groups=(group,)))
         return clip_groups_(
             [groups[key] for key in sorted(groups, key=lambda key: key in sharded)], max_norm, norm_type
         )
 
     def _process_groups(self) -> dict[int, Any]:
-        """Over which processes a parameter is divided, by its id; whole ones are left out."""
+        """The process group over which a parameter is sharded, by the parameter's id; unsharded ones are left out."""
         found = {}
         for handle in self._handles():
             if handle.uses_sharded_strategy:
@@ -227,8 +220,13 @@ class FSDP1Engine(Engine):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def sharded_form(self) -> Any:
+        """The `state_dict_type` of the plugin."""
+        return self.plugin.state_dict_type
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in CPU memory, on the main process; nothing on the others."""
+        """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self._wrapped(model))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
@@ -237,22 +235,64 @@ class FSDP1Engine(Engine):
                 return wrapped
         return model
 
-    def check_storage(self, sees_main: bool, folder: Path) -> None:
-        """All ranks write into one folder."""
-        check_shared_folder(sees_main, folder)
 
-    def save(self, options: Mapping[str, Any]) -> PendingSave:
-        """Have each rank write its shards, in the form that the plugin names."""
-        warn_of_unused(options)
-        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
+class FlatParameters:
+    """Maps each original parameter to the flat parameter that contains it, for optimizers made before wrapping."""
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
-        """Have each rank read its shards, from any form but DeepSpeed's."""
-        refuse_deepspeed_states(checkpoint)
-        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))
+    def __init__(self) -> None:
+        self._flat_of: Any = WeakIdKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a pickled copy has other parameters, none of them flattened
+
+    @staticmethod
+    def remember(model: nn.Module) -> dict[str, weakref.ref[nn.Parameter]]:
+        """Weak references to the parameters of a model by name, for `note`."""
+        return {name: weakref.ref(one) for name, one in model.named_parameters(remove_duplicate=False)}
+
+    def note(self, before: dict[str, weakref.ref[nn.Parameter]], wrapped: nn.Module) -> None:
+        """Record which flat parameter contains each parameter.
+
+        Args:
+            before: From `remember`.
+            wrapped: The wrapped model.
+        """
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        for name, module in wrapped.named_modules():
+            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+                continue
+            prefix = plain_name(f"{name}." if name else "")
+            flat: Any = module._handle.flat_param
+            for inner in flat._fqns:
+                reference = before.get(prefix + plain_name(inner))
+                if reference is not None and (old := reference()) is not None:
+                    self._flat_of[old] = flat
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Replace parameters of an optimizer by the flat parameters that contain them.
+
+        Raises:
+            ValueError: When parameters of different groups are in one flat parameter, or have state already.
+        """
+        if not any(one in self._flat_of for group in optimizer.param_groups for one in group["params"]):
+            return
+        owners: dict[int, int] = {}
+        chosen = []
+        for number, group in enumerate(optimizer.param_groups):
+            new = {id(one): one for one in (self._flat_of.get(old, old) for old in group["params"])}
+            chosen.append(list(new.values()))
+            for flat in new:
+                if owners.setdefault(flat, number) != number:
+                    raise ValueError(
+                        f"Parameters of groups {owners[flat]} and {number} of {type(optimizer).__name__} are joined "
+                        "into one flat parameter, which can have the options of one group only. Pass "
+                        "FullyShardedDataParallelPlugin(use_orig_params=True), or fsdp_version=2."
+                    )
+        if optimizer.state:
+            raise ValueError(
+                f"{type(optimizer).__name__} has state for parameters that FSDP has joined into flat parameters. Pass "
+                "FullyShardedDataParallelPlugin(use_orig_params=True), or create it after preparing the model."
+            )
+        for group, parameters in zip(optimizer.param_groups, chosen, strict=True):
+            group["params"] = parameters

@@ -1,28 +1,19 @@
-"""Sharded training, version 2: `fully_shard` turns parameters into distributed tensors, in place."""
+"""Sharded training, version 2: `fully_shard` turns parameters into DTensors, in place."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
-from accel_integrations.checkpoints.sharded_states import (
-    ShardedStatesLoad,
-    ShardedStatesSave,
-    check_shared_folder,
-    refuse_deepspeed_states,
-    strict_of,
-)
 from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
-from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, refuse_join
+from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
 
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
@@ -30,16 +21,16 @@ if TYPE_CHECKING:
 
 @final
 class FSDP2Engine(Engine):
-    """`torch.distributed.fsdp.fully_shard`, over all processes or over the sharding axes of the mesh."""
+    """`torch.distributed.fsdp.fully_shard`, over all ranks or over the sharding dimensions of the mesh."""
 
     name = "fsdp2"
     compiles_in_place = True
 
     def check(self) -> None:
-        """Refuse a mesh in which processes would hold whole copies, or sequences that another library shares.
+        """Check that the mesh has a dimension along which parameters are sharded.
 
         Raises:
-            ValueError: Naming the sizes.
+            ValueError: It has none; the message names the sizes.
         """
         check_mesh(self)
 
@@ -50,13 +41,13 @@ class FSDP2Engine(Engine):
 
     @property
     def plugin(self) -> FullyShardedDataParallelPlugin:
-        """How parameters are sharded, as the program asked."""
+        """The FSDP settings."""
         plugin: FullyShardedDataParallelPlugin = self.context.state.fsdp_plugin
         return plugin
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """How models are sharded; None where the mesh has no axis for it."""
+        """How models are sharded; None where the mesh has no dimension for it."""
         state = self.context.state
         mesh = sharding_mesh(state.parallelism_config, state.device.type)
         return None if mesh is None else Sharding(self.plugin, mesh, state.device)
@@ -64,7 +55,7 @@ class FSDP2Engine(Engine):
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Shard the model, also one that is only evaluated: it may be too large to be held whole."""
+        """Shard the model, also for evaluation: it may be too large for one device."""
         if self.sharding is None or is_sharded(model) or not any(True for _ in model.parameters()):
             return model.to(self.context.state.device) if device_placement else model
         if self.context.state.mixed_precision != "no":
@@ -74,54 +65,39 @@ class FSDP2Engine(Engine):
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep the gradients of this process whole and to itself during backward."""
+        """Do not reduce-scatter gradients in backward: each rank keeps its own unsharded gradients."""
         return _without_sync(model) if hasattr(model, "set_requires_gradient_sync") else nullcontext()
 
     @contextmanager
     def sync_next_backward(self, model: Any) -> Iterator[None]:
-        """Reduce-scatter gradients in backward; afterwards too, unless a block says otherwise again."""
+        """Reduce-scatter gradients in backward; this stays so until the next `no_sync`."""
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(True)
         yield
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
-        """Not possible: every forward needs all processes."""
-        return refuse_join(self.name)
+        """Without effect but a warning: every forward pass needs all ranks."""
+        return warn_no_join(self.name)
 
     @property
     def num_averaged(self) -> int:
-        """All processes but those that share layers."""
+        """All ranks; those of a TP group count once."""
         return num_averaged(self)
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def sharded_form(self) -> Any:
+        """The `state_dict_type` of the plugin."""
+        return self.plugin.state_dict_type
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in CPU memory, on the main process; nothing on the others."""
+        """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self.unwrap(model))
-
-    def check_storage(self, sees_main: bool, folder: Path) -> None:
-        """All ranks write into one folder."""
-        check_shared_folder(sees_main, folder)
-
-    def save(self, options: Mapping[str, Any]) -> PendingSave:
-        """Have each rank write its shards, in the form that the plugin names."""
-        warn_of_unused(options)
-        return ShardedStatesSave(self.context.prepared, self.plugin.state_dict_type)
-
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
-        """Have each rank read its shards, from any form but DeepSpeed's."""
-        refuse_deepspeed_states(checkpoint)
-        return ShardedStatesLoad(checkpoint, self.context.prepared, strict_of(model_kwargs))
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any part of a model went through `fully_shard`."""
+    """Whether `fully_shard` was applied to any module of a model."""
     from torch.distributed.fsdp import FSDPModule
 
     return any(isinstance(module, FSDPModule) for module in model.modules())

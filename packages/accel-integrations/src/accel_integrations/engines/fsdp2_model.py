@@ -1,4 +1,4 @@
-"""A model whose parameters, gradients and optimizer state are divided between processes, by `fully_shard`."""
+"""Sharding the parameters, gradients and optimizer state of a model by `fully_shard`."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Sharding:
 
     Attributes:
         plugin: The settings.
-        mesh: One dimension that divides parameters; or two, of which the first one has copies of these divisions.
-        device: Where this process computes.
+        mesh: One dimension along which parameters are sharded; or two, replicas by shards.
+        device: The device of this rank.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -39,12 +39,13 @@ class Sharding:
     device: torch.device
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Divide a model in place: its blocks one by one, and what is left as the last.
+        """Shard a model in place: block by block, then the remaining parameters.
 
-        All processes get the values of the first; a process that holds only shapes never holds more than one block.
+        Parameters are broadcast from rank 0 block by block, so a rank whose model is on the meta device never holds
+        more than one unsharded block.
 
         Raises:
-            ValueError: When a class to wrap does not occur in the model, or the first process has no values.
+            ValueError: When a class to wrap does not occur in the model, or the model of rank 0 is on the meta device.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -54,7 +55,7 @@ class Sharding:
         if self.plugin.activation_checkpointing:
             blocks = self._checkpoint(model, blocks)
         ignored = get_parameters_from_modules(self.plugin.ignored_modules, model, self.device)
-        across = _parameters_across(model, blocks)  # the whole model is their smallest block
+        across = _parameters_tied_across(model, blocks)  # only the root module contains all their uses
         for module in [*blocks, model]:
             is_root = module is model
             left_out = ignored if is_root else ignored | across
@@ -70,10 +71,10 @@ class Sharding:
         return model
 
     def shard_each(self, modules: Sequence[nn.Module]) -> None:
-        """Divide modules in place, each by itself: parts of a model of which this process does not have the whole.
+        """Shard modules in place, each by itself: those of a model of which this rank holds only some stages.
 
         Args:
-            modules: With equal values on all processes of the mesh.
+            modules: With equal parameters on all ranks of the mesh.
         """
         from torch.distributed.fsdp import fully_shard
 
@@ -93,14 +94,14 @@ class Sharding:
     def _checkpoint(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Sequence[nn.Module]:
         if not blocks:
             warn_user(
-                f"activation_checkpointing=True has no effect on {type(model).__name__}, in which no blocks are "
-                "wrapped: choose an auto_wrap_policy."
+                f"activation_checkpointing=True has no effect on {type(model).__name__}, because none of its modules "
+                "is wrapped. Choose an auto_wrap_policy."
             )
             return blocks
         return checkpoint_blocks(model, blocks, offload=self.plugin.activation_checkpointing_offload)
 
     def _precision_policy(self, is_root: bool) -> Any:
-        """Blocks hand on what they computed; only the whole model's outputs are converted."""
+        """Outputs of blocks keep their dtype; only those of the root module are converted."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy: Any = self.plugin.mixed_precision_policy
@@ -108,11 +109,11 @@ class Sharding:
             return MixedPrecisionPolicy()
         output = policy.output_dtype if is_root else None
         if is_root and self.plugin.precision_from_run:
-            output = torch.float32  # as with every other training engine
+            output = torch.float32  # as with every other engine
         return dataclasses.replace(policy, output_dtype=output)
 
     def _offload_policy(self) -> Any:
-        """As given, but memory can be pinned only for an accelerator."""
+        """As the plugin says; without an accelerator, CPU memory cannot be pinned."""
         from torch.distributed.fsdp import CPUOffloadPolicy
 
         policy = self.plugin.cpu_offload
@@ -122,14 +123,14 @@ class Sharding:
 
 
 def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceMesh | None:
-    """The mesh over which parameters are divided.
+    """The mesh over which parameters are sharded.
 
     Args:
-        config: The axes in use; None for all processes in one.
+        config: The sizes of the mesh dimensions; None for one dimension of all ranks.
         device_type: For example "cuda" or "cpu".
 
     Returns:
-        One or two dimensions, as for `fully_shard`; None where processes share nothing along them.
+        One or two dimensions, as for `fully_shard`; None where no dimension shards parameters.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -147,7 +148,7 @@ def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceM
 
 
 def upcast_trainable(model: nn.Module) -> None:
-    """Keep what is learnt in float32, so that small updates are not lost to a 16-bit format.
+    """Upcast trainable parameters to float32, so that small updates are not rounded away.
 
     Args:
         model: The model, changed in place.
@@ -162,13 +163,14 @@ def upcast_trainable(model: nn.Module) -> None:
     for _, parameter in low:
         parameter.data = parameter.data.float()
     warn_user(
-        f"{len(low)} parameters of {type(model).__name__} that are trainable ({low[0][0]}, ...) were in 16-bit formats and are "
-        "kept in float32 now, because mixed_precision computes in 16 bits itself. Load the model in float32 to say so."
+        f"{len(low)} trainable parameters of {type(model).__name__} ({low[0][0]}, ...) had a 16-bit dtype and were "
+        "upcast to float32, because mixed_precision casts to 16 bits in the forward pass itself. Load the model in "
+        "float32 to avoid this warning."
     )
 
 
-def _parameters_across(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Tied parameters that some block shares with modules outside of it."""
+def _parameters_tied_across(model: nn.Module, blocks: Sequence[nn.Module]) -> set[nn.Parameter]:
+    """Tied parameters that a block shares with modules outside of it."""
     num_names = {parameter: len(names) for parameter, names in names_by_parameter(model).items()}
     across = set()
     for block in blocks:

@@ -31,9 +31,9 @@ ENGINES: dict[str, str | None] = {
     "MEGATRON_LM": None,
     "XLA": None,
 }
-"""Engine class by the distributed type of the run, of which FSDP has two versions; None for those that come with a later
-release. What the table has no class for is looked for among the `accelerate.engines` entry points of installed
-packages, by the same names."""
+"""Engine class by distributed type (FSDP has one per version); None for those of a later release. Other names are
+looked up among the `accelerate.engines` entry points of installed packages.
+"""
 
 ENTRY_POINTS = "accelerate.engines"
 
@@ -42,7 +42,7 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     """The engine for a distributed type.
 
     Raises:
-        NotImplementedError: When no engine is known for it, naming those there are.
+        NotImplementedError: When there is no engine for it; the message lists those that exist.
     """
     name = str(getattr(distributed_type, "value", distributed_type))
     where = ENGINES.get(name)
@@ -66,18 +66,18 @@ _ENGINES: WeakKeyDictionary[nn.Module, ref[Engine]] = WeakKeyDictionary()
 
 
 def note_engine(model: nn.Module, engine: Engine) -> None:
-    """Note which engine has prepared a model."""
-    _ENGINES[model] = ref(engine)  # which holds on to its models itself
+    """Record which engine has prepared a model."""
+    _ENGINES[model] = ref(engine)  # weak: the engine references its models
 
 
 def engine_of(model: nn.Module) -> Engine | None:
-    """The engine that has prepared a model; None for one that no engine of this process has."""
+    """The engine that has prepared a model; None when there is none."""
     found = _ENGINES.get(model)
     return None if found is None else found()
 
 
 def make_engine(context: EngineContext) -> Engine:
-    """The engine of a run, checked before anything is prepared, and closed before the process group is.
+    """Create the engine of a run and check its settings; it is closed before the process group is destroyed.
 
     Raises:
         NotImplementedError: When there is none for the run's distributed type.
@@ -98,5 +98,5 @@ def _make_pipelined(context: EngineContext) -> Engine:
     replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
     inner = (
         SingleEngine if replicated else engine_class(context.state.engine_name)
-    )  # copies average their gradients themselves
+    )  # the pipelined engine averages gradients over replicas itself
     return PipelinedEngine(inner(context))

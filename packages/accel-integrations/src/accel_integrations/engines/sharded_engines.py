@@ -1,4 +1,4 @@
-"""What engines with sharded parameters have in common, and what all engines but DeepSpeed's refuse."""
+"""Functions that the engines with sharded parameters share, and a check that all engines but DeepSpeed's share."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 
-def refuse_ulysses(config: ParallelismConfig, engine: str) -> None:
-    """Refuse the sequence parallelism that is DeepSpeed's own.
+def check_no_ulysses(config: ParallelismConfig, engine: str) -> None:
+    """Reject the sequence parallelism of DeepSpeed (Ulysses) under another engine.
 
     Raises:
-        ValueError: Saying what to pass instead.
+        ValueError: It is asked for; the message says what to pass instead.
     """
     if config.sp_enabled and config.sp_backend == "deepspeed":
         raise ValueError(
-            f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is {engine!r}: pass a "
-            "DeepSpeedPlugin, and no other plugin, or choose sp_backend='torch'."
+            f"sp_size={config.sp_size} with sp_backend='deepspeed' needs DeepSpeed, but the engine is {engine!r}. Pass "
+            "a DeepSpeedPlugin, and no other plugin, or choose sp_backend='torch'."
         )
 
 
 def check_mesh(engine: Engine) -> None:
-    """Refuse a mesh that does not go with sharded parameters.
+    """Check that the mesh has a dimension along which parameters are sharded.
 
     Raises:
-        ValueError: Naming the sizes.
+        ValueError: It has none; the message names the sizes.
     """
     config = engine.context.state.parallelism_config
     if config is None:
         return
-    refuse_ulysses(config, engine.name)
+    check_no_ulysses(config, engine.name)
     if config.dp_replicate_enabled and not config.dp_shard_cp_dim_names:
         raise ValueError(
-            f"dp_replicate_size={config.dp_replicate_size} with dp_shard_size=1 gives every process a whole copy of "
-            "the model, but an FSDP plugin asks for sharded ones: raise dp_shard_size, or leave the plugin out."
+            f"dp_replicate_size={config.dp_replicate_size} with dp_shard_size=1 replicates the full model on every "
+            "rank, but an FSDP plugin shards it. Raise dp_shard_size, or leave the plugin out."
         )
 
 
 def num_averaged(engine: Engine) -> int:
-    """Over how many processes an engine with sharded parameters averages gradients."""
+    """Number of ranks over which an engine with sharded parameters averages gradients."""
     state = engine.context.state
     config = state.parallelism_config
     if config is None or config.total_size == 1:
@@ -51,10 +51,10 @@ def num_averaged(engine: Engine) -> int:
     return config.total_size // (config.tp_size * config.pp_size)
 
 
-def refuse_join(name: str) -> AbstractContextManager[None]:
-    """Warn that processes with sharded parameters cannot go on without one another."""
+def warn_no_join(name: str) -> AbstractContextManager[None]:
+    """Warn that ranks with sharded parameters cannot run a forward pass without the others."""
     warn_user(
-        f"join_uneven_inputs() has no effect with the {name!r} engine: processes that hold parts of the model need each "
-        "other in every forward. Give all of them equally many batches (even_batches=True)."
+        f"join_uneven_inputs() has no effect with the {name!r} engine: ranks that hold shards of the model need each "
+        "other in every forward pass. Give all processes the same number of batches (even_batches=True)."
     )
     return nullcontext()

@@ -11,7 +11,7 @@ from accel_integrations.engines.engine import Engine
 
 @final
 class SingleEngine(Engine):
-    """Trains in this process alone; nothing differs from the neutral engine."""
+    """Trains in one process: the defaults of `Engine`."""
 
     name = "single"
 
@@ -21,5 +21,5 @@ class SingleEngine(Engine):
 
     @property
     def is_replicated(self) -> bool:
-        """There is nothing anywhere else."""
+        """There are no other ranks."""
         return True

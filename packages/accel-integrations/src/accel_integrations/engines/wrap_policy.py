@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded by themselves."""
+"""Which modules of a model are sharded as units of their own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # without a forward of their own, before which to gather parameters
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward before which parameters could be all-gathered
 
 
 def resolve_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> Any:
-    """The plugin's wrapping policy, made to fit a model; the plugin stays as it is, for other models.
+    """The plugin's wrapping policy for one model; the plugin is not changed.
 
     Args:
         plugin: The settings.
-        model: Is searched for the classes that the settings name.
+        model: Searched for the module classes that the settings name.
 
     Returns:
-        A function or an object of torch's, None where only the model as a whole is to be sharded.
+        A function or a policy object of torch; None where only the root module is wrapped.
 
     Raises:
         ValueError: When a class to wrap does not occur in the model.
@@ -33,11 +33,11 @@ def resolve_policy(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
 
 
 def find_blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
-    """The modules inside a model that a policy wants to shard by themselves, each after those inside it.
+    """The submodules that a policy wraps, each after its own submodules.
 
     Args:
-        model: The model, which is not among the result.
-        policy: As torch's: a function of `module`, `recurse` and `nonwrapped_numel`, an object of torch's policy
+        model: The root module, which is not in the result.
+        policy: A policy of torch: a function of `module`, `recurse` and `nonwrapped_numel`, an object of torch's policy
             classes, or None for no modules.
     """
     if policy is None:
@@ -53,7 +53,7 @@ def find_blocks(model: nn.Module, policy: Any) -> list[nn.Module]:
 def _collect(
     module: nn.Module, policy: Callable[..., bool], blocks: list[nn.Module], seen: set[nn.Module], *, is_root: bool
 ) -> int:
-    """Add the blocks inside of a module, and itself; returns how many of its elements are in blocks now."""
+    """Collect the blocks in a module, and the module itself; returns how many of its elements (numel) are in blocks."""
     if module in seen:
         return 0
     seen.add(module)

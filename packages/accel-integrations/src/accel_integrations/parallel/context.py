@@ -12,10 +12,11 @@ from accel_integrations.parallel.patched_attention import (
     Attention,
     AttentionPatch,
     check_attention,
+    check_no_mask,
     drop_masks,
-    refuse_mask,
     watch_attention,
 )
+from accel_integrations.parallel.torch_ring import restored_after_errors, ring_attention
 from accel_integrations.parallel.transform import Transform
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ SETTING = "Context parallelism (cp_size)"
 
 
 def _checked(attention: Attention) -> Attention:
-    """Torch's context parallel attention, with readable errors for what it cannot do."""
+    """Torch's context parallel attention, with readable errors for unsupported arguments."""
 
     def attend(
         query: torch.Tensor,
@@ -39,16 +40,16 @@ def _checked(attention: Attention) -> Attention:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        refuse_mask(attn_mask, SETTING)
+        check_no_mask(attn_mask, SETTING)
         if dropout_p > 0 and query.device.type == "cpu":
             raise ValueError(
-                f"{SETTING} has no attention with dropout on the CPU, but got dropout_p={dropout_p!r}: set the model's "
-                "attention dropout to 0."
+                f"{SETTING} does not support attention dropout on the CPU, but got dropout_p={dropout_p!r}. Set the "
+                "model's attention dropout to 0."
             )
         if not is_causal and _options().enable_load_balance:
             raise ValueError(
-                f"{SETTING} got attention without a causal mask, for which load balancing (an early and a late "
-                "chunk of each sequence per rank) is not possible: set TorchContextParallelConfig(cp_load_balance=False)."
+                f"{SETTING} got attention without a causal mask, for which load balancing (an early and a late chunk "
+                "of each sequence per rank) is not possible. Set TorchContextParallelConfig(cp_load_balance=False)."
             )
         return attention(query, key, value, dropout_p=dropout_p, is_causal=is_causal, **options)
 
@@ -65,10 +66,10 @@ class ContextParallel(Transform):
     axis = "cp"
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse attention that is not `scaled_dot_product_attention`.
+        """Check that the model uses `scaled_dot_product_attention`.
 
         Raises:
-            ValueError: Naming it.
+            ValueError: It uses another attention, which the message names.
         """
         check_attention(model, f"cp_size={self.config.cp_size}")
 
@@ -80,19 +81,19 @@ class ContextParallel(Transform):
 
 
 @contextmanager
-def shared_sequences(
+def sharded_sequences(
     config: ParallelismConfig | None,
     buffers: Sequence[torch.Tensor] | None,
     dims: Sequence[int] | None,
     no_restore: set[torch.Tensor] | None,
 ) -> Iterator[None]:
-    """A block in which every rank of the "cp" dimension works on its shard of the sequences; see the accelerator's method.
+    """A context in which every rank of the "cp" dimension gets its shard of sequences; see `maybe_context_parallel`.
 
     Args:
         config: Without a "cp" dimension, nothing happens.
         buffers: Tensors that are sharded in place, and restored afterwards.
-        dims: For each, which dimension is the sequence.
-        no_restore: Those that need not be restored.
+        dims: The index of the sequence dimension of each.
+        no_restore: The buffers that need not be restored.
 
     Raises:
         ValueError: For buffers that cannot be sharded.
@@ -113,15 +114,13 @@ def shared_sequences(
     set_rotate_method(config.cp_handler.cp_comm_strategy or "allgather")
     length = sharded[0].shape[along[0]]
     _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
-    shared = context_parallel(mesh, buffers=sharded, buffer_seq_dims=along, no_restore_buffers=no_restore)
-    with shared, ATTENTION.block():
+    parallel = context_parallel(mesh, buffers=sharded, buffer_seq_dims=along, no_restore_buffers=no_restore)
+    with restored_after_errors(), parallel, ATTENTION.block():
         yield
 
 
 def _options() -> Any:
-    from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
-
-    return _cp_options
+    return ring_attention()._cp_options
 
 
 def _check_buffers(
@@ -133,13 +132,13 @@ def _check_buffers(
     given, along = list(buffers or ()), list(dims or ())
     if not given or len(given) != len(along):
         raise ValueError(
-            f"maybe_context_parallel() got {len(given)} buffers and {len(along)} sequence dimensions: pass the tensors of "
-            "the batch that have a sequence, and for each of them which dimension that is."
+            f"maybe_context_parallel() got {len(given)} buffers and {len(along)} sequence dimensions. Pass the tensors "
+            "of the batch that have a sequence dimension, and the index of that dimension for each of them."
         )
     foreign = [one for one in no_restore or () if all(one is not buffer for buffer in given)]
     if foreign:
         raise ValueError(
-            f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers: it names those of them that "
+            f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers. Pass only buffers that "
             "need not be restored afterwards."
         )
     for index, (buffer, dim) in enumerate(zip(given, along, strict=True)):

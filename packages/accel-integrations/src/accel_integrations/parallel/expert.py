@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of a TP group holds some experts of a mixture, unsharded, and tokens are sent to them."""
+"""Expert parallelism: each rank of a TP group holds some experts, unsharded, and tokens are sent to their ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @final
 class ExpertParallel(Transform):
-    """Leaves every rank its share of the experts of a transformers model that has an expert plan."""
+    """Distributes the experts of a transformers model with an expert plan over the ranks."""
 
     axis = "tp"
 
@@ -28,10 +28,10 @@ class ExpertParallel(Transform):
         return config.tp_size > 1 and config.tp_handler is not None and config.tp_handler.expert_parallel
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model that has no plan for its experts, or experts that cannot be distributed evenly.
+        """Check that the model has a plan for its experts, and that these can be distributed evenly.
 
         Raises:
-            ValueError: With the reason, and what would be accepted.
+            ValueError: It does not fit; the message says why, and what would be accepted.
         """
         size = mesh[self.axis].size()
         if model_has_dtensor(model):
@@ -39,7 +39,7 @@ class ExpertParallel(Transform):
         if not brings_own_styles(model) or not getattr(model, "ep_plan", None):
             raise ValueError(
                 f"expert_parallel=True needs a model with experts and a plan for them, but {type(model).__name__} has "
-                "none: use a mixture-of-experts model of transformers >= 5.20 that has an `ep_plan`, or leave "
+                "none. Use a mixture-of-experts model of transformers >= 5.20 that has an `ep_plan`, or leave "
                 "expert_parallel out, so that tensor parallelism shards every expert."
             )
         experts = [
@@ -50,7 +50,7 @@ class ExpertParallel(Transform):
         if experts:
             name, count = experts[0]
             raise ValueError(
-                f"tp_size={size} does not divide the {count} experts of {name}: choose a tp_size that does, or leave "
+                f"tp_size={size} does not divide the {count} experts of {name}. Choose a tp_size that does, or leave "
                 "expert_parallel out."
             )
 

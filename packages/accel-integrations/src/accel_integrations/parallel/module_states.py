@@ -1,4 +1,4 @@
-"""Equal replicas: the weights and random states of a group's first rank, on all of its ranks."""
+"""Broadcasting module states (parameters and buffers) and random states from the first rank of a group."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 def check_module_states(model: nn.Module, groups: Iterable[Any]) -> None:
-    """Refuse a model whose first process has only shapes where values are needed; all processes call this.
+    """Check that the model of the first rank is not on the meta device; all ranks call this.
 
     Args:
         model: The model.
         groups: The process groups along each dimension of the mesh, the first dimension first.
 
     Raises:
-        ValueError: On all processes, naming the tensors.
+        ValueError: It is, raised on all ranks; the message names the tensors.
     """
     names = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
     for group in list(groups)[::-1]:
@@ -35,9 +35,9 @@ def check_module_states(model: nn.Module, groups: Iterable[Any]) -> None:
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(
-            f"{type(model).__name__} has no values on the main process, from which all others get theirs: {shown} "
-            "are on the meta device. Load the weights there before prepare(), for example with torch.load and "
-            "load_state_dict(..., assign=True)."
+            f"{type(model).__name__} has no weights on the main process, which broadcasts them to all other ranks: "
+            f"{shown} are on the meta device. Load the weights on the main process before prepare(), for example with "
+            "torch.load and load_state_dict(..., assign=True)."
         )
 
 
@@ -49,17 +49,17 @@ def sync_module_states(
 ) -> None:
     """Broadcast a module's parameters and buffers from the first rank to all; DTensors stay as they are.
 
-    So a rank that holds only shapes needs no more memory than the module's.
+    A rank whose module is on the meta device needs no more memory than the module itself.
 
     Args:
         module: The module, changed in place.
         groups: The process groups along each dimension of the mesh, the first dimension first.
-        device: Where tensors on the meta device get memory; None leaves them on the meta device.
-        left_out: Parameters that stay as they are.
+        device: The device on which tensors on the meta device are allocated; None leaves them as they are.
+        left_out: Parameters to skip.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holds the old ones too, so that no id is used again
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensors alive, so that no id is reused
     done = {id(tensor) for tensor in left_out}
-    inside_first = list(groups)[::-1]  # so that the last word is that of the very first process
+    inside_first = list(groups)[::-1]  # the broadcast of the outermost group is the last
     for owner, name, tensor in _tensors_of(module):
         if id(tensor) in made:  # a tied one
             _put(owner, name, made[id(tensor)][1])
@@ -78,10 +78,10 @@ def sync_module_states(
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for part in module.modules():
-        for name, tensor in chain(list(part._parameters.items()), list(part._buffers.items())):
+    for submodule in module.modules():
+        for name, tensor in chain(list(submodule._parameters.items()), list(submodule._buffers.items())):
             if tensor is not None:
-                yield part, name, tensor
+                yield submodule, name, tensor
 
 
 def _put(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -100,14 +100,14 @@ def broadcast_to_group(tensor: torch.Tensor, group: Any) -> None:
 
 
 def all_reduce_over_group(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum of a tensor over the ranks of a group, on the tensor's device; the tensor stays what it is."""
+    """All-reduce a tensor (sum) over a group; returns a new tensor on the same device."""
     total = tensor.detach().clone().to(collective_device(group))
     dist.all_reduce(total, group=group)
     return total.to(tensor.device)
 
 
 def sync_random_state(mesh: DeviceMesh) -> None:
-    """Broadcast the random states of the first rank of a one-dimensional mesh, so that dropout drops the same elements."""
+    """Broadcast the random states of the first rank of a one-dimensional mesh, so that dropout is the same."""
     group = mesh.get_group()
     owners: list[Any] = [torch]
     if mesh.device_type != "cpu":

@@ -56,7 +56,7 @@ class AttentionPatch:
         functional.scaled_dot_product_attention = counted
 
     def leave(self, *_: Any) -> None:
-        """Put it back."""
+        """Restore the function."""
         self._depth -= 1
         if self._depth == 0:
             functional.scaled_dot_product_attention = self._before  # type: ignore[assignment]
@@ -72,35 +72,35 @@ class AttentionPatch:
 
 
 def check_attention(model: nn.Module, setting: str) -> None:
-    """Refuse a model whose sequences cannot be sharded around `scaled_dot_product_attention`.
+    """Check that the sequences of a model can be sharded around `scaled_dot_product_attention`.
 
     Args:
         model: The model.
-        setting: What needs it, for the error.
+        setting: The setting that needs it, for the error message.
 
     Raises:
-        ValueError: Naming the attention that was chosen, or layers that carry a recurrent state from token to token.
+        ValueError: They cannot; the message names the chosen attention, or the recurrent layers.
     """
     check_no_recurrent_layers(model, setting)
     chosen = getattr(getattr(model, "config", None), "_attn_implementation", None)
     if is_transformers_model(model) and chosen != "sdpa":
         raise ValueError(
             f"{setting} shards sequences around scaled_dot_product_attention, but {type(model).__name__} uses "
-            f'attn_implementation={chosen!r}: load it with attn_implementation="sdpa".'
+            f'attn_implementation={chosen!r}. Load it with attn_implementation="sdpa".'
         )
 
 
 def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism") -> None:
-    """Refuse a model with recurrent layers, whose state would restart on every rank that holds a shard of a sequence.
+    """Check that a model has no recurrent layers, whose state would restart in each shard of a sequence.
 
     Such a model would silently train to wrong numbers. A model whose configuration names no kinds of layers passes.
 
     Args:
-        model: Usually of transformers: what counts is the `layer_types` of its (text) configuration.
-        setting: What needs it, for the error.
+        model: Usually of transformers: the `layer_types` of its (text) configuration are checked.
+        setting: The setting that needs it, for the error message.
 
     Raises:
-        ValueError: Naming the kinds of layers.
+        ValueError: It has some; the message names their kinds.
     """
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -111,8 +111,8 @@ def check_no_recurrent_layers(model: Any, setting: str = "Sequence parallelism")
         raise ValueError(
             f"{setting} gives every rank a shard of each sequence, but {type(model).__name__} has layers of the kinds "
             f"{', '.join(map(repr, recurrent))}, whose recurrent state passes from one token to the next and would "
-            "restart in each shard. Train it without sharding sequences (sp_size=1, cp_size=1), or choose a model that has attention "
-            "only."
+            "restart in each shard. Train it without sharding sequences (sp_size=1, cp_size=1), or choose a model that "
+            "has attention only."
         )
 
 
@@ -121,8 +121,8 @@ def watch_attention(model: nn.Module, patch: AttentionPatch, setting: str) -> No
 
     Args:
         model: The model.
-        patch: Forwards while it is not active are left alone.
-        setting: What needs it, for the error.
+        patch: Forward passes while it is not active are not checked.
+        setting: The setting that needs it, for the error message.
     """
     calls_before: list[int] = []
 
@@ -153,7 +153,7 @@ def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
 
     Args:
         model: Changed in place, if it is one of transformers.
-        is_active: Asked at every forward.
+        is_active: Called in every forward pass.
     """
 
     def without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,15 +167,15 @@ def drop_masks(model: nn.Module, is_active: Callable[[], bool]) -> None:
                 module.register_forward_pre_hook(without_mask, with_kwargs=True)
 
 
-def refuse_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
-    """Refuse an attention mask: it was made from a shard of the sequence.
+def check_no_mask(attn_mask: torch.Tensor | None, setting: str) -> None:
+    """Reject an attention mask: it was made from a shard of the sequence.
 
     Raises:
-        ValueError: Saying what to do without.
+        ValueError: There is one; the message says what to use instead.
     """
     if attn_mask is not None:
         raise ValueError(
             f"{setting} cannot use an attention mask (got one of shape {tuple(attn_mask.shape)}), which would have to "
-            "be that of full sequences: call scaled_dot_product_attention with is_causal=True or without mask, and "
-            "pad sequences at their end only."
+            "cover full sequences. Call scaled_dot_product_attention with is_causal=True or without mask, and pad "
+            "sequences at their end only."
         )

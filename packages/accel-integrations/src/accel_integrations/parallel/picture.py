@@ -135,7 +135,7 @@ def _groups(sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def groups_along(sizes: Mapping[str, int], axis: str) -> list[list[int]]:
-    """The ranks that differ only along one axis, a list for each such group.
+    """The groups of ranks along one mesh dimension, a list of ranks each.
 
     Args:
         sizes: Processes along every axis, the slowest varying axis first.
@@ -160,13 +160,13 @@ def _ranges(ranks: Sequence[int]) -> str:
 
 def _table(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> Iterator[str]:
     """A line for each rank, or for ranks that follow each other and hold the same."""
-    whole = _full_model_bytes(sizes, holdings)
+    total = _full_model_bytes(sizes, holdings)
     rows = []
     for first, last in _runs(holdings):
         held = holdings[first]
-        share = f" ({held.parameter_bytes / whole:.0%})" if whole else ""
+        fraction = f" ({held.parameter_bytes / total:.0%})" if total else ""
         ranks = str(first) if first == last else f"{first}-{last}"
-        rows.append((ranks, f"{_size(held.parameter_bytes)}{share}", _size(held.optimizer_bytes)))
+        rows.append((ranks, f"{_size(held.parameter_bytes)}{fraction}", _size(held.optimizer_bytes)))
     heads = ("rank", "parameters", "optimizer state")
     if len(rows) > MAX_ROWS:
         hidden = len(rows) - MAX_ROWS
@@ -178,7 +178,7 @@ def _table(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> Iterator[st
         yield "  ".join(f"{text:>{width}}" for text, width in zip(line, widths, strict=True))
     if hidden:
         yield f"and {hidden} more lines"
-    yield f"The model has {_size(whole)} of parameters."
+    yield f"The model has {_size(total)} of parameters."
 
 
 def _full_model_bytes(sizes: Mapping[str, int], holdings: Sequence[Holding]) -> int:

@@ -1,4 +1,4 @@
-"""Averages over data-parallel replicas: of gradients of DTensors, which `DistributedDataParallel` refuses, and of losses."""
+"""Averages over data parallel replicas: of DTensor gradients, which DDP does not support, and of losses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ BUCKET_BYTES = 25 * 2**20
 
 
 class GradientAverager:
-    """All-reduces gradients over a process group while the backward pass runs; parameters stay what they are.
+    """All-reduces gradients over a process group while the backward pass runs; parameters are not replaced.
 
-    Gradients are sent in buckets, in the same order on all ranks, each as soon as its gradients are there. With a bucket
-    goes the number of ranks that have each gradient, so that one which no rank has stays None.
+    Gradients are all-reduced in buckets, in the same order on all ranks, each as soon as its gradients are computed. A
+    bucket also counts the ranks that have each gradient, so that one which no rank has stays None.
 
     Args:
         model: Its parameters, DTensors or not, are broadcast from the first rank of the group first. Of a DTensor, every
@@ -44,12 +44,14 @@ class GradientAverager:
         }
         self._waiting: list[int] = []  # gradients that are still to come, per bucket; empty outside of backward
         self._sent: list[tuple[torch.Tensor, Any]] = []
-        self._hooks = [model.register_forward_pre_hook(lambda *_: self._begin())]  # copies of models copy no function
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self._begin())
+        ]  # functions are not copied with a model
         self._hooks += [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in trainable]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A block in which backward passes all-reduce nothing."""
+        """A context in which backward passes all-reduce nothing."""
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -57,14 +59,14 @@ class GradientAverager:
             self.enabled = before
 
     def remove(self) -> None:
-        """Take the hooks off, so that gradients are averaged no more."""
+        """Remove the hooks: gradients are no longer averaged."""
         for hook in self._hooks:
             hook.remove()
 
     # ---- during backward ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Forget a backward pass that an error ended early."""
+        """Reset the state, in case an error has ended the last backward pass early."""
         self._waiting, self._sent = [], []
 
     def _arrived(self, parameter: torch.Tensor) -> None:
@@ -80,12 +82,12 @@ class GradientAverager:
     def _send(self, bucket: list[nn.Parameter]) -> None:
         gradients = [_own_gradient(parameter) for parameter in bucket]
         device, dtype = collective_device(self.group), to_local(bucket[0]).dtype
-        parts = [
+        flat = [
             (torch.zeros_like(to_local(one)) if gradient is None else gradient).detach().to(device, dtype).flatten()
             for one, gradient in zip(bucket, gradients, strict=True)
         ]
         present = torch.tensor([gradient is not None for gradient in gradients], dtype=dtype, device=device)
-        message = torch.cat([*parts, present]).div_(self.num_processes)
+        message = torch.cat([*flat, present]).div_(self.num_processes)
         self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
 
     def _finish(self) -> None:
@@ -115,16 +117,16 @@ def redistribute_gradients(model: nn.Module) -> None:
 
 
 def _into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """Parameters in their order, as many of one dtype as fit into a bucket."""
+    """Group parameters into buckets of one dtype, in order."""
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
-        part = to_local(parameter)
-        if bucket and (size >= bucket_bytes or part.dtype != to_local(bucket[0]).dtype):
+        local = to_local(parameter)
+        if bucket and (size >= bucket_bytes or local.dtype != to_local(bucket[0]).dtype):
             yield bucket
             bucket, size = [], 0
         bucket.append(parameter)
-        size += part.numel() * part.element_size()
+        size += local.numel() * local.element_size()
     if bucket:
         yield bucket
 
@@ -144,8 +146,8 @@ def _distribute_gradient(parameter: torch.Tensor) -> None:
 def _set_gradient(parameter: nn.Parameter, average: torch.Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    part = to_local(parameter.grad)
-    part.copy_(average.view_as(part))
+    local = to_local(parameter.grad)
+    local.copy_(average.view_as(local))
 
 
 # ---- losses -------------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
         loss: 0-dim, the mean over `num_tokens` tokens.
         num_tokens: How many tokens this rank's loss counts.
         group: The process group over which gradients are averaged; all ranks when None.
-        size: By which number the sum of their gradients is divided.
+        size: The number of ranks over which gradients are averaged.
 
     Returns:
         0-dim, equal on all ranks.
@@ -170,5 +172,5 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
     loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
     counted = torch.stack([own, loss.detach() * own])
     total, summed = all_reduce_over_group(counted, group).unbind()
-    share = loss * (own * size / total.clamp(min=1))
-    return share + (summed / total.clamp(min=1) - share).detach()
+    weighted = loss * (own * size / total.clamp(min=1))
+    return weighted + (summed / total.clamp(min=1) - weighted).detach()

@@ -1,4 +1,4 @@
-"""Ring attention on the CPU: torch has the algorithm, but ties it to the kernels of other devices only."""
+"""Ring attention on the CPU: torch has the algorithm, but registers it only for kernels of other devices."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention
 
-ring: Any = _attention  # torch's own, and private
+from accel_integrations.parallel.torch_ring import ring_attention, ring_operators
+
 SEQUENCE_DIM = 2  # of queries, keys and values: (batch, heads, sequence, features)
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -16,15 +16,16 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 
 def register() -> None:
     """Let context parallel attention run on the CPU."""
-    ring.custom_ops.setdefault(FORWARD, _forward)
-    ring.custom_ops.setdefault(BACKWARD, _backward)
+    operators = ring_operators()
+    operators.setdefault(FORWARD, _forward)
+    operators.setdefault(BACKWARD, _backward)
 
 
 def _forward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[DTensor, ...]:
     query, key, value, *rest = arguments
     dropout = rest[0] if rest else 0.0
     is_causal = rest[1] if len(rest) > 1 else False
-    output, logarithms, *_ = ring._templated_ring_attention(
+    output, logarithms, *_ = ring_attention()._templated_ring_attention(
         query.device_mesh.get_group(),
         SEQUENCE_DIM,
         kernel,
@@ -44,7 +45,7 @@ def _backward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) 
     ) -> Any:
         return kernel(grad_out, query, key, value, out, logsumexp, dropout, is_causal, **kwargs)
 
-    gradients = ring._templated_ring_attention_backward(
+    gradients = ring_attention()._templated_ring_attention_backward(
         query.device_mesh.get_group(),
         SEQUENCE_DIM,
         one_step,

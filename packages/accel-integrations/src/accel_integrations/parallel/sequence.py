@@ -1,6 +1,6 @@
 """Sequence parallelism (Ulysses): each rank of the "sp" dimension holds a shard of every sequence.
 
-An all-to-all around attention, and only there, gives every rank full sequences for its share of the attention heads.
+An all-to-all around attention, and only there, gives every rank full sequences for some of the attention heads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from accel_integrations.parallel.patched_attention import (
     Attention,
     AttentionPatch,
     check_attention,
+    check_no_mask,
     drop_masks,
-    refuse_mask,
     watch_attention,
 )
 from accel_integrations.parallel.transform import Transform
@@ -42,10 +42,10 @@ class SequenceParallel(Transform):
         return config.sp_enabled and config.sp_backend == "torch"
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse attention that is not `scaled_dot_product_attention`, and numbers of heads that cannot be split evenly.
+        """Check that the model uses `scaled_dot_product_attention`, and that its heads can be split evenly.
 
         Raises:
-            ValueError: Naming it.
+            ValueError: One of them is not so; the message names it.
         """
         size = mesh[self.axis].size()
         check_attention(model, f"sp_size={size}")
@@ -54,7 +54,7 @@ class SequenceParallel(Transform):
             raise ValueError(_uneven(heads, size * self.config.tp_size))
 
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Patch the attention of all modules, also where activation checkpointing recomputes one in the backward pass."""
+        """Patch the attention of all modules, also where activation checkpointing recomputes it in backward."""
         group = mesh[self.axis].get_group()
         patch = AttentionPatch(lambda attention: ulysses_attention(attention, group))
         drop_masks(model, lambda: True)
@@ -79,7 +79,7 @@ def ulysses_attention(attention: Attention, group: Any) -> Attention:
     """Attention over full sequences, for ranks that hold shards of them.
 
     Args:
-        attention: `scaled_dot_product_attention`, or what stands for it.
+        attention: `scaled_dot_product_attention`, or a function with its signature.
         group: The process group; rank i holds shard i of the sequences.
 
     Returns:
@@ -97,7 +97,7 @@ def ulysses_attention(attention: Attention, group: Any) -> Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        refuse_mask(attn_mask, SETTING)
+        check_no_mask(attn_mask, SETTING)
         heads = query.shape[1] if query.ndim == 4 else 0
         if heads == 0 or heads % size:
             raise ValueError(_uneven(heads, size) if heads else f"{SETTING} needs queries of 4 dimensions.")
@@ -151,6 +151,6 @@ class _AllToAll(torch.autograd.Function):
 
 def _uneven(heads: int, size: int) -> str:
     return (
-        f"{SETTING} cannot split {heads} attention heads evenly over {size} ranks: choose "
-        "a size that divides the heads, or use cp_size instead."
+        f"{SETTING} cannot split {heads} attention heads evenly over {size} ranks. Choose a size that divides the "
+        "heads, or use cp_size instead."
     )

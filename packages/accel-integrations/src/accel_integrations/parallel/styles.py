@@ -1,4 +1,4 @@
-"""The styles of a tensor parallel plan: how a layer is sharded, by the name that stands for it."""
+"""The styles of a tensor parallel plan: names for the ways to shard a layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Style:
     """One way to shard a layer.
 
     Args:
-        meaning: In words.
+        meaning: A description.
         make: Builds torch's object from the modules `torch.distributed.tensor.parallel` and `torch.distributed.tensor`.
         sizes: The sizes of a layer that are sharded, the first that it has counts; empty when none is.
     """
@@ -80,7 +80,7 @@ STYLES: dict[str, Style] = {
     ),
 }
 SAME_AS = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
-"""Other names of the same, which transformers uses."""
+"""Aliases that transformers uses."""
 
 
 def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         model: The model.
-        plan: Style by name of a module, or by pattern: a `*` stands for one part of a dotted name.
+        plan: Style by name of a module, or by pattern: a `*` matches one component of a dotted name.
 
     Raises:
         ValueError: For a pattern that fits no module, with similar names.
@@ -110,7 +110,7 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
-    """Refuse styles that do not exist, and layers that cannot be sharded evenly.
+    """Check that all styles exist, and that layers can be sharded evenly.
 
     Args:
         model: The model.
@@ -118,13 +118,13 @@ def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
         size: Over how many ranks layers are sharded.
 
     Raises:
-        ValueError: Naming all of them.
+        ValueError: The message names all that do not fit.
     """
     unknown = sorted({style for style in plan.values() if isinstance(style, str) and _row(style) is None})
     if unknown:
         raise ValueError(
-            f"The tensor parallel plan has the styles {', '.join(map(repr, unknown))}: use {', '.join(STYLES)}, or an "
-            "object of torch.distributed.tensor.parallel."
+            f"The tensor parallel plan has the styles {', '.join(map(repr, unknown))}, which are not known. Use "
+            f"{', '.join(STYLES)}, or an object of torch.distributed.tensor.parallel."
         )
     uneven = []
     for name, style in plan.items():
@@ -134,7 +134,7 @@ def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
             uneven.append(f"{name} ({sharded}={getattr(module, sharded)})")
     if uneven:
         raise ValueError(
-            f"tp_size={size} does not divide {', '.join(uneven[:5])}{' and others' if len(uneven) > 5 else ''}: choose "
+            f"tp_size={size} does not divide {', '.join(uneven[:5])}{' and others' if len(uneven) > 5 else ''}. Choose "
             "a tp_size that divides these sizes, or leave the layers out of the plan."
         )
 

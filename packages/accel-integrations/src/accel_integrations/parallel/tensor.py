@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_integrations.parallel.module_states import sync_module_states, sync_random_state
+from accel_integrations.parallel.own_storage import keep_own_storage
 from accel_integrations.parallel.styles import check_plan, expand_plan, make_style
 from accel_integrations.parallel.transform import Transform
 from accel_integrations.parallel.transformers_plan import brings_own_styles, shard_transformers_model, tensor_plan
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 @final
 class TensorParallel(Transform):
-    """Shards the layers that a plan names; ranks then all-reduce activations, and each keeps its shard of the parameters.
+    """Shards the layers that a plan names; ranks then all-reduce activations, and each holds its shards.
 
     The plan comes from `TorchTensorParallelConfig(plan=...)`, from the attribute `tp_plan` of the model, or from
     transformers. Models whose parameters are DTensors already, as those that transformers loads with
@@ -32,10 +33,10 @@ class TensorParallel(Transform):
     axis = "tp"
 
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model without a plan, styles and names that do not exist, and layers that cannot be sharded evenly.
+        """Check that the model has a plan of known styles and names, and layers that can be sharded evenly.
 
         Raises:
-            ValueError: With the reason, and what would be accepted.
+            ValueError: It does not fit; the message says why, and what would be accepted.
         """
         if model_has_dtensor(model):
             _check_sharded(model, mesh[self.axis].size())
@@ -79,7 +80,7 @@ class TensorParallel(Transform):
             if source:
                 return dict(source)
         raise ValueError(
-            f"tp_size={self.config.tp_size} needs a plan for {type(model).__name__}, which has none: give it as "
+            f"tp_size={self.config.tp_size} needs a plan for {type(model).__name__}, which has none. Set it as "
             'TorchTensorParallelConfig(plan={"layers.*.attention.query": "colwise", ...}) in '
             "ParallelismConfig.tp_handler, or as the attribute tp_plan of the model."
         )
@@ -91,10 +92,10 @@ def parallelize_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any
     Args:
         model: The model, the same on all ranks of the mesh.
         mesh: One-dimensional.
-        plan: Style by name of a module, `*` standing for one part of a name.
+        plan: Style by name of a module, a `*` matches one component of a dotted name.
 
     Raises:
-        ValueError: For a plan that does not fit the model; then it stays as it is.
+        ValueError: For a plan that does not fit the model, which is not changed then.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -103,6 +104,8 @@ def parallelize_model(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Any
     objects = {name: make_style(style) for name, style in named.items()}
     ties = [names for names in names_by_parameter(model).values() if len(names) > 1]
     model = parallelize_module(model, mesh, objects, src_data_rank=None)
+    for parameter in model.parameters():
+        keep_own_storage(parameter)
     _tie_again(model, ties)
     return model
 
@@ -126,7 +129,7 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
             if getattr(parameter, "placements", None) != getattr(kept, "placements", None):
                 raise ValueError(
                     f"{first} and {name} are one parameter, but the tensor parallel plan shards it in two ways "
-                    f"({_placement(kept)} and {_placement(parameter)}): give both layers styles that shard the same "
+                    f"({_placement(kept)} and {_placement(parameter)}). Give both layers styles that shard the same "
                     "dimension, such as embedding_rowwise and colwise_rep."
                 )
             owner, _, attribute = name.rpartition(".")
@@ -139,16 +142,16 @@ def _placement(parameter: torch.Tensor) -> str:
 
 
 def _check_sharded(model: nn.Module, size: int) -> None:
-    """Refuse a model that was sharded over another number of ranks."""
+    """Check that a model with DTensors was sharded over as many ranks as this run has."""
     for name, parameter in model.named_parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is None:
             continue
         names = mesh.mesh_dim_names or ()
-        parts = mesh["tp"].size() if "tp" in names and mesh.ndim > 1 else mesh.size()
-        if parts != size:
+        num_shards = mesh["tp"].size() if "tp" in names and mesh.ndim > 1 else mesh.size()
+        if num_shards != size:
             raise ValueError(
-                f"{type(model).__name__} is sharded over {parts} ranks already ({name} is), but ParallelismConfig has "
-                f"tp_size={size}: make them the same, or load the model unsharded."
+                f"{type(model).__name__} is sharded over {num_shards} ranks already ({name} is), but ParallelismConfig "
+                f"has tp_size={size}. Set tp_size={num_shards}, or load the model unsharded."
             )
         return

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Transform(ABC):
-    """A change of a model in place, by which the ranks along one dimension of the device mesh share its work.
+    """Changes a model in place, so that the ranks along one dimension of the device mesh compute it together.
 
     Args:
-        config: The sizes of the axes and how each is used.
+        config: The sizes of the mesh dimensions and their settings.
     """
 
     axis: ClassVar[str]
@@ -33,15 +33,15 @@ class Transform(ABC):
 
     @abstractmethod
     def check(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse a model that cannot be parallelized, before anything is changed.
+        """Check that a model can be parallelized, before anything is changed.
 
         Raises:
-            ValueError: With the reason, and what would be accepted.
+            ValueError: It cannot; the message says why, and what would be accepted.
         """
 
     @abstractmethod
     def apply(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Change the model; returns the one to go on with.
+        """Change the model, and return the one to use.
 
         Args:
             model: The model, unsharded and the same on all ranks of the dimension.
@@ -63,7 +63,7 @@ def make_transforms(config: ParallelismConfig | None) -> tuple[Transform, ...]:
     """The transforms of a run, in their order; none where there is only data parallelism.
 
     Args:
-        config: The sizes of the axes.
+        config: The sizes of the mesh dimensions.
     """
     if config is None or config.non_data_parallel_size == 1:
         return ()

@@ -1,4 +1,4 @@
-"""Plans of transformers' models, which bring styles of their own for what torch has none for."""
+"""Tensor and expert parallel plans of transformers models, which bring their own styles."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def is_transformers_model(model: nn.Module) -> bool:
-    """Whether it is one of the transformers library's."""
-    transformers = sys.modules.get("transformers.modeling_utils")  # whoever has made one has imported it
+    """Whether a model is a `PreTrainedModel` of transformers."""
+    transformers = sys.modules.get("transformers.modeling_utils")  # imported by whoever has built one
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
@@ -31,7 +31,7 @@ def tensor_plan(model: Any, size: int, experts: bool) -> dict[str, str]:
     Args:
         model: A transformers model.
         size: Over how many ranks.
-        experts: Whether experts are sharded by expert parallelism, so that the plan must leave them alone.
+        experts: Whether experts are sharded by expert parallelism, so that the plan must not shard them.
 
     Raises:
         ValueError: When the model has no plan, or its heads cannot be split evenly.
@@ -73,7 +73,7 @@ def shard_transformers_model(model: Any, mesh: DeviceMesh, experts: bool) -> Non
 
 
 def shard_experts(model: Any, mesh: DeviceMesh) -> None:
-    """Leave each rank its share of the experts, in place.
+    """Distribute the experts over the ranks, in place.
 
     Args:
         model: A transformers model, the same on all ranks of the mesh.
@@ -99,6 +99,6 @@ def _check_heads(model: Any, size: int) -> None:
     uneven = [f"{name}={heads}" for name in HEADS if (heads := getattr(config, name, None)) and heads % size]
     if uneven:
         raise ValueError(
-            f"tp_size={size} does not divide {' and '.join(uneven)} of {type(model).__name__}: choose a tp_size that "
+            f"tp_size={size} does not divide {' and '.join(uneven)} of {type(model).__name__}. Choose a tp_size that "
             "divides the attention heads."
         )

@@ -1,1 +1,1 @@
-"""Precisions: each precision object knows how the forward, the loss and the step are to be treated."""
+"""Precisions: each precision object handles the forward pass, the loss and the optimizer step."""

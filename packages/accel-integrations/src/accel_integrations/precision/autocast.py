@@ -17,7 +17,7 @@ from accel_state.settings.handlers import AutocastKwargs, Handlers
 
 @final
 class AutocastForward:
-    """A forward that runs under autocast and returns float32; takes the place of `model.forward`.
+    """A forward that runs under autocast and returns float32; replaces `model.forward`.
 
     An object rather than a closure, so that the model can still be copied and pickled.
 
@@ -58,12 +58,12 @@ def autocast(device_type: str, dtype: torch.dtype, handler: AutocastKwargs | Non
 
 
 def wrap_forward(model: nn.Module, device_type: str, dtype: torch.dtype, handler: AutocastKwargs | None) -> nn.Module:
-    """Put `AutocastForward` in the place of the model's forward; `_original_forward` keeps the old one."""
+    """Replace the model's forward by an `AutocastForward`; `_original_forward` keeps the old one."""
     options = handler.to_kwargs() if handler is not None else {}
     forward = model.forward
     if isinstance(forward, AutocastForward):  # of an earlier preparation, perhaps in another precision
         forward = forward.__wrapped__
-    # past `__setattr__`, by which compiled modules would hand one of them on to the module inside
+    # past `__setattr__`, by which compiled modules would set one of them on the module inside
     model.__dict__.update(_original_forward=forward, forward=AutocastForward(forward, device_type, dtype, options))
     return model
 

@@ -16,7 +16,7 @@ BACKENDS = {
     "TE": "accel_integrations.precision.transformer_engine:TransformerEnginePrecision",
     "MSAMP": None,
 }
-"""Precision class by library; None for one that there is no more."""
+"""Precision class by library; None for one that is no longer published."""
 
 
 def float8_backend(recipe: Any) -> str:
@@ -32,7 +32,7 @@ def float8_backend(recipe: Any) -> str:
         return str(getattr(recipe, "backend", None) or type(recipe).__name__.removesuffix("RecipeKwargs"))
     named = os.environ.get(VARIABLE, "").upper()
     if named and named not in BACKENDS:
-        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r} is not valid: choose from {', '.join(BACKENDS)}.")
+        raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]!r} is not valid. Choose from {', '.join(BACKENDS)}.")
     return named or ("AO" if is_torchao_available() else "TE")
 
 
@@ -51,8 +51,8 @@ def make_float8_precision(device_type: str, handlers: Handlers) -> Precision:
     where = BACKENDS[backend]
     if where is None:
         raise NotImplementedError(
-            f"{backend} cannot train: MS-AMP is no longer developed or published; use AORecipeKwargs (torchao) or "
-            "TERecipeKwargs (Transformer Engine) instead."
+            f"{backend} cannot be used for training: MS-AMP is no longer developed or published. Use AORecipeKwargs "
+            "(torchao) or TERecipeKwargs (Transformer Engine) instead."
         )
     module, _, name = where.partition(":")
     precision: Precision = getattr(import_module(module), name)(device_type, handlers)

@@ -44,7 +44,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """As `filter_linear_layers`, with nothing but the module itself to look for a first and a last layer in.
+    """As `filter_linear_layers`, with the first and the last linear layer inside the module itself excluded.
 
     Args:
         module: The layer.

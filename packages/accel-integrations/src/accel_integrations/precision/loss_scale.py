@@ -1,4 +1,4 @@
-"""float16 with a scaled loss, so that small gradients do not vanish."""
+"""float16 with loss scaling, so that small gradients do not underflow."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ def scaled_step(
 class Float16Precision(Precision):
     """float16 where it is safe, by `torch.autocast`, with `torch.amp.GradScaler`.
 
-    The scale adapts once all optimizers have stepped, because what one of them finds in its gradients must not change
-    the scale by which those of the others are divided. When only some step, it adapts before the next backward.
+    The loss scale is updated once all optimizers have stepped, because inf values in the gradients of one must not
+    change the scale by which those of the others are divided. When only some step, it is updated before the next
+    backward pass.
 
     Args:
         device_type: The type of device to compute on.
         handlers: May hold how autocast and the scaler behave.
-        scaler_class: `torch.amp.GradScaler`, or one for gradients that are divided between processes.
+        scaler_class: `torch.amp.GradScaler`, or `ShardedGradScaler` for sharded gradients.
     """
 
     name = "fp16"
@@ -81,7 +82,7 @@ class Float16Precision(Precision):
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """Wait for this optimizer too before the scale adapts."""
+        """Update the loss scale only after this optimizer, too, has stepped."""
         self._optimizers.add(optimizer)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class Float16Precision(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale; asked twice within a step, it does so once."""
-        if self._stage_of(optimizer) is OptState.READY:  # torch refuses the second time
+        if self._stage_of(optimizer) is OptState.READY:  # torch raises the second time
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -106,7 +107,7 @@ class Float16Precision(Precision):
         return taken
 
     def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState | None:
-        """How far the optimizer is since the last update; None when the scaler was switched off."""
+        """The optimizer's stage since the last update of the scaler; None when the scaler is disabled."""
         if not self.scaler.is_enabled():
             return None
         stage: OptState = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
@@ -125,5 +126,5 @@ class Float16Precision(Precision):
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with that scale."""
+        """Restore the scale and its history."""
         self.scaler.load_state_dict(state)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Precision(ABC):
-    """One precision. The neutral bodies are full precision: nothing is converted, scaled or skipped.
+    """One precision. The default method bodies are full precision: nothing is converted, scaled or skipped.
 
     A concrete precision overrides only what it changes, is final, and is chosen by `Engine.make_precision`.
     """
@@ -24,18 +24,18 @@ class Precision(ABC):
     """The value of `mixed_precision` it serves: "no", "bf16", "fp16" or "fp8"."""
 
     scaler: torch.amp.GradScaler | None = None
-    """The loss scaler, when the format needs one. Read by others as `accelerator.scaler`."""
+    """The loss scaler, where the precision needs one. Read by others as `accelerator.scaler`."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Replace layers by ones of this format, before anything is sharded. Returns the model to go on with."""
+        """Replace layers by ones of this precision, before anything is sharded. Returns the model to use."""
         return model
 
     def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Make `model.forward` compute in this format and return float32 outputs. Changes and returns `model`."""
+        """Make `model.forward` compute in this precision and return float32 outputs. Changes and returns `model`."""
         return model
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context in which operations run in this format; `handler` overrides the configured one."""
+        """A context in which operations run in this precision; `handler` overrides the configured one."""
         return nullcontext()
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
@@ -46,7 +46,7 @@ class Precision(ABC):
         return loss
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the gradients held by a plain torch optimizer back to scale 1; once per step."""
+        """Unscale the gradients of a plain torch optimizer; once per step."""
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take the optimizer's step.

@@ -23,7 +23,7 @@ PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {
 FOR_SHARDED_GRADIENTS: dict[str, Callable[[str, Handlers], Precision]] = PRECISIONS | {
     "fp16": lambda device_type, handlers: Float16Precision(device_type, handlers, ShardedGradScaler),
 }
-"""Where every process holds other parts of the gradients, all agree on the steps that float16 makes them skip."""
+"""With sharded gradients, all ranks skip the same steps under float16."""
 
 
 def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded: bool = False) -> Precision:
@@ -33,7 +33,7 @@ def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded
         wanted: "no", "bf16", "fp16" or "fp8".
         device_type: The type of device to compute on.
         handlers: How autocast and the scaler behave, and how 8-bit floats are scaled.
-        sharded: Whether every rank holds other shards of the gradients.
+        sharded: Whether every rank holds a different shard of the gradients.
 
     Raises:
         NotImplementedError: For another value.
@@ -45,12 +45,12 @@ def make_precision(wanted: str, device_type: str, handlers: Handlers, *, sharded
         make = entry.load()
     if make is None:
         raise NotImplementedError(
-            f"mixed_precision={wanted!r} is not part of this release: choose from {', '.join(map(repr, PRECISIONS))}."
+            f"mixed_precision={wanted!r} is not supported. Choose from {', '.join(map(repr, PRECISIONS))}."
         )
     supported = {"bf16": "supports_bf16", "fp16": "supports_fp16"}.get(wanted)
     if supported is not None and not getattr(device_kind(device_type), supported)():
         raise ValueError(
-            f"mixed_precision={wanted!r} cannot be computed on this {device_type!r} device: choose another format, or "
+            f"mixed_precision={wanted!r} is not supported on this {device_type!r} device. Choose another precision, or "
             "another device (cpu=True)."
         )
     return make(device_type, handlers)

@@ -1,4 +1,4 @@
-"""A loss scaler for gradients of which every process holds other parts."""
+"""A loss scaler for sharded gradients."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accel_ops.transport import collective_device
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, but when one process finds gradients that are not finite, all skip the step.
+    """`torch.amp.GradScaler`, but when one rank finds gradients that are not finite, all ranks skip the step.
 
     Args:
         device: The type of device to compute on.
-        process_group: Who must agree; all processes when None.
+        process_group: The ranks that skip together; all when None.
         kwargs: As for `torch.amp.GradScaler`.
     """
 
@@ -28,21 +28,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        """Divide what this process holds of the gradients by the scale, and ask the others what they found."""
-        parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        """Unscale the gradient shards of this rank, and all-reduce whether any rank found inf or NaN."""
+        shards: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    part = to_local(parameter.grad)
-                    parts[part.device, part.dtype].append(part)
+                    shard = to_local(parameter.grad)
+                    shards[shard.device, shard.dtype].append(shard)
         found: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
-            for (device, _), gradients in parts.items():
+            for (device, _), gradients in shards.items():
                 here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
-            return self._agree(found, found_inf)
+            return self._all_reduce_found_inf(found, found_inf)
 
-    def _agree(
+    def _all_reduce_found_inf(
         self, found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
         wire = collective_device(self.process_group)

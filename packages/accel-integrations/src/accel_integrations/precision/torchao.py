@@ -36,14 +36,14 @@ class TorchAOPrecision(Precision):
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, AORecipeKwargs) else AORecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put float8 layers in the place of linear ones."""
+        """Replace linear layers by float8 ones."""
         if not has_ao_layers(model):
             convert_model_to_fp8_ao(model, self._recipe.config, self._recipe.module_filter_func)
         if not has_ao_layers(model):
             warn_user(
-                f"mixed_precision='fp8' converts no layer of {type(model).__name__}, which trains in bfloat16: it takes "
-                "linear layers, not the first and the last one, with sizes that are multiples of 16 (change that with "
-                "AORecipeKwargs(module_filter_func=...))."
+                f"mixed_precision='fp8' converts no layer of {type(model).__name__}, which trains in bfloat16. By "
+                "default it converts linear layers except the first and the last one, if their sizes are multiples of "
+                "16. Set AORecipeKwargs(module_filter_func=...) to choose others."
             )
         return model
 

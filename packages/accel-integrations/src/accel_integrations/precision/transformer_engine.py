@@ -41,7 +41,7 @@ class TransformerEnginePrecision(Precision):
         self._recipe = handlers.fp8 if isinstance(handlers.fp8, TERecipeKwargs) else TERecipeKwargs()
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put layers of Transformer Engine in the place of torch's."""
+        """Replace layers of torch by those of Transformer Engine."""
         if not has_transformer_engine_layers(model):
             with torch.no_grad():
                 convert_model(model)

@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine in the place of torch's, and forward passes in its 8-bit context."""
+"""Replacing layers of torch by those of Transformer Engine, and forward passes in its 8-bit context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DELAYED_SCALING: dict[str, Any] = {
     "amax_compute_algo": "most_recent",
     "override_linear_precision": (False, False, False),
 }
-"""What `DelayedScaling` takes, in one version or another, with what holds when nothing is said."""
+"""The arguments of `DelayedScaling`, in one version or another, with their defaults."""
 PYTORCH_DISTRIBUTION = "transformer-engine[pytorch]"
 
 
@@ -50,7 +50,7 @@ def library(why: str) -> Any:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Put layers of Transformer Engine in the place of linear and layer-norm ones, or back. Changes `model`.
+    """Replace linear and layer-norm layers by those of Transformer Engine, or back. Changes `model`.
 
     Linear layers whose sizes are no multiples of 16 stay as they are.
 
@@ -127,7 +127,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 
 
 class FP8Forward:
-    """A forward that runs in Transformer Engine's 8-bit context; takes the place of `model.forward`.
+    """A forward that runs in Transformer Engine's 8-bit context; replaces `model.forward`.
 
     Args:
         forward: The forward to call.
@@ -188,7 +188,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
 
     Raises:
         MissingLibraryError: When Transformer Engine is not installed.
-        ValueError: When the installed version has a setting no more that was changed.
+        ValueError: When the installed version no longer has an argument that was set.
     """
     library("TERecipeKwargs")
     package = "intel_transformer_engine" if is_hpu_available() else "transformer_engine.common"
@@ -201,7 +201,8 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     changed = [name for name, default in DELAYED_SCALING.items() if name not in known and options[name] != default]
     if changed:
         raise ValueError(
-            f"The installed Transformer Engine knows no {' and '.join(changed)}: leave that out of TERecipeKwargs."
+            f"The installed Transformer Engine does not support {' and '.join(changed)}. Leave that out of "
+            "TERecipeKwargs."
         )
     return recipes.DelayedScaling(fp8_format=layout, **{name: options[name] for name in options if name in known})
 
@@ -226,7 +227,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
         fp8_recipe_handler = TERecipeKwargs()
     recipe = make_recipe(fp8_recipe_handler)
     forward = FP8Forward(model.forward, recipe, bool(fp8_recipe_handler.use_autocast_during_eval))
-    # past `__setattr__`, by which compiled modules would hand it on to the module inside
+    # past `__setattr__`, by which compiled modules would set it on the module inside
     model.__dict__["forward"] = forward
     return model
 

@@ -58,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._take_step = _stepped_in_backward
 
     def step_through(self, take_step: TakeStep, before_step: Callable[[], None] | None = None) -> None:
-        """Have an engine take the steps.
+        """Set the function that takes the steps: an engine's.
 
         Args:
             take_step: Called with the wrapped optimizer and the closure; returns False for a skipped step.
@@ -98,11 +98,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Give the wrapped optimizer more parameters."""
+        """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer."""
+        """Load a state dict into the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, at the end of a window."""
+        """Clear the gradients, on sync steps only."""
         if self.gradient_state.sync_gradients:
             if set_to_none is None:
                 self.optimizer.zero_grad()
@@ -120,7 +120,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients, at the end of a window."""
+        """Take a step, on sync steps only."""
         if not self.gradient_state.sync_gradients:
             return
         if supervision.counter is not None:  # `report_progress`, without a call in every step
@@ -153,10 +153,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if callable(switch):
             switch()
 
-    # ---- copies -------------------------------------------------------------------------------------------------
+    # ---- pickling -----------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the ties to this process and its engine: a copy steps by itself."""
+        """Everything but the references to this process and its engine: a copy steps by itself."""
         ties = ("_take_step", "_before_step", "accelerator_state", "gradient_state")
         return {**self.__dict__, **dict.fromkeys(ties)}
 

@@ -1,4 +1,4 @@
-"""Parameters that `prepare` renamed or replaced, and the optimizers that were made for the old ones."""
+"""Parameters that `prepare` renamed or replaced, and rebinding optimizers that were made for the old ones."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.parallel.whole_state import cut_like
+from accel_integrations.parallel.full_state import distribute_like
 
 WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter or module without what wrappers inside the model add."""
+    """The name of a parameter or module without the prefixes of wrappers inside the model."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 class ReplacedParameters:
-    """Knows which parameter took whose place, by its name in the model.
+    """Maps replaced parameters to the new ones of the same name in the model.
 
-    Old parameters are not kept alive: where no optimizer has them, their memory is free at once.
+    Old parameters are not kept alive: their memory is freed once no optimizer has them.
     """
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
-        return type(self), ()  # a copy has other parameters, none of which was replaced
+        return type(self), ()  # a pickled copy has other parameters, none of them replaced
 
     @contextmanager
     def recording(self, model: nn.Module, inner: Callable[[nn.Module], nn.Module] | None = None) -> Iterator[None]:
@@ -51,10 +51,10 @@ class ReplacedParameters:
                 self._successors[old] = new
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the new parameters in place of the old ones: groups, settings and state stay.
+        """Replace old parameters of an optimizer by the new ones; groups, options and state are kept.
 
         Args:
-            optimizer: Any; nothing happens to one that has no replaced parameter.
+            optimizer: Any optimizer; one without replaced parameters is not changed.
         """
         if not self._successors:
             return
@@ -67,20 +67,20 @@ class ReplacedParameters:
                     group["params"][index] = new
                     state = optimizer.state.pop(old, None)
                     if state is not None:
-                        optimizer.state[new] = {key: cut_like(value, new) for key, value in state.items()}
+                        optimizer.state[new] = {key: distribute_like(value, new) for key, value in state.items()}
         if changed:
             for group in optimizer.param_groups:
                 _step_one_by_one(group)
 
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """All names of all parameters, as they were before anything was wrapped around parts of the model."""
+    """All names of all parameters, without the prefixes of wrappers."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield plain_name(name), parameter
 
 
 def _step_one_by_one(group: dict[str, Any]) -> None:
-    """Keep torch from treating distributed and other parameters as one list, unless the user has decided."""
+    """Set `foreach=False` where DTensors and plain tensors are in one group, unless the user has set it."""
     kinds = {getattr(one, "device_mesh", None) for one in group["params"]}
     if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
         group["foreach"] = False

@@ -21,7 +21,7 @@ V = TypeVar("V")
 
 
 class Notes(WeakKeyDictionary[K, V]):
-    """What an engine notes about objects, which it does not keep alive. A pickled copy has none: it has other objects."""
+    """Weakly keyed notes of an engine about objects. A pickled copy is empty: it has other objects."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -41,24 +41,24 @@ class Prepared:
     """
 
     models: list[nn.Module] = field(default_factory=list)
-    """The models that users built; hooks of checkpoints get these."""
+    """The models as users built them; checkpoint hooks get these."""
     wrapped: list[nn.Module] = field(default_factory=list)
-    """What `prepare` made of each of them."""
+    """The wrapped models that `prepare` returned, in the same order."""
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list)
     schedulers: list[AcceleratedScheduler] = field(default_factory=list)
     dataloaders: list[Any] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
 
     def wrapped_of(self, models: Sequence[nn.Module]) -> list[nn.Module]:
-        """What `prepare` made of those of its models that are in a list."""
-        return [whole for inner, whole in zip(self.models, self.wrapped, strict=False) if inner in models]
+        """The wrapped models of those prepared models that are in a list."""
+        return [wrapped for inner, wrapped in zip(self.models, self.wrapped, strict=False) if inner in models]
 
     def keep_model(self, inner: nn.Module, wrapped: Any) -> Any:
         """Record a model.
 
         Args:
             inner: The one that the user built.
-            wrapped: What was made of it, which is returned.
+            wrapped: The wrapped model, which is returned.
         """
         self.models.append(inner)
         return keep(self.wrapped, wrapped)

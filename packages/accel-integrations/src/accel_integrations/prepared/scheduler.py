@@ -13,7 +13,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.scheduler.AcceleratedScheduler")
 class AcceleratedScheduler:
-    """Wraps a scheduler written for one process: it steps when its optimizers step, once for each process's batch.
+    """Wraps a scheduler written for one process: it steps when its optimizers step, once per rank with its own batch.
 
     Args:
         scheduler (`torch.optim.lr_scheduler.LRScheduler`): The scheduler.
@@ -53,7 +53,7 @@ class AcceleratedScheduler:
         self._join_this_process()
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step as often as one process alone would have stepped for the same data."""
+        """Step as often as a run of one process would for the same data."""
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -76,7 +76,7 @@ class AcceleratedScheduler:
         return self.scheduler.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped scheduler."""
+        """Load a state dict into the wrapped scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_lr(self) -> Any:
@@ -89,7 +89,7 @@ class AcceleratedScheduler:
 
 
 def _num_batches_at_a_time() -> int:
-    """How many different batches are worked on together."""
+    """Number of ranks that read different batches."""
     num_processes = PartialState().num_processes
     config = AcceleratorState._shared_state.get("parallelism_config")
     return num_processes if config is None else config.data_place(0, num_processes).count

@@ -1,1 +1,1 @@
-"""DeepSpeed: its engine behind the interface of all engines, and the wrappers that other libraries know."""
+"""The DeepSpeed engine behind the interface of all engines, and the wrappers that other libraries use."""

@@ -1,4 +1,4 @@
-"""Which of several DeepSpeed plugins is in use."""
+"""The DeepSpeed plugin in use, where there are several."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
         state: The state of a run with DeepSpeed.
 
     Raises:
-        ValueError: The run is without DeepSpeed.
+        ValueError: The run does not use DeepSpeed.
     """
     plugin: DeepSpeedPlugin | None = state.deepspeed_plugin
     if state.distributed_type != DistributedType.DEEPSPEED or plugin is None:
         raise ValueError(
-            f"There is no DeepSpeed plugin in use: the run's distributed_type is {state.distributed_type.value!r}. Pass "
-            "a DeepSpeedPlugin to Accelerator."
+            f"No DeepSpeed plugin is in use: the distributed_type of this run is {state.distributed_type.value!r}. "
+            "Pass a DeepSpeedPlugin to Accelerator."
         )
     return plugin

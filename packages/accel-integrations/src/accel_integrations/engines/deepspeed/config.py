@@ -1,4 +1,4 @@
-"""The "auto" values of DeepSpeed's configuration, filled from what is prepared."""
+"""Filling the "auto" values of the DeepSpeed configuration from prepared objects and settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HIDDEN_SIZE_RULES = {
     "zero_optimization.stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
     "zero_optimization.stage3_param_persistence_threshold": lambda size: 10 * size,
 }
-"""What transformers and accelerate make of a model's hidden size, in elements."""
+"""Bucket sizes from a model's hidden size, in elements, as in transformers and accelerate 1.15."""
 PLAIN_VALUES = {
     "gradient_clipping": 1.0,
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
@@ -41,10 +41,10 @@ HINTS = {
     "scheduler.": "pass it to DummyScheduler",
     "zero_optimization.": "give the model a config with a hidden_size",
 }
-"""What fills a key, or all keys that begin so."""
+"""How a user can fill a key, or all keys with this prefix."""
 
 
-def settle(
+def fill_auto_values(
     plugin: DeepSpeedPlugin,
     context: EngineContext,
     objects: Sequence[Any],
@@ -58,24 +58,24 @@ def settle(
 
     Args:
         plugin: Its `deepspeed_config` is changed.
-        context: Settings of the run; its accumulation steps become those of the configuration.
-        objects: Everything that is prepared, of which the data loaders say the batch size.
+        context: The settings of the run; its accumulation steps are set to those of the configuration.
+        objects: All arguments of `prepare`; the data loaders give the batch size.
         model: The model.
-        optimizer: The optimizer, what stands for it, or None.
+        optimizer: The optimizer, a `DummyOptim`, or None.
         scheduler: Likewise.
-        num_readers: How many processes read different samples.
-        num_replicas: How many different batches are worked on together.
+        num_readers: Number of ranks that read different samples.
+        num_replicas: Number of different batches per step, over all ranks.
 
     Raises:
-        ValueError: Naming every value that nothing fills, and what would; or sizes that contradict one another.
+        ValueError: The message names every value that nothing fills, or batch sizes that contradict each other.
     """
     config = plugin.deepspeed_config
     if "train_batch_size" not in config:
         config.setdefault(MICRO_BATCH, AUTO)  # DeepSpeed needs one of them
-    steps = _settle_steps(config, context)
+    steps = _accumulation_steps(config, context)
     batch = _micro_batch(config, plugin, context, objects, num_readers)
     values: dict[str, Any] = {**PLAIN_VALUES, STEPS: steps}
-    num_counted = num_replicas * _num_sharing_layers(config)
+    num_counted = num_replicas * _tensor_parallel_size(config)
     if batch is not None:
         values |= {MICRO_BATCH: batch, "train_batch_size": batch * steps * num_counted}
     hidden_size = find_hidden_size(model)
@@ -87,24 +87,24 @@ def settle(
     _check_batch_sizes(config, num_counted)
 
 
-def _num_sharing_layers(config: Mapping[str, Any]) -> int:
-    """Processes that share layers read the same samples, but DeepSpeed's batch size counts each one's."""
+def _tensor_parallel_size(config: Mapping[str, Any]) -> int:
+    """The size of TP groups: their ranks read the same samples, but DeepSpeed's batch size counts each rank."""
     return int(get_value(config, "tensor_parallel.autotp_size") or 1)
 
 
-def _settle_steps(config: Mapping[str, Any], context: EngineContext) -> int:
-    """How many batches make a step: what the configuration says, else what the accelerator was told."""
-    told = context.gradient_state.num_steps
-    said = config.get(STEPS, AUTO)
-    if said == AUTO:
-        return told
-    if told not in (1, said):
+def _accumulation_steps(config: Mapping[str, Any], context: EngineContext) -> int:
+    """Gradient accumulation steps: those of the DeepSpeed configuration, else those of the Accelerator."""
+    from_accelerator = context.gradient_state.num_steps
+    configured = config.get(STEPS, AUTO)
+    if configured == AUTO:
+        return from_accelerator
+    if from_accelerator not in (1, configured):
         warn_user(
-            f"gradient_accumulation_steps={told} of the Accelerator differs from {said} in the DeepSpeed configuration, "
-            "which is used: write 'auto' there, or leave it out of the Accelerator."
+            f"gradient_accumulation_steps={from_accelerator} of the Accelerator differs from {configured} in the DeepSpeed "
+            "configuration, which takes precedence. Write 'auto' there, or do not pass it to the Accelerator."
         )
-    context.gradient_state.plugin_kwargs["num_steps"] = said
-    return int(said)
+    context.gradient_state.plugin_kwargs["num_steps"] = configured
+    return int(configured)
 
 
 def _micro_batch(
@@ -114,10 +114,10 @@ def _micro_batch(
     objects: Sequence[Any],
     num_readers: int,
 ) -> int | None:
-    """Samples per process and batch; None when no loader says it."""
-    said = config.get(MICRO_BATCH, AUTO)
-    if said != AUTO:
-        return int(said)
+    """Micro-batch size (samples per rank); None when no loader gives it."""
+    configured = config.get(MICRO_BATCH, AUTO)
+    if configured != AUTO:
+        return int(configured)
     sizes = [_batch_size(loader, context.split_batches, num_readers) for loader in objects if _is_loader(loader)]
     if not sizes:
         total = [getattr(loader, "total_batch_size", None) for loader in context.prepared.dataloaders]
@@ -126,7 +126,7 @@ def _micro_batch(
     if len(known) < len(sizes):
         raise ValueError(
             f"{MICRO_BATCH}='auto' cannot be filled, because a data loader has no batch size of its own "
-            f"(batch_size=None): write the number of samples per process and batch into the DeepSpeed configuration."
+            "(batch_size=None). Set it in the DeepSpeed configuration to the number of samples per process and batch."
         )
     if not known:
         return None
@@ -149,11 +149,11 @@ def _batch_size(loader: Any, split_batches: bool, num_readers: int) -> int | Non
 
 
 def find_hidden_size(model: nn.Module) -> int | None:
-    """The width of a transformer, from its configuration.
+    """The hidden size of a transformer, from its configuration; None when there is none.
 
     Args:
-        model: Any model; those of transformers have a `config` with `hidden_size` or `hidden_sizes`, or with a
-            `text_config` that has.
+        model: Any model; those of transformers have a `config` with `hidden_size` or `hidden_sizes`, or a
+            `text_config` with one of them.
     """
     config = getattr(model, "config", None)
     for part in (config, getattr(config, "text_config", None)):
@@ -174,7 +174,7 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
 
 
 def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dict[str, Any]:
-    """Parameters of the configuration's scheduler, which steps once for the batches of all processes."""
+    """Parameters of the configuration's scheduler, which steps once for the batches of all ranks."""
     if not isinstance(scheduler, DummyScheduler):
         return {}
     given = {"warmup_num_steps": scheduler.warmup_num_steps, **scheduler.kwargs}
@@ -196,7 +196,7 @@ def _check_all_known(config: Mapping[str, Any], values: Mapping[str, Any]) -> No
         hint = next((hint for start, hint in HINTS.items() if key.startswith(start)), None)
         lines.append(f"- {key}: " + (f"{hint}, or write" if hint else "write") + " a value into the configuration")
     raise ValueError(
-        "'auto' values of the DeepSpeed configuration cannot be filled, because nothing says them:\n"
+        "'auto' values of the DeepSpeed configuration cannot be filled, because nothing determines them:\n"
         + "\n".join(lines)
     )
 
@@ -207,5 +207,5 @@ def _check_batch_sizes(config: Mapping[str, Any], num_counted: int) -> None:
         return
     raise ValueError(
         f"The DeepSpeed configuration has train_batch_size={total}, which is not {MICRO_BATCH}={micro} x "
-        f"{STEPS}={steps} x {num_counted} processes = {micro * steps * num_counted}: write 'auto' for one of them."
+        f"{STEPS}={steps} x {num_counted} processes = {micro * steps * num_counted}. Write 'auto' for one of them."
     )

@@ -1,4 +1,4 @@
-"""DeepSpeed behind the interface of all engines: it owns gradients, steps and states; this says when."""
+"""The DeepSpeed engine: DeepSpeed owns gradients, optimizer steps and states; this class calls it."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad,
 from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
-from accel_integrations.engines.deepspeed.config import MICRO_BATCH, settle
+from accel_integrations.engines.deepspeed.config import MICRO_BATCH, fill_auto_values
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.prepare_arguments import (
     OF_DEEPSPEED,
     PrepareArguments,
     check_fit,
-    check_parts,
+    check_model_and_optimizer,
 )
-from accel_integrations.engines.deepspeed.sequence import SharedAttention, SharedBatches, shares_sequences
+from accel_integrations.engines.deepspeed.sequence import UlyssesAttention, UlyssesBatches, uses_ulysses
 from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
 from accel_integrations.engines.deepspeed.states import EnginesLoad, EnginesSave
 from accel_integrations.engines.deepspeed.wrappers import (
@@ -58,48 +58,50 @@ class DeepSpeedEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.library_engine: Any = None
-        """What runs backward: the first of DeepSpeed's engines that trains."""
-        self._together = PrepareArguments()
+        """The engine of DeepSpeed that `backward` uses: the first one with an optimizer."""
+        self._found = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
-        self._attention: SharedAttention | None = None
+        self._attention: UlyssesAttention | None = None
         self._warned_of_clipping = False
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Refuse what DeepSpeed does not do, then have it join the processes.
+        """Check the settings, then initialize DeepSpeed on the process group.
 
         Raises:
-            ValueError: For float16 on a CPU, averages over windows, and axes that DeepSpeed does not know.
+            ValueError: For float16 on the CPU, `average_over`, and mesh dimensions that DeepSpeed does not have.
         """
         state = self.context.state
         if state.device.type == "cpu" and state.mixed_precision == "fp16":
-            raise ValueError("mixed_precision='fp16' is not possible with DeepSpeed on a CPU: choose 'bf16', or 'no'.")
+            raise ValueError(
+                "mixed_precision='fp16' is not supported with DeepSpeed on the CPU. Choose 'bf16' or 'no'."
+            )
         if self.averaging.is_by_window:
             raise ValueError(
-                "GradientAccumulationPlugin(average_over=...) needs gradients at the end of a window, but DeepSpeed "
-                "steps in backward: leave it out."
+                "GradientAccumulationPlugin(average_over=...) needs gradients at the end of an accumulation window, "
+                "but DeepSpeed takes the optimizer step in backward. Leave it out."
             )
         self._check_axes()
         load_library(state.device)
-        join_processes(state.device, state.backend)  # models may be built in shards before any is prepared
+        join_processes(state.device, state.backend)  # models may be built sharded before `prepare`
 
     def _check_axes(self) -> None:
         config = self.context.state.parallelism_config
         if config is None:
             return
-        refused = [f"{axis}_size" for axis in config.active_mesh_dims if axis != "sp"]
+        unsupported = [f"{axis}_size" for axis in config.active_mesh_dims if axis != "sp"]
         if config.sp_enabled and config.sp_backend != "deepspeed":
-            refused.append(f"sp_backend={config.sp_backend!r}")
-        if refused:
+            unsupported.append(f"sp_backend={config.sp_backend!r}")
+        if unsupported:
             raise ValueError(
-                f"ParallelismConfig asks for {', '.join(refused)}, which cannot be combined with DeepSpeed: it shards by "
-                "itself (zero_stage), divides layers by tensor_parallel in its own configuration, and sequences by sp_size "
-                "with sp_backend='deepspeed'."
+                f"ParallelismConfig uses {', '.join(unsupported)}, which cannot be combined with DeepSpeed. DeepSpeed "
+                "shards parameters by zero_stage, layers by tensor_parallel in its own configuration, and sequences by "
+                "sp_size with sp_backend='deepspeed'. Use these instead."
             )
 
     def make_precision(self, wanted: str) -> Precision:
-        """DeepSpeed converts the model itself, but for 8-bit floats."""
+        """Full precision, because DeepSpeed converts the model itself, except for 8-bit floats."""
         asked = self.context.state._mixed_precision
         return super().make_precision("fp8" if asked == "fp8" else "no")
 
@@ -108,10 +110,10 @@ class DeepSpeedEngine(Engine):
         return StepAverage(self.gradient_state, divides=False)
 
     def data_place(self) -> DataPlace:
-        """All processes read different samples, but for those that share layers."""
+        """All ranks read different samples, except for those of a TP group."""
         state = self.context.state
-        share = self._tensor_parallel_size()
-        return DataPlace(state.process_index // share, state.num_processes // share)
+        size = self._tensor_parallel_size()
+        return DataPlace(state.process_index // size, state.num_processes // size)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -119,9 +121,9 @@ class DeepSpeedEngine(Engine):
         return get_active_deepspeed_plugin(self.context.state)
 
     def _sequence_size(self) -> int:
-        """How many processes share every sequence."""
+        """Number of ranks that hold shards of one sequence."""
         config = self.context.state.parallelism_config
-        return config.sp_size if config is not None and shares_sequences(config) else 1
+        return config.sp_size if config is not None and uses_ulysses(config) else 1
 
     def _tensor_parallel_size(self) -> int:
         return int(self.plugin.get_value("tensor_parallel.autotp_size") or 1)
@@ -129,29 +131,29 @@ class DeepSpeedEngine(Engine):
     # ---- preparing ----------------------------------------------------------------------------------------------
 
     def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
-        """Find the model with its optimizer and its scheduler, of which one DeepSpeed engine is made, and settle "auto".
+        """Find the model, its optimizer and its scheduler, and fill the "auto" values of the configuration.
 
         Raises:
-            ValueError: For objects that do not belong together, or do not fit the configuration.
+            ValueError: For objects that cannot be prepared together, or do not fit the configuration.
         """
         self._objects = None
-        self._together = found = PrepareArguments.find(objects)
+        self._found = found = PrepareArguments.find(objects)
         if found.model is None:
             return list(objects)
         model, optimizer, scheduler = found.pick(objects)
         config = self.plugin.deepspeed_config
         check_fit(optimizer, scheduler, config)
-        check_parts(model, optimizer, config)
+        check_model_and_optimizer(model, optimizer, config)
         readers = self.data_place().count
-        settle(
+        fill_auto_values(
             self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
         )
         self._objects = (model, optimizer, scheduler)
         return [None if index in found.positions else item for index, item in enumerate(objects)]
 
     def after_prepare(self, results: list[Any]) -> list[Any]:
-        """Build one engine of what was found; everything else was prepared as everywhere."""
-        found, objects = self._together, self._objects
+        """Build one engine of DeepSpeed from the objects that `before_prepare` found."""
+        found, objects = self._found, self._objects
         self._objects = None
         if objects is None:
             return results
@@ -169,16 +171,16 @@ class DeepSpeedEngine(Engine):
         return [self.shard_sequences(one) if one in record.dataloaders else one for one in results]
 
     def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:
-        """What stands for a model, its optimizer and its scheduler from now on."""
+        """Build the engine; returns it with the wrapped optimizer and scheduler."""
         import deepspeed
 
         plugin, state = self.plugin, self.context.state
         plugin.set_moe_leaf_modules(model)
         model = self.precision.wrap_forward(self.precision.convert(model))
         arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}
-        if (config := state.parallelism_config) is not None and shares_sequences(config):
+        if (config := state.parallelism_config) is not None and uses_ulysses(config):
             self._restore_attention()
-            self._attention = SharedAttention.register(model, config, plugin.deepspeed_config[MICRO_BATCH])
+            self._attention = UlyssesAttention.register(model, config, plugin.deepspeed_config[MICRO_BATCH])
             arguments["mpu"] = self._attention.groups
         if isinstance(optimizer, DummyOptim):
             arguments["model_parameters"] = optimizer.params
@@ -195,7 +197,7 @@ class DeepSpeedEngine(Engine):
         return engine, wrapped_optimizer, self._wrap_scheduler(scheduler, its_scheduler, wrapped_optimizer)
 
     def _placed(self, optimizer: torch.optim.Optimizer) -> Any:
-        """DeepSpeed's own optimizer where states are kept in CPU memory, unless the configuration forbids it."""
+        """The CPU optimizer of DeepSpeed where optimizer states are offloaded, unless the configuration forbids it."""
         plugin = self.plugin
         device = plugin.get_value("zero_optimization.offload_optimizer.device")
         if device in NOT_OFFLOADED or not plugin.get_value("zero_force_ds_cpu_optimizer", True):
@@ -222,86 +224,87 @@ class DeepSpeedEngine(Engine):
         engine.compile(backend=options.pop("backend"), compile_kwargs=options)
 
     def _keep(self, engine: Any) -> None:
-        """The first engine that trains is the one that `backward` steps."""
+        """Keep the first engine with an optimizer, for `backward`."""
         if self.library_engine is None or not _trains(self.library_engine.engine):
             self.library_engine = DeepSpeedEngineWrapper(engine)
         elif _trains(engine):
             warn_user(
-                "This Accelerator has prepared a second model to train, but backward() goes through the DeepSpeed engine "
-                "of the first: make an Accelerator for each model that is trained."
+                "This Accelerator has prepared a second model to train, but backward() uses the DeepSpeed engine of "
+                "the first. Create one Accelerator for each model that is trained."
             )
 
     def shard_sequences(self, loader: Any) -> Any:
-        """The loader of which each rank yields its shard of sequences, where DeepSpeed shards them."""
-        if not shares_sequences(self.context.state.parallelism_config) or isinstance(loader, SharedBatches):
+        """Wrap a loader so that each rank yields its shard of sequences, where DeepSpeed shards them."""
+        if not uses_ulysses(self.context.state.parallelism_config) or isinstance(loader, UlyssesBatches):
             return loader
-        return SharedBatches(loader, self.context.state.device)
+        return UlyssesBatches(loader, self.context.state.device)
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        """Move a model that is prepared on its own to the device; DeepSpeed has no part in it."""
+        """Move a model that is prepared on its own to the device, without DeepSpeed."""
         return model.to(self.context.state.device) if device_placement else model
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Accumulate gradients, and at the end of a window step."""
+        """Accumulate gradients, and take the optimizer step on sync steps."""
         if self.library_engine is None:
             raise RuntimeError(
-                "backward() needs a DeepSpeed engine, but no model was prepared: pass model and optimizer to prepare() first."
+                "backward() needs a DeepSpeed engine, but no model was prepared. Pass the model and its optimizer to "
+                "prepare() first."
             )
         self.library_engine.backward(loss, sync_gradients=self.gradient_state.sync_gradients, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Nothing to hold back: DeepSpeed is told in backward where windows end."""
+        """Without effect: `backward` tells DeepSpeed which steps are sync steps."""
         return nullcontext()
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
-        """The joint norm that DeepSpeed had, and bounded as its configuration says, before it stepped."""
+        """The gradient norm before the last step, at which DeepSpeed clipped as its configuration says."""
         bound = self.plugin.get_value("gradient_clipping")
         if max_norm != bound and not self._warned_of_clipping:
             self._warned_of_clipping = True
             warn_user(
-                f"clip_grad_norm_(max_norm={max_norm}) comes too late under DeepSpeed, which stepped in backward with "
-                f"gradient_clipping={bound}: set DeepSpeedPlugin(gradient_clipping={max_norm})."
+                f"clip_grad_norm_(max_norm={max_norm}) has no effect with DeepSpeed, which has taken the optimizer "
+                f"step in backward, with gradient_clipping={bound}. Set DeepSpeedPlugin(gradient_clipping={max_norm})."
             )
         norm: Any = None if self.library_engine is None else self.library_engine.get_global_grad_norm()
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Not possible: DeepSpeed stepped in backward.
+        """Not supported: DeepSpeed takes the step in backward.
 
         Raises:
-            ValueError: Saying what to use instead.
+            ValueError: Always; the message says what to use instead.
         """
         raise ValueError(
-            "clip_grad_value_() is not possible under DeepSpeed, which steps in backward: set gradient_clipping, which "
-            "bounds the norm, in DeepSpeedPlugin or its configuration."
+            "clip_grad_value_() is not supported with DeepSpeed, which takes the optimizer step in backward. Set "
+            "gradient_clipping, which clips by norm, in DeepSpeedPlugin or its configuration."
         )
 
     def reduce_gradient_weight(self, weight: torch.Tensor) -> torch.Tensor:
-        """Add a weight up over all processes."""
+        """All-reduce a weight (0-dim float32, summed) over all ranks."""
         return all_reduce_over_group(weight, None)
 
     @property
     def num_averaged(self) -> int:
-        """DeepSpeed averages over batches, and adds up what processes that share sequences contribute."""
+        """DeepSpeed averages over batches, and sums over ranks that hold shards of one sequence."""
         return self.context.state.num_processes // self._sequence_size()
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """The mean loss over the tokens of all processes, also where they share sequences of one batch."""
+        """The mean loss (0-dim) over the tokens of all ranks, also where they hold shards of one batch's sequences."""
         return mean_over_tokens(loss, num_tokens, None, self.num_averaged)
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The whole model's tensors in CPU memory, on the main process.
+        """The full state dict in CPU memory, on the main process.
 
-        Under stage 3, and where processes share layers, there is nothing on the others.
+        Under ZeRO stage 3, and with tensor parallelism, it is empty on the other ranks.
 
         Raises:
-            ValueError: Under stage 3, when the configuration does not allow to gather weights.
+            ValueError: Under ZeRO stage 3, when the configuration does not allow gathering weights.
         """
         engine = next((one for one in self._engines if model is one or model is one.module), None)
         if engine is None:
@@ -309,10 +312,10 @@ class DeepSpeedEngine(Engine):
         if engine.zero_optimization_partition_weights():
             if not engine.zero_gather_16bit_weights_on_model_save():
                 raise ValueError(
-                    "ZeRO stage 3 has divided the weights, and the configuration does not allow to gather them: set "
+                    "ZeRO stage 3 has sharded the weights, and the configuration does not allow gathering them. Set "
                     "DeepSpeedPlugin(zero3_save_16bit_model=True), "
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use zero_to_fp32.py in a folder of "
-                    "save_state()."
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use zero_to_fp32.py in a folder "
+                    "of save_state()."
                 )
             return engine._zero3_consolidated_16bit_state_dict() or {}
         tensors = self.unwrap(engine).state_dict()
@@ -335,7 +338,7 @@ class DeepSpeedEngine(Engine):
         check_shared_folder(sees_main, folder)
 
     def save(self, options: Mapping[str, Any]) -> PendingSave:
-        """Have DeepSpeed write all engines, each into a folder of its own."""
+        """Have DeepSpeed write the states of all engines, each into its own folder."""
         return EnginesSave(self._engines, self._others, options)
 
     def open(
@@ -345,7 +348,7 @@ class DeepSpeedEngine(Engine):
         load_kwargs: Mapping[str, Any],
         model_kwargs: Mapping[str, Any],
     ) -> PendingLoad:
-        """Have DeepSpeed read them, as data only."""
+        """Have DeepSpeed read them, as plain data only."""
         return EnginesLoad(checkpoint, self._engines, self._others, self.context.prepared, model_kwargs)
 
     # ---- the end ------------------------------------------------------------------------------------------------
@@ -356,19 +359,19 @@ class DeepSpeedEngine(Engine):
             self._attention = None
 
     def forget(self) -> None:
-        """Let go of the engine that backward stepped, and of the memory it holds."""
+        """Destroy the engine of DeepSpeed and free its memory."""
         self._restore_attention()
         if self.library_engine is not None:
             self.library_engine.engine.destroy()
             self.library_engine = None
 
     def close(self) -> None:
-        """Let DeepSpeed forget process groups that are about to end."""
+        """Make DeepSpeed drop process groups that are about to be destroyed."""
         leave_processes()
 
 
 def _trains(engine: Any) -> bool:
-    return hasattr(engine.optimizer, "step")  # without an optimizer, stage 3 has something else there
+    return hasattr(engine.optimizer, "step")  # without an optimizer, stage 3 has another object there
 
 
 def _is_engine(model: Any) -> bool:
@@ -376,5 +379,5 @@ def _is_engine(model: Any) -> bool:
 
 
 def _own_copy(value: Any) -> Any:
-    """A tensor outside of the flat buffer of which DeepSpeed's are views: saved views would take all of it along."""
+    """A CPU copy of a tensor: DeepSpeed's are views of a flat buffer, all of which would be saved with a view."""
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,4 @@
-"""Optimizers of DeepSpeed in the place of PyTorch's, for states that it keeps in CPU memory."""
+"""CPU optimizers of DeepSpeed that replace PyTorch's where optimizer states are offloaded to CPU memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_state.libraries import is_deepspeed_available
 
 @dataclass(frozen=True)
 class _Row:
-    """An optimizer of DeepSpeed, and the names of those whose place it takes."""
+    """An optimizer of DeepSpeed, and the names of those that it replaces."""
 
     replaces: tuple[str, ...]
     module: str
@@ -22,38 +22,38 @@ class _Row:
     settings: tuple[str, ...]
 
 
-IN_MAIN_MEMORY = (
+CPU_OPTIMIZERS = (
     _Row(("Adagrad",), "deepspeed.ops.adagrad", "DeepSpeedCPUAdagrad", ("eps",)),
     _Row(("Adam", "AdamW"), "deepspeed.ops.adam", "DeepSpeedCPUAdam", ("betas", "eps")),
     _Row(("Lion",), "deepspeed.ops.lion", "DeepSpeedCPULion", ("betas",)),
 )
 
 NOT_KNOWN = ("amsgrad", "maximize", "differentiable")
-"""What PyTorch's optimizers can do and DeepSpeed's cannot."""
+"""Options of PyTorch's optimizers that DeepSpeed's do not have."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
-    """DeepSpeed's optimizer for the CPU with the groups and settings of one of PyTorch.
+    """The CPU optimizer of DeepSpeed with the parameter groups and options of one of PyTorch.
 
     Args:
         optimizer: Adam, AdamW, Adagrad or Lion; another one comes back as it is.
 
     Raises:
         MissingLibraryError: Without DeepSpeed.
-        ValueError: For a setting that DeepSpeed's does not have, such as `amsgrad`.
+        ValueError: For an option that DeepSpeed's does not have, such as `amsgrad`.
     """
     if not is_deepspeed_available():
         raise missing_library("deepspeed", "deepspeed", "map_pytorch_optim_to_deepspeed()")
     name = type(optimizer).__name__
-    found = next((row for row in IN_MAIN_MEMORY if name in row.replaces), None)
+    found = next((row for row in CPU_OPTIMIZERS if name in row.replaces), None)
     if found is None:
         return optimizer
     lost = [name for name in NOT_KNOWN if any(group.get(name) for group in optimizer.param_groups)]
     if lost:
         raise ValueError(
-            f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {found.module}.{found.name}, which "
-            "keeps its state in CPU memory: leave that out, set zero_force_ds_cpu_optimizer to false in the DeepSpeed "
-            "configuration, or do not offload the optimizer."
+            f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {found.module}.{found.name}, "
+            "which keeps the optimizer state in CPU memory. Leave it out, set zero_force_ds_cpu_optimizer to false in "
+            "the DeepSpeed configuration, or do not offload the optimizer."
         )
     kind: Any = getattr(import_module(found.module), found.name)
     settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *found.settings)}

@@ -1,4 +1,4 @@
-"""Which of the objects that are prepared together DeepSpeed takes over, and whether they fit its configuration."""
+"""The model, optimizer and scheduler among the arguments of `prepare`, and whether they fit the configuration."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from accel_integrations.prepared.prepared import is_prepared
 from accel_state.settings.deepspeed_auto import get_value
 
 OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
-"""Schedulers of DeepSpeed, which its engine steps; they are no `LRScheduler`."""
+"""Schedulers of DeepSpeed, which its engine steps; they are not `LRScheduler`s."""
 
 
 @dataclass
 class PrepareArguments:
-    """Positions in what `prepare` was given, of what DeepSpeed builds one engine from; None where there is none."""
+    """Positions of model, optimizer and scheduler among the arguments of `prepare`; None where there is none."""
 
     model: int | None = None
     optimizer: int | None = None
@@ -28,7 +28,7 @@ class PrepareArguments:
 
     @classmethod
     def find(cls, objects: Sequence[Any]) -> PrepareArguments:
-        """Look through objects for those that are not prepared yet.
+        """Find those that are not prepared yet.
 
         Raises:
             ValueError: For two of a kind, or for an optimizer without its model.
@@ -42,13 +42,13 @@ class PrepareArguments:
                 names = [type(one).__name__ for one in objects if _kind_of(one) == kind]
                 raise ValueError(
                     f"prepare() got {len(names)} {kind}s ({', '.join(names)}), but a DeepSpeed engine trains one model "
-                    "with one optimizer: make one Accelerator for each model, and prepare them apart."
+                    "with one optimizer. Create one Accelerator for each model, and prepare them separately."
                 )
             setattr(found, kind, index)
         if found.model is None and found.optimizer is not None:
             raise ValueError(
-                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model: DeepSpeed "
-                "builds one engine of both, so pass model, optimizer and scheduler to one call of prepare()."
+                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model, but "
+                "DeepSpeed builds one engine from both. Pass model, optimizer and scheduler to one call of prepare()."
             )
         return found
 
@@ -60,7 +60,7 @@ class PrepareArguments:
 
     @property
     def positions(self) -> tuple[int, ...]:
-        """Those there are."""
+        """The positions that are not None."""
         return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
 
 
@@ -79,50 +79,50 @@ def _kind_of(item: Any) -> str | None:
 
 
 def is_scheduler(item: Any) -> bool:
-    """Whether an object is a learning-rate scheduler: torch's, DeepSpeed's, or what stands for one."""
+    """Whether an object is a learning-rate scheduler: torch's, DeepSpeed's, or a `DummyScheduler`."""
     if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
         return True
     return type(item).__name__ in OF_DEEPSPEED
 
 
-def check_parts(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
-    """Refuse a model without the optimizer whose state is to be divided, and an optimizer of another model.
+def check_model_and_optimizer(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:
+    """Check that a model comes with its optimizer where ZeRO shards optimizer states, and that the two belong together.
 
     Args:
-        model: What was prepared.
-        optimizer: What was prepared with it, if anything.
-        config: DeepSpeed's configuration.
+        model: The model.
+        optimizer: The optimizer prepared with it, if any.
+        config: The DeepSpeed configuration.
 
     Raises:
-        ValueError: Saying what to pass instead.
+        ValueError: They do not; the message says what to pass instead.
     """
     stage = get_value(config, "zero_optimization.stage", 0)
     if optimizer is None and stage in (1, 2) and "optimizer" not in config:
         raise ValueError(
-            f"prepare() got the model {type(model).__name__} without an optimizer, but ZeRO stage {stage} divides an "
-            "optimizer's state: pass both to one call of prepare(). For a model that only computes, choose stage 3 or 0."
+            f"prepare() got the model {type(model).__name__} without an optimizer, but ZeRO stage {stage} shards the "
+            "optimizer's state. Pass both to one call of prepare(). For inference only, choose stage 3 or 0."
         )
     if stage == 0 or not isinstance(optimizer, torch.optim.Optimizer):
         return
     known = {id(one) for one in model.parameters()}
-    strange = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
-    if strange:
+    num_foreign = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    if num_foreign:
         raise ValueError(
-            f"{strange} parameters of the optimizer {type(optimizer).__name__} are not those of the model "
-            f"{type(model).__name__} that is prepared with it: make the optimizer from model.parameters()."
+            f"{num_foreign} parameters of the optimizer {type(optimizer).__name__} do not belong to the model "
+            f"{type(model).__name__} that is prepared with it. Create the optimizer from model.parameters()."
         )
 
 
 def check_fit(optimizer: Any, scheduler: Any, config: Mapping[str, Any]) -> None:
-    """Refuse an optimizer or scheduler that is described twice, or nowhere.
+    """Check that optimizer and scheduler are each defined once: by an object or by the configuration.
 
     Args:
-        optimizer: What was prepared, if anything.
-        scheduler: Likewise.
-        config: DeepSpeed's configuration.
+        optimizer: The optimizer to prepare, if any.
+        scheduler: The scheduler to prepare, if any.
+        config: The DeepSpeed configuration.
 
     Raises:
-        ValueError: Saying what to take out, or to pass instead.
+        ValueError: One is defined twice or not at all; the message says what to change.
     """
     for kind, item, dummy in (("optimizer", optimizer, DummyOptim), ("scheduler", scheduler, DummyScheduler)):
         if item is None:
@@ -131,17 +131,17 @@ def check_fit(optimizer: Any, scheduler: Any, config: Mapping[str, Any]) -> None
         if is_described and not is_dummy:
             raise ValueError(
                 f"The {kind} is given twice: the DeepSpeed configuration has a section {kind!r}, and prepare() got a "
-                f"{type(item).__name__}. Take the section out, or pass accelerate.utils.{dummy.__name__} instead."
+                f"{type(item).__name__}. Remove the section, or pass accelerate.utils.{dummy.__name__} instead."
             )
         if is_dummy and not is_described and getattr(item, "lr_scheduler_callable", None) is None:
             instead = ", or pass lr_scheduler_callable to it" if dummy is DummyScheduler else ""
             raise ValueError(
-                f"prepare() got a {dummy.__name__}, which stands for the {kind} of the DeepSpeed configuration, but "
-                f"there is no section {kind!r} in it: add one, or pass a real {kind}{instead}."
+                f"prepare() got a {dummy.__name__}, which stands for the {kind} of the DeepSpeed configuration, but it "
+                f"has no section {kind!r}. Add one, or pass a real {kind}{instead}."
             )
     if isinstance(optimizer, DummyOptim) and scheduler is not None and not isinstance(scheduler, DummyScheduler):
         raise ValueError(
-            f"prepare() got a DummyOptim together with the scheduler {type(scheduler).__name__}, which cannot drive an "
-            "optimizer that DeepSpeed makes only now: pass a DummyScheduler, with a section 'scheduler' in the "
+            f"prepare() got a DummyOptim together with the scheduler {type(scheduler).__name__}, but the optimizer of "
+            "that scheduler is created by DeepSpeed only now. Pass a DummyScheduler, with a section 'scheduler' in the "
             "configuration or with lr_scheduler_callable."
         )

@@ -1,4 +1,4 @@
-"""Sequences shared between processes by DeepSpeed (Ulysses, ALST; https://arxiv.org/abs/2506.13996)."""
+"""DeepSpeed's sequence parallelism (Ulysses, ALST; https://arxiv.org/abs/2506.13996)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from accel_state.mesh import ParallelismConfig
 
 
-def shares_sequences(config: ParallelismConfig | None) -> bool:
-    """Whether DeepSpeed is asked to share sequences between processes."""
+def uses_ulysses(config: ParallelismConfig | None) -> bool:
+    """Whether the run uses DeepSpeed's sequence parallelism."""
     return config is not None and config.sp_enabled and config.sp_backend == "deepspeed"
 
 
 @dataclass(frozen=True)
-class SharedAttention:
-    """An attention of transformers in whose place DeepSpeed has put one that trades heads for sequences.
+class UlyssesAttention:
+    """An attention function of transformers that DeepSpeed has replaced by one with all-to-alls around it.
 
     Attributes:
-        groups: What `deepspeed.initialize` takes as `mpu`.
-        name: What transformers calls the attention.
-        original: The function that it had.
+        groups: The `mpu` argument of `deepspeed.initialize`.
+        name: The name of the attention in transformers.
+        original: The function that was replaced.
     """
 
     groups: Any
@@ -35,21 +35,22 @@ class SharedAttention:
     original: Any
 
     @classmethod
-    def register(cls, model: nn.Module, config: ParallelismConfig, micro_batch: int) -> SharedAttention:
-        """Have a model share sequences; all models with the same attention do from then on.
+    def register(cls, model: nn.Module, config: ParallelismConfig, micro_batch: int) -> UlyssesAttention:
+        """Replace the attention; it stays replaced for all models with the same attention, until `restore`.
 
         Args:
             model: Of transformers, built with the attention that `sp_attn_implementation` names.
             config: With `sp_size` and its handler.
-            micro_batch: Samples per process and batch.
+            micro_batch: Micro-batch size (samples per rank).
 
         Raises:
-            ValueError: For a model that is not one of transformers, or has layers that cannot work on a part.
+            ValueError: For a model that is not of transformers, or has layers that cannot work on a shard of a
+                sequence.
         """
         if not hasattr(model, "config"):
             raise ValueError(
-                f"sp_size={config.sp_size} with sp_backend='deepspeed' shares the sequences of models of transformers, "
-                f"which {type(model).__name__} is not: it has no config. Choose sp_backend='torch' without DeepSpeed."
+                f"sp_size={config.sp_size} with sp_backend='deepspeed' shards sequences only for models of "
+                f"transformers, but {type(model).__name__} has no config. Choose sp_backend='torch' without DeepSpeed."
             )
         check_no_recurrent_layers(model, f"sp_size={config.sp_size}")
         from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
@@ -69,20 +70,20 @@ class SharedAttention:
         return cls(groups, name, original)
 
     def restore(self) -> None:
-        """Give transformers its own attention back, for models of another run in this process."""
+        """Restore the attention of transformers, for models of another run in this process."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         if self.original is not None:
             ALL_ATTENTION_FUNCTIONS[self.name] = self.original
 
 
-class SharedBatches:
-    """Hands out this process's part of the sequences of every batch of its group, one batch after another.
+class UlyssesBatches:
+    """Yields this rank's shard of the sequences of every batch of its sequence parallel group, one batch after another.
 
     Args:
         loader: Prepared; its batches are dictionaries with `input_ids`, `labels` and `position_ids`, each of shape
             (batch, sequence). `labels` come out as `shift_labels`. Other attributes are those of this loader.
-        device: Where batches are exchanged and handed out.
+        device: The device of the collectives, and of the batches that are yielded.
     """
 
     def __init__(self, loader: Any, device: torch.device) -> None:
@@ -91,7 +92,7 @@ class SharedBatches:
 
         self.loader = loader
         self.device = device
-        self._parts = UlyssesSPDataLoaderAdapter(
+        self._shards = UlyssesSPDataLoaderAdapter(
             loader,
             sp_rank=groups._get_sequence_parallel_rank(),
             sp_group=groups._get_sequence_parallel_group(),
@@ -100,17 +101,17 @@ class SharedBatches:
         )
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._shards)
 
     def __iter__(self) -> Iterator[Any]:
-        for part in self._parts:
-            yield {name: self._whole(value) for name, value in part.items()}
+        for shard in self._shards:
+            yield {name: self._on_device(value) for name, value in shard.items()}
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while a copy is being made
             raise AttributeError(name)
         return getattr(self.loader, name)
 
-    def _whole(self, value: Any) -> Any:
-        """DeepSpeed cuts views out of sequences, on the CPU."""
+    def _on_device(self, value: Any) -> Any:
+        """A contiguous tensor on the device: DeepSpeed yields views of the full sequences, on the CPU."""
         return value.to(self.device).contiguous() if isinstance(value, torch.Tensor) else value

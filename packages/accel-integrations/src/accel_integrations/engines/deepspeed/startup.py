@@ -1,4 +1,4 @@
-"""Joining the processes for DeepSpeed: on which device, through which group, and without stale builds."""
+"""Initializing DeepSpeed on the run's device and process group, and warning about stale build locks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from accel_state.processes import kind_of
 from accel_state.warning import warn_user
 
 BUILDS_SHARED_MEMORY = "DS_BUILD_SHM_COMM"
-"""0 spares CPUs the minute in which DeepSpeed compiles its exchange through shared memory, at the first start."""
+"""0 keeps DeepSpeed from compiling its shared-memory collectives for CPUs, which takes a minute at the first start."""
 
 COMPILED = frozenset({
     "async_io", "cpu_adagrad", "cpu_adam", "cpu_lion", "deepspeed_shm_comm", "fused_adam", "fused_lamb", "fused_lion",
 })  # fmt: skip
-"""What DeepSpeed compiles when it is first needed, by the names of the folders."""
+"""Folder names of the extensions that DeepSpeed compiles at first use."""
 
-_joined: weakref.ref[Any] | None = None  # the process group that DeepSpeed was told of
+_joined: weakref.ref[Any] | None = None  # the process group that DeepSpeed uses
 
 
 def load_library(device: torch.device) -> Any:
-    """Import DeepSpeed for a device, which it settles when it is imported.
+    """Import DeepSpeed for a device, which it chooses when it is imported.
 
     Raises:
         ValueError: It was imported for another device already.
@@ -39,8 +39,8 @@ def load_library(device: torch.device) -> Any:
     found = get_accelerator().device_name()
     if found != device.type:
         raise ValueError(
-            f"DeepSpeed computes on {found!r} in this process, but the Accelerator on {device.type!r}: set "
-            f"DS_ACCELERATOR={device.type} before anything imports deepspeed, or make the Accelerator first."
+            f"DeepSpeed uses the device type {found!r} in this process, but the Accelerator uses {device.type!r}. Set "
+            f"DS_ACCELERATOR={device.type} before anything imports deepspeed, or create the Accelerator first."
         )
     if device.type == "cpu" and os.environ.get(BUILDS_SHARED_MEMORY) == "0":
         from deepspeed import ops
@@ -51,7 +51,7 @@ def load_library(device: torch.device) -> Any:
 
 
 def _warn_of_locks() -> None:
-    """Say why DeepSpeed may wait without a word: a build that was killed leaves its lock behind."""
+    """Warn that DeepSpeed may hang: a build that was killed leaves its lock file behind."""
     from torch.utils import cpp_extension
 
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
@@ -59,16 +59,16 @@ def _warn_of_locks() -> None:
     locks = [str(path) for path in Path(root).glob(pattern) if path.parent.name in COMPILED]
     if locks and os.environ.get("LOCAL_RANK", "0") == "0":
         warn_user(
-            f"DeepSpeed will wait for the end of a build that another process has begun, as {', '.join(locks)} shows. If "
-            "none is running, because it was killed, delete that file."
+            f"DeepSpeed will wait until another process has finished a build, because of the lock {', '.join(locks)}. "
+            "If no build is running, for example because it was killed, delete that file."
         )
 
 
 def join_processes(device: torch.device, backend: str | None) -> None:
-    """Have DeepSpeed use the process group there is; a process that stands alone gets a group of one.
+    """Have DeepSpeed use the existing process group; a single process gets a group of one.
 
     Args:
-        device: Of this process.
+        device: The device of this rank.
         backend: The collective library of the run; None when there is no group.
     """
     global _joined
@@ -84,7 +84,7 @@ def join_processes(device: torch.device, backend: str | None) -> None:
 
 
 def leave_processes() -> None:
-    """Make DeepSpeed forget groups that are about to end, so that another run can begin in this process."""
+    """Make DeepSpeed drop its process groups, so that another run can begin in this process."""
     if "deepspeed" not in sys.modules:
         return
     import deepspeed.comm.comm as comm

@@ -1,4 +1,4 @@
-"""Training states in DeepSpeed's form: a folder per engine, written and read by all processes together."""
+"""Training states in DeepSpeed's form: a folder per engine, written and read by all ranks together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared
 
 BESIDE_STATES = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-DIVIDED_STATES = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
+SHARDED_STATES = re.compile(r".*zero_pp_rank_(\d+)_mp_rank_\d+_optim_states\.pt")
 OPTIONS_OF_SAVING = frozenset({"client_state", "exclude_frozen_parameters", "save_latest"})
 OPTIONS_OF_LOADING = frozenset({
     "custom_load_fn", "load_lr_scheduler_states", "load_module_only", "load_module_strict", "load_optimizer_states",
@@ -44,15 +44,16 @@ def tag_of(index: int) -> str:
 
 
 def write_engines(engines: Sequence[Any], folder: Path, options: dict[str, Any]) -> list[str]:
-    """Write all engines; every process must call this.
+    """Write all engines; all ranks must call this.
 
     Args:
         engines: DeepSpeed's engines.
-        folder: Exists already, and is seen by all processes.
+        folder: An existing folder, shared by all ranks.
         options: Arguments of `DeepSpeedEngine.save_checkpoint`.
 
     Returns:
-        A fair share of the files that are there now, relative to the folder.
+        The written files that this rank is to register, relative to the folder: the files are divided evenly over
+        ranks.
     """
     for index, engine in enumerate(engines):
         engine.save_checkpoint(os.fspath(folder), tag_of(index), **options)  # ends with a barrier
@@ -70,7 +71,7 @@ class EnginesSave(PendingSave):
     Args:
         engines: DeepSpeed's engines.
         others: Prepared models that are in no engine.
-        options: The further arguments of `save_state`, of which DeepSpeed takes `OPTIONS_OF_SAVING`.
+        options: The extra keyword arguments of `save_state`, of which DeepSpeed takes `OPTIONS_OF_SAVING`.
     """
 
     def __init__(self, engines: Sequence[Any], others: Sequence[nn.Module], options: Mapping[str, Any]) -> None:
@@ -88,14 +89,14 @@ class EnginesSave(PendingSave):
 
 @final
 class EnginesLoad(PendingLoad):
-    """What a checkpoint holds for DeepSpeed's engines, looked at but not loaded yet.
+    """The states of DeepSpeed's engines in a checkpoint, checked but not loaded yet.
 
     Args:
         checkpoint: The checkpoint.
-        engines: DeepSpeed's engines, in the order in which they were when it was saved.
+        engines: DeepSpeed's engines, in the same order as when it was saved.
         others: Prepared models that are in no engine.
         prepared: The record of what was prepared.
-        options: The further arguments of `load_state`, of which DeepSpeed takes `OPTIONS_OF_LOADING`.
+        options: The extra keyword arguments of `load_state`, of which DeepSpeed takes `OPTIONS_OF_LOADING`.
 
     Raises:
         ValueError: The checkpoint was saved by another engine.
@@ -122,7 +123,7 @@ class EnginesLoad(PendingLoad):
         self._others: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
-        """See that states are there, of as many ranks, and plain data; read the models that are in no engine."""
+        """Check that states exist, for as many ranks, as plain data; read the models that are in no engine."""
         chosen = self._prepared.wrapped_of(models)
         engines = [(engine, index) for index, engine in enumerate(self._all_engines) if engine in chosen]
         self._engines = find_engines(self._folder, engines)
@@ -134,7 +135,7 @@ class EnginesLoad(PendingLoad):
         """Have all engines load their state.
 
         Raises:
-            ValueError: Some of it cannot be loaded.
+            ValueError: A state cannot be loaded.
         """
         for model, weights in self._others:
             model.load_state_dict(weights)
@@ -143,12 +144,12 @@ class EnginesLoad(PendingLoad):
                 where, _ = engine.load_checkpoint(os.fspath(self._folder), tag, **self._options)
                 if where is None:
                     raise ValueError(
-                        f"DeepSpeed found nothing to load in {self._folder / tag}: load another checkpoint."
+                        f"DeepSpeed found nothing to load in {self._folder / tag}. Load another checkpoint."
                     )
 
 
 def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple[Any, str]]:
-    """See that a checkpoint can be loaded into engines, before any of them changes.
+    """Check that a checkpoint can be loaded into engines, before any of them changes.
 
     Args:
         folder: The checkpoint.
@@ -169,7 +170,7 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
                 f"The checkpoint {folder} holds no state of model {index}: {tag!r} is missing. Prepare the same models "
                 "as when it was saved, in the same order."
             )
-        _check_shares(engine, folder / tag, [path.name for path in files])
+        _check_num_shards(engine, folder / tag, [path.name for path in files])
         for path in files[dist.get_rank() :: dist.get_world_size()]:
             _check_plain(path)
         found.append((engine, tag))
@@ -177,33 +178,33 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
 
 
 def check_form(names: Collection[str], folder: Path) -> None:
-    """Refuse a checkpoint without DeepSpeed's states.
+    """Check that a checkpoint has states of DeepSpeed.
 
     Raises:
-        ValueError: Saying what to do with it.
+        ValueError: It has not; the message says how to load it.
     """
     if not holds_deepspeed_states(names):
         raise ValueError(
-            f"The checkpoint {folder} was not saved under DeepSpeed: load it without DeepSpeed, or load its weights "
+            f"The checkpoint {folder} was not saved with DeepSpeed. Load it without DeepSpeed, or load its weights "
             "into the model before it is prepared."
         )
 
 
-def _check_shares(engine: Any, folder: Path, names: Sequence[str]) -> None:
-    """DeepSpeed loads the states that ZeRO has divided into as many processes again only."""
-    shares = {found[1] for name in names if (found := DIVIDED_STATES.fullmatch(name))}
+def _check_num_shards(engine: Any, folder: Path, names: Sequence[str]) -> None:
+    """Check that a state sharded by ZeRO was saved by as many ranks as load it."""
+    shards = {found[1] for name in names if (found := SHARDED_STATES.fullmatch(name))}
     group = getattr(engine.optimizer, "dp_process_group", None)
     here = dist.get_world_size(group) if group is not None else None
-    if shares and here is not None and len(shares) != here and not engine.load_universal_checkpoint():
+    if shards and here is not None and len(shards) != here and not engine.load_universal_checkpoint():
         raise ValueError(
-            f"{folder} holds the state of {len(shares)} processes, but there are {here}: launch {len(shares)}, or "
-            "convert it with `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state` and set "
-            "checkpoint.load_universal in the DeepSpeed configuration."
+            f"{folder} holds the state of {len(shards)} processes, but this run has {here}. Launch {len(shards)} "
+            "processes, or convert it with `python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state` and "
+            "set checkpoint.load_universal in the DeepSpeed configuration."
         )
 
 
 def known_classes() -> list[Any]:
-    """What DeepSpeed writes beside plain data: classes that hold numbers and addresses, and run no code."""
+    """Classes that DeepSpeed's states contain beside plain data; they hold values only and run no code."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
@@ -213,22 +214,25 @@ def known_classes() -> list[Any]:
 
 def _check_plain(path: Path) -> None:
     if not zipfile.is_zipfile(path):
-        return  # torch's older format: refused while loading
+        return  # torch's older format: checked while loading
     with safe_globals(known_classes()):
         try:
             unknown = get_unsafe_globals_in_checkpoint(path)
         except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-            raise ValueError(f"{path} cannot be loaded ({error}): it is damaged or not from torch.save.") from error
+            raise ValueError(
+                f"{path} cannot be loaded ({error}): it is damaged, or was not written by torch.save. Load another "
+                "checkpoint."
+            ) from error
     if unknown:
         raise ValueError(
-            f"{path} holds more than plain data, and nothing of it was run (it names {', '.join(sorted(unknown))}). If "
-            "you trust who wrote it, allow these with torch.serialization.add_safe_globals([...]) and load again."
+            f"{path} holds more than plain data: it names {', '.join(sorted(unknown))}. Nothing of it was executed. If "
+            "you trust its author, allow these with torch.serialization.add_safe_globals([...]) and load again."
         )
 
 
 @contextmanager
 def plain_data_only() -> Iterator[None]:
-    """A block in which DeepSpeed, too, loads files as data only: no code in them runs.
+    """A context in which DeepSpeed, too, loads files as plain data only: no code in them runs.
 
     Raises:
         ValueError: A file holds more.
@@ -239,7 +243,9 @@ def plain_data_only() -> Iterator[None]:
         with safe_globals(known_classes()):
             yield
     except pickle.UnpicklingError as error:
-        raise ValueError(f"The checkpoint holds more than plain data, and nothing of it was run: {error}") from error
+        raise ValueError(
+            f"The checkpoint holds more than plain data, and nothing of it was executed: {error}"
+        ) from error
     finally:
         if before is None:
             del os.environ[FORCES_PLAIN_DATA]
@@ -251,7 +257,7 @@ def plain_data_only() -> Iterator[None]:
 
 
 def write_plain(models: Sequence[Any], folder: Path) -> list[str]:
-    """Write models that no engine holds, on the main process; returns the files."""
+    """Write models that are in no engine, on the main process; returns the file names."""
     for index, model in enumerate(models):
         save(model.state_dict(), folder / _plain_file(index))
     return [_plain_file(index) for index in range(len(models))] if dist.get_rank() == 0 else []

@@ -1,4 +1,4 @@
-"""What stands for a model, an optimizer and a scheduler that DeepSpeed steps by itself."""
+"""Wrappers of the engine, optimizer and scheduler of DeepSpeed, which steps them itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_state.supervision import report_progress
 
 @known_as("accelerate.utils.deepspeed.DeepSpeedEngineWrapper")
 class DeepSpeedEngineWrapper:
-    """Runs backward through a DeepSpeed engine, which takes the step too where gradients are synchronised.
+    """Runs backward through a DeepSpeed engine, and takes the optimizer step where gradients are synchronized.
 
     Args:
         engine (`deepspeed.DeepSpeedEngine`): What `deepspeed.initialize` returned.
@@ -24,11 +24,11 @@ class DeepSpeedEngineWrapper:
         self.engine = engine
 
     def backward(self, loss: Any, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Accumulate gradients, and step at the end of a window.
+        """Accumulate gradients, and take the optimizer step on sync steps.
 
         Args:
             loss: The loss (0-dim tensor).
-            sync_gradients (`bool`): Whether the window ends here.
+            sync_gradients (`bool`): Whether this is a sync step, the last of an accumulation window.
             kwargs: For the engine's backward.
         """
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
@@ -37,14 +37,14 @@ class DeepSpeedEngineWrapper:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float | None:
-        """The joint norm of all gradients at the last step; None before there was one."""
+        """The total gradient norm at the last step; None before the first step."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
 
 @known_as("accelerate.utils.deepspeed.DeepSpeedOptimizerWrapper")
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """Stands for the optimizer of a DeepSpeed engine, which steps and clears gradients by itself.
+    """Wraps the optimizer of a DeepSpeed engine, which steps it and clears gradients itself.
 
     Args:
         optimizer: The engine's optimizer.
@@ -55,10 +55,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self._knows_overflow = hasattr(optimizer, "overflow")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing: the engine's step does it."""
+        """Does nothing: the engine's step clears gradients."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing but counting: the engine stepped in backward."""
+        """Does nothing but report progress: the engine has taken the step in backward."""
         if self.gradient_state.sync_gradients:
             report_progress()
 
@@ -70,7 +70,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 @known_as("accelerate.utils.deepspeed.DeepSpeedSchedulerWrapper")
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """Stands for the scheduler of a DeepSpeed engine, which steps it by itself.
+    """Wraps the scheduler of a DeepSpeed engine, which steps it itself.
 
     Args:
         scheduler: The engine's scheduler.
@@ -83,4 +83,4 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self) -> None:
-        """Nothing: the engine stepped it."""
+        """Does nothing: the engine has stepped the scheduler."""

@@ -40,7 +40,7 @@ class GradientSync:
         """Whether there are gradients that were not summed and averaged yet."""
 
     def note_backward(self) -> None:
-        """There are new gradients."""
+        """Called after each backward pass: there are new gradients."""
         self.is_pending = True
 
     def finish(self) -> None:
@@ -102,7 +102,7 @@ class GradientSync:
 def sync_shared_parameters(
     group: PipelineGroup, shared: Mapping[str, tuple[int, ...]], own: Mapping[str, torch.Tensor]
 ) -> None:
-    """Give parameters that several stages hold the values that the first of these ranks has.
+    """Send parameters that several stages hold from the first of these ranks to the others.
 
     Args:
         group: The pipeline group.
@@ -170,6 +170,6 @@ def clip_over_stages(
         total = total ** (1.0 / norm_type)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        part = to_local(gradient)
-        part.mul_(factor.to(part.device, part.dtype))
+        local = to_local(gradient)
+        local.mul_(factor.to(local.device, local.dtype))
     return total

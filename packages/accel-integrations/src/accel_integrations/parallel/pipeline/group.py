@@ -20,7 +20,7 @@ class PipelineGroup:
     Attributes:
         process_group: The ranks of the pipeline.
         num_stages: How many stages they hold: rank r has the stages r, r + size, ...
-        device: Where this rank computes.
+        device: The device of this rank.
     """
 
     process_group: dist.ProcessGroup
@@ -29,7 +29,7 @@ class PipelineGroup:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.process_group.size()
 
     @property
@@ -52,7 +52,7 @@ class PipelineGroup:
         return stage % self.size
 
     def receive(self, shapes: Sequence[TensorShape], stage: int) -> list[torch.Tensor]:
-        """Receive tensors from the rank with another stage; blocks until they are here."""
+        """Receive tensors from the rank with another stage; blocks until they have arrived."""
         report_progress()
         tensors = [shape.empty(self.device) for shape in shapes]
         for tensor in tensors:
@@ -60,7 +60,7 @@ class PipelineGroup:
         return tensors
 
     def send(self, tensors: Sequence[torch.Tensor], stage: int) -> list[Any]:
-        """Start to send tensors to the rank with another stage; they must live until the returned work is done."""
+        """Send tensors to the rank with another stage; keep them alive until the returned work is done."""
         report_progress()
         return [dist.isend(tensor, group=self.process_group, group_dst=self.rank_of(stage)) for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""Inference in stages: a model too large for one device, split between its modules, or traced where that cannot be."""
+"""Inference in stages: a model too large for one device, split between its modules, or traced where that fails."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.microbatches import find_size, split_batch
 from accel_integrations.parallel.pipeline.model import Pipeline
+from accel_integrations.parallel.pipeline.older_torch import gpipe, match_dtypes
 from accel_integrations.parallel.pipeline.shapes import Structure, tensors_in
 from accel_integrations.parallel.pipeline.split import ModelSplit
 from accel_integrations.parallel.pipeline.stage import StagedModel
@@ -31,13 +32,13 @@ class StagedInference:
         model: The model; modules of other stages are replaced in it once the example has shown that this works.
         split: Where it is split.
         group: The pipeline group.
-        num_chunks: Into how many parts a batch is split.
+        num_chunks: Number of micro-batches per batch.
         gather_output: Whether all ranks get the output, not only the last one.
-        example: Arguments to try it with.
+        example: Arguments to try the split with; None skips that.
 
     Raises:
-        ValueError: When the model cannot be split like this; then it is as it was.
-        RuntimeError: Likewise, when another rank has noticed.
+        ValueError: When the model cannot be split like this; it is restored then.
+        RuntimeError: Likewise, on ranks other than the one that failed.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class StagedInference:
 
     @torch.no_grad()
     def _chunked(self, args: Any, kwargs: Any) -> tuple[Example, dict[str, list[Structure]]]:
-        """The inputs padded so that they can be split, and what modules return for a part of them."""
+        """The inputs padded to a multiple of `num_chunks`, and what modules return for a micro-batch of them."""
         args, kwargs = send_to_device((tuple(args), kwargs), self.group.device)
         args, kwargs = with_padding((args, kwargs), find_size(args, kwargs), self.num_chunks)
         return (args, kwargs), self._pipeline.measure(split_batch(args, kwargs, self.num_chunks))
@@ -103,9 +104,9 @@ class TracedInference:
         model: The model.
         split_points: Names of the modules at which the second and every further stage begin.
         group: The pipeline group.
-        num_chunks: Into how many parts a batch of the example's size is split.
+        num_chunks: Number of micro-batches for a batch of the example's size.
         gather_output: Whether all ranks get the output, not only the last one.
-        example: Arguments, whose shapes, but for the batch size, later ones must have.
+        example: Arguments; later ones must have the same shapes, except for the batch size.
 
     Raises:
         ValueError: When the model cannot be traced, with the reason.
@@ -124,7 +125,7 @@ class TracedInference:
         self.gather_output = gather_output
         size = math.ceil(find_size(*example) / num_chunks)
         args, kwargs = with_padding(example, find_size(*example), num_chunks)
-        chunk = split_batch(args, kwargs, num_chunks).parts[0]
+        chunk = split_batch(args, kwargs, num_chunks).inputs[0]
         self.chunk_size = size
         self._shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(chunk)]
         self._stage = trace_stage(model, split_points, chunk, group)
@@ -142,13 +143,13 @@ class TracedInference:
         size, padded_size, shapes = group.broadcast_object(sizes, 0)
         if shapes != self._shapes:
             raise ValueError(
-                f"The model was traced for inputs of shapes {self._shapes} behind the batch size, but got {shapes}: "
-                "pad the inputs, or prepare the model with an example of their shapes."
+                f"The model was traced for inputs of shapes {self._shapes} after the batch dimension, but got "
+                f"{shapes}. Pad the inputs, or prepare the model with an example of their shapes."
             )
         count = padded_size // self.chunk_size
         schedule = self._schedules.get(count)
         if schedule is None:
-            schedule = self._schedules[count] = make_schedule(self._stage, count)
+            schedule = self._schedules[count] = gpipe(self._stage, count)
         output = schedule.step(*args, **kwargs) if group.rank == 0 else schedule.step()
         if group.rank == group.last_rank:
             output = without_padding(output, size, padded_size)
@@ -161,7 +162,7 @@ def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, g
     Args:
         model: The model.
         split_points: Names of the modules at which the second and every further stage begin.
-        chunk: Arguments for one part of a batch.
+        chunk: Arguments of the model for one micro-batch.
         group: The pipeline group.
 
     Raises:
@@ -172,7 +173,7 @@ def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, g
     spec = dict.fromkeys(split_points, pipelining.SplitPoint.BEGINNING)
     try:
         pipe = pipelining.pipeline(model, chunk[0], chunk[1], split_spec=spec)
-        stage = pipe.build_stage(group.rank, group.device, group.process_group)
+        stage = match_dtypes(pipe.build_stage(group.rank, group.device, group.process_group))
     except Exception as error:
         reason = next((row.strip() for row in str(error).splitlines() if row.strip()), type(error).__name__)
         raise ValueError(
@@ -181,15 +182,15 @@ def trace_stage(model: nn.Module, split_points: Sequence[str], chunk: Example, g
         ) from error
     if pipe.num_stages != group.num_stages:
         raise ValueError(
-            f"split_points={list(split_points)!r} split {type(model).__name__} into {pipe.num_stages} stages, but there "
-            f"are {group.num_stages} processes: name {group.num_stages - 1} modules that its forward calls."
+            f"split_points={list(split_points)!r} split {type(model).__name__} into {pipe.num_stages} stages, but "
+            f"there are {group.num_stages} processes. Name {group.num_stages - 1} modules that its forward calls."
         )
     _check_inputs_stay(pipe, model)
     return stage
 
 
 def _check_inputs_stay(pipe: Any, model: nn.Module) -> None:
-    """Only the first stage gets the model's inputs."""
+    """Check that no later stage uses the model's inputs, which only the first stage gets."""
     nodes = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     for number, node in enumerate(nodes[1:], start=1):
         inputs = [argument.name for argument in node.all_input_nodes if argument.op == "placeholder"]
@@ -199,13 +200,6 @@ def _check_inputs_stay(pipe: Any, model: nn.Module) -> None:
                 f"{', '.join(map(repr, inputs))}, which only the first stage gets. Split where blocks take nothing but "
                 "the output of the block before."
             )
-
-
-def make_schedule(stage: Any, num_chunks: int) -> Any:
-    """All chunks one after the other through a stage."""
-    from torch.distributed.pipelining import ScheduleGPipe
-
-    return ScheduleGPipe(stage, num_chunks)
 
 
 def gathered(output: Any, group: PipelineGroup) -> Any:
@@ -231,7 +225,7 @@ def with_padding(inputs: Any, size: int, multiple: int) -> Any:
 
 
 def without_padding(output: Any, size: int, padded_size: int) -> Any:
-    """The samples that were there before `with_padding`."""
+    """Remove the samples that `with_padding` added."""
     return _for_batches(output, padded_size, lambda tensor: tensor[:size])
 
 

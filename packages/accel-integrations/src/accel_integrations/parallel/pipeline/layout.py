@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.shapes import TensorShape
 from accel_integrations.parallel.pipeline.split import ModelSplit
-from accel_integrations.parallel.whole_state import cut_like
 from accel_ops.modules import full_tensor
 
 
@@ -23,7 +23,7 @@ class Layout:
     """The tensors of a full model by name, recorded before it is split.
 
     Attributes:
-        shapes: What each entry of the model's state dict is like, in order.
+        shapes: Shape and dtype of each entry of the model's state dict, in order.
         stages: For each entry, the stages that hold it; several for tied weights, and for parameters that belong to
             no module of the chain.
         first_names: For entries that are one tensor, the name of the first of them.
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, split: ModelSplit) -> Layout:
-        """That of a model about to be split."""
+        """The layout of a model, which is not split yet."""
         entries = {name: value for name, value in model.state_dict(keep_vars=True).items() if _is_tensor(value)}
         placed = split.stages()
         held: dict[int, set[int]] = {}
@@ -57,12 +57,12 @@ class Layout:
         return layout
 
     def note_names(self, model: nn.Module) -> None:
-        """Learn the names of a model's parameters, of which some may be new."""
+        """Record the names of a model's parameters, some of which may have been replaced."""
         for name, parameter in model.named_parameters():
             self.names[parameter] = self.first_names[name]
 
     def shared_parameters(self, group: PipelineGroup) -> dict[str, tuple[int, ...]]:
-        """Parameters held by several processes, by their first name, with these processes in order of stages."""
+        """Parameters that several ranks hold, by their first name, with these ranks in order of stages."""
         found = {}
         for name in self.order:
             ranks = tuple(dict.fromkeys(group.rank_of(stage) for stage in self.stages[name]))
@@ -75,9 +75,9 @@ class Layout:
         return {self.first_names[name]: parameter for name, parameter in model.named_parameters()}
 
     def complete_ties(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """A hook of `load_state_dict`: give tied weights the names under which they were not saved.
+        """A pre-hook of `load_state_dict`: add the names of tied weights under which they were not saved.
 
-        The model itself no longer knows them where other stages hold them.
+        The split model does not have them where other stages hold them.
         """
         own = dict(module.named_parameters())
         names = [name for name in self.shapes if prefix + name in state_dict]
@@ -85,13 +85,14 @@ class Layout:
         for name, first in self.first_names.items():
             if first in present and prefix + name not in state_dict:
                 value = present[first]
-                state_dict[prefix + name] = cut_like(value, own[name]) if name in own else value
+                state_dict[prefix + name] = distribute_like(value, own[name]) if name in own else value
 
     def full_state_dict(self, own: dict[str, torch.Tensor], group: PipelineGroup) -> dict[str, torch.Tensor]:
         """The full model's tensors, on every rank of the pipeline.
 
         Args:
-            own: Those of this rank, by name. They stay where they are; those of other ranks arrive in CPU memory.
+            own: The tensors of this rank, by name; returned as they are. Those of other ranks are returned in CPU
+                memory.
             group: The pipeline group, all ranks of which must call this.
         """
         by_first = {self.first_names[name]: tensor for name, tensor in own.items() if name in self.first_names}
@@ -116,7 +117,7 @@ def _stages_of(name: str, placed: dict[str, int], num_stages: int) -> Sequence[i
         stage = placed.get(".".join(parts[:depth]))
         if stage is not None:
             return (stage,)
-    return range(num_stages)  # outside of all stages: every rank keeps it
+    return range(num_stages)  # in no stage: every rank holds it
 
 
 def broadcast_from(own: torch.Tensor | None, shape: TensorShape, group: PipelineGroup, source: int) -> torch.Tensor:
@@ -134,11 +135,11 @@ def broadcast_from(own: torch.Tensor | None, shape: TensorShape, group: Pipeline
 
 
 class OptimizerLayout:
-    """The parameters of an optimizer by name, those of other ranks included.
+    """The parameters of an optimizer by name, including those of other ranks.
 
     Args:
-        optimizer: Made for the full model, or for the stages that are here.
-        layouts: Of all models split so far.
+        optimizer: Made for the full model, or for the stages of this rank.
+        layouts: The layouts of all models split so far.
         group: The pipeline group, all ranks of which must make this.
     """
 
@@ -157,7 +158,7 @@ class OptimizerLayout:
     def keep_own(
         self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor], layouts: Sequence[Layout]
     ) -> None:
-        """Remove parameters of other ranks from the optimizer; parameter groups and their settings stay."""
+        """Remove parameters of other ranks from the optimizer; parameter groups keep their options."""
         here = {id(parameter) for parameter in own}
         for param_group in optimizer.param_groups:
             gone = [one for one in param_group["params"] if _name_in(layouts, one) is not None and id(one) not in here]
@@ -166,7 +167,7 @@ class OptimizerLayout:
             away = {id(parameter) for parameter in gone}
             param_group["params"] = [parameter for parameter in param_group["params"] if id(parameter) not in away]
 
-    def whole_state(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> dict[str, Any]:
         """The full optimizer state dict, as of the unsplit model, on every rank; all ranks must call this."""
         own = dict(self._own_state(optimizer, layouts))
         state: dict[int, dict[str, Any]] = {}
@@ -185,19 +186,20 @@ class OptimizerLayout:
                 state.setdefault(index, received)
         return {"state": dict(sorted(state.items())), "param_groups": self._full_param_groups(optimizer)}
 
-    def own_part(
+    def own_entries(
         self, state: dict[str, Any], optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
     ) -> dict[str, Any]:
         """The entries of a full optimizer state dict for this rank's parameters, as `load_state_dict` takes them.
 
         Raises:
-            ValueError: When it is that of an optimizer with other groups.
+            ValueError: The state is that of an optimizer with other parameter groups.
         """
         sizes = [len(param_group["params"]) for param_group in state["param_groups"]]
         if sizes != [len(names) for names in self.param_groups]:
             raise ValueError(
-                f"The state is that of an optimizer with {sizes} parameters in its groups, this one has "
-                f"{[len(names) for names in self.param_groups]}: load what was saved by an optimizer of the same groups."
+                f"The optimizer state has parameter groups of {sizes} parameters, but the optimizer of this run has "
+                f"groups of {[len(names) for names in self.param_groups]}. Load a state of an optimizer with the same "
+                "groups."
             )
         indices = self._own_indices(optimizer, layouts)
         local = {index: position for position, index in enumerate(one for group in indices for one in group)}
@@ -209,7 +211,7 @@ class OptimizerLayout:
         return {"state": {local[index]: entry for index, entry in saved_state.items()}, "param_groups": groups}
 
     def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> list[list[int]]:
-        """For each parameter here, its number in the optimizer of the full model."""
+        """For each parameter of this rank, its index in the optimizer of the full model."""
         found, start = [], 0
         for names, param_group in zip(self.param_groups, optimizer.param_groups, strict=True):
             numbers = {name: start + position for position, name in enumerate(names)}
@@ -241,7 +243,7 @@ class OptimizerLayout:
 
 
 def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, str] | None:
-    """Number of the model and name in it; None for a parameter of none of them."""
+    """Index of the model, and the name in it; None for a parameter of none of them."""
     for number, layout in enumerate(layouts):
         name = layout.names.get(parameter)
         if name is not None:
@@ -250,7 +252,7 @@ def _name_in(layouts: Sequence[Layout], parameter: torch.Tensor) -> tuple[int, s
 
 
 def _merged(groups: Sequence[Sequence[tuple[int, str] | None]], layouts: Sequence[Layout]) -> Iterator[Any]:
-    """The parameters of one parameter group on all ranks, in the order of the full model."""
+    """The names of one parameter group over all ranks, in the order of the full model."""
     if all(group == groups[0] for group in groups):
         yield from groups[0]
         return

@@ -1,4 +1,4 @@
-"""Splitting a batch into microbatches, and joining what the model made of them."""
+"""Splitting a batch into micro-batches, and joining the outputs of the model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from accel_integrations.parallel.pipeline.shapes import PLAIN, TensorShape
 
 NUM_ITEMS = "num_items_in_batch"
-"""Argument of models of transformers that divide their loss by the number of items of the whole batch."""
+"""Argument of transformers models that divide their loss by the number of items of the full batch."""
 
 
 @dataclass(frozen=True)
@@ -20,17 +20,17 @@ class Microbatches:
     """The arguments of a model's forward, split along the first dimension.
 
     Attributes:
-        parts: For each microbatch, its positional and keyword arguments.
-        weights: How much the loss of each counts.
-        signature: Equal for batches whose microbatches have the same shapes.
+        inputs: The positional and keyword arguments of each micro-batch.
+        weights: The weight of the loss of each.
+        signature: Equal for batches whose micro-batches have the same shapes.
     """
 
-    parts: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
+    inputs: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]
     weights: tuple[Any, ...]
     signature: Any
 
     def __len__(self) -> int:
-        return len(self.parts)
+        return len(self.inputs)
 
 
 def find_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -43,22 +43,22 @@ def find_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             return leaf.shape[0]
     raise ValueError(
-        "A pipelined model got no tensor with dimensions, so there is no batch to split into microbatches: pass the "
-        "batch as arguments of the model."
+        "The pipelined model got no tensor with a batch dimension, so there is nothing to split into micro-batches. "
+        "Pass the batch as arguments of the model."
     )
 
 
 def split_batch(
     args: Sequence[Any], kwargs: dict[str, Any], count: int, loss_weight: Callable[[dict[str, Any]], Any] | None = None
 ) -> Microbatches:
-    """Split a batch into equally large microbatches.
+    """Split a batch into micro-batches of equal size.
 
     Args:
         args: Positional arguments; every tensor in them whose first dimension is the batch size is split, everything
-            else goes to each microbatch.
+            else is passed to each micro-batch.
         kwargs: Keyword arguments, likewise.
-        count: How many; it divides the batch size.
-        loss_weight: Given the keyword arguments of a microbatch, how much its loss counts.
+        count: Number of micro-batches; it divides the batch size.
+        loss_weight: Called with the keyword arguments of a micro-batch; returns the weight of its loss.
     """
     size = find_size(args, kwargs)
     leaves, tree = tree_flatten((tuple(args), kwargs))
@@ -75,7 +75,7 @@ def _pieces(leaf: Any, size: int, count: int) -> Sequence[Any]:
 
 
 def _signed(leaf: Any) -> Any:
-    """What must be the same for modules to return tensors of the same shapes."""
+    """What must be equal so that modules return tensors of the same shapes."""
     if isinstance(leaf, torch.Tensor):
         shape = TensorShape.of(leaf)
         return shape.shape, shape.dtype
@@ -86,7 +86,7 @@ def _weights(
     parts: Sequence[Any], kwargs: dict[str, Any], loss_weight: Callable[[dict[str, Any]], Any] | None
 ) -> tuple[Any, ...]:
     if kwargs.get(NUM_ITEMS) is not None:
-        return (1.0,) * len(parts)  # each loss is a share of the whole batch's
+        return (1.0,) * len(parts)  # each loss is a summand of the full batch's loss
     if loss_weight is None:
         return (1.0 / len(parts),) * len(parts)
     given = [loss_weight(part_kwargs) for _, part_kwargs in parts]
@@ -95,15 +95,15 @@ def _weights(
 
 
 def join_outputs(outputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[Any]) -> list[torch.Tensor]:
-    """Join what a model returned for each microbatch.
+    """Join the outputs of a model for each micro-batch.
 
     Args:
-        outputs: For each microbatch, the tensors.
-        weights: How much each counts where a tensor is a single number, such as a loss.
+        outputs: The tensors of each micro-batch.
+        weights: The weights of 0-dim tensors, such as losses.
 
     Returns:
-        The tensors for the whole batch: concatenated along the first dimension; of single numbers, the weighted sum
-        of floats, or the first of others.
+        The tensors for the full batch: concatenated along the first dimension; of 0-dim tensors, the weighted sum of
+        floats, or the first of others.
     """
     return [_joined(tensors, weights) for tensors in zip(*outputs, strict=True)]
 
@@ -122,15 +122,15 @@ def _joined(tensors: Sequence[torch.Tensor], weights: Sequence[Any]) -> torch.Te
 def split_gradients(
     gradients: Sequence[torch.Tensor | None], count: int, weights: Sequence[Any]
 ) -> list[list[torch.Tensor | None]]:
-    """Gradients of joined outputs, for each microbatch: the reverse of `join_outputs`."""
-    shared: list[list[torch.Tensor | None]] = [[] for _ in range(count)]
+    """Split the gradients of joined outputs into those of each micro-batch: the backward of `join_outputs`."""
+    by_batch: list[list[torch.Tensor | None]] = [[] for _ in range(count)]
     for gradient in gradients:
         if gradient is None:
-            parts: Sequence[torch.Tensor | None] = [None] * count
+            chunks: Sequence[torch.Tensor | None] = [None] * count
         elif gradient.ndim:
-            parts = gradient.chunk(count)
+            chunks = gradient.chunk(count)
         else:
-            parts = [gradient * weight for weight in weights]
+            chunks = [gradient * weight for weight in weights]
         for index in range(count):
-            shared[index].append(parts[index])
-    return shared
+            by_batch[index].append(chunks[index])
+    return by_batch

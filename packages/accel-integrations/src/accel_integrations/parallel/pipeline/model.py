@@ -17,7 +17,7 @@ from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothin
 if TYPE_CHECKING:
     from accel_state.settings.parallelism import PipelineParallelConfig
 
-MOST_SHAPES = 256  # batches of that many different shapes are remembered
+MOST_SHAPES = 256  # number of different batch shapes whose outputs are remembered
 
 
 class Pipeline:
@@ -26,7 +26,7 @@ class Pipeline:
     Args:
         staged: The stages of this rank.
         group: The pipeline group.
-        settings: Schedule and number of microbatches.
+        settings: The schedule and the number of micro-batches.
         is_last_batch: Whether a loader is at its end, so that a batch may be smaller than the others.
     """
 
@@ -48,14 +48,14 @@ class Pipeline:
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches a batch is split into."""
+        """Number of micro-batches per batch."""
         return self.settings.num_microbatches or self.group.num_stages
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a batch; returns what the full model would return for it, on every rank.
 
-        Where gradients are computed and there is a loss among the outputs, the other outputs are there only on the
-        rank with the last stage, and None on the others, unless `broadcast_outputs` says otherwise.
+        With gradients and a loss among the outputs, the other outputs are returned only on the rank with the last
+        stage, and are None on other ranks, unless `broadcast_outputs` is set.
         """
         check_nothing_is_collected(kwargs, "the arguments of the model")
         training = torch.is_grad_enabled()
@@ -68,10 +68,10 @@ class Pipeline:
         return self._run_scheduled(batch, structures)
 
     def _count(self, size: int, training: bool) -> int:
-        """How many microbatches to split a batch into.
+        """Number of micro-batches for a batch of this size.
 
         Raises:
-            ValueError: When a batch to train on cannot be split into equal parts, unless it is the last one of a loader.
+            ValueError: When a training batch cannot be split evenly, unless it is the last one of a loader.
         """
         count = self.num_microbatches
         if size % count == 0:
@@ -79,8 +79,8 @@ class Pipeline:
         if training and not self._is_last_batch():
             divisors = [number for number in range(self.group.num_stages, size + 1) if size % number == 0]
             raise ValueError(
-                f"A batch of {size} cannot be split into num_microbatches={count} equal parts: choose a batch size that "
-                f"is a multiple of {count}, or for this one num_microbatches out of "
+                f"A batch of {size} cannot be split into num_microbatches={count} equal micro-batches. Choose a batch "
+                f"size that is a multiple of {count}, or for this batch size one of num_microbatches = "
                 f"{', '.join(map(str, divisors)) or 'nothing'}."
             )
         return max(number for number in range(1, count + 1) if size % number == 0)
@@ -88,12 +88,12 @@ class Pipeline:
     # ---- shapes -------------------------------------------------------------------------------------------------
 
     def measure(self, batch: Microbatches) -> dict[str, list[Structure]]:
-        """What all modules return for a microbatch; found out stage after stage when shapes are new."""
+        """What all modules return for a micro-batch; measured stage after stage when shapes are new."""
         key = (batch.signature, torch.is_grad_enabled(), self.staged.model.training)
         found = self._measured.get(key)
         if found is None:
             found = self.staged.structures = {}
-            args, kwargs = batch.parts[0]
+            args, kwargs = batch.inputs[0]
             for stage in range(self.group.num_stages):
                 source = self.group.rank_of(stage)
                 own: Any = None
@@ -123,14 +123,10 @@ class Pipeline:
         self._broadcast(values, structure.tensors, len(batch))
         if torch.is_grad_enabled() and any(shape.needs_grad for shape in structure.tensors):
             present = [value for value in values if value is not None]
-            differentiable = iter(
-                _attach(run.backward, present, self._all_tensors(values, structure), self.on_backward)
-            )
+            shapes = [None if value is None else shape for value, shape in zip(values, structure.tensors, strict=True)]
+            differentiable = iter(_attach(run.backward, present, shapes, self.on_backward))
             values = [None if value is None else next(differentiable) for value in values]
         return structure.filled(values)
-
-    def _all_tensors(self, values: list[Any], structure: Structure) -> list[TensorShape | None]:
-        return [None if value is None else shape for value, shape in zip(values, structure.tensors, strict=True)]
 
     def _broadcast(self, values: list[Any], shapes: list[TensorShape], rows: int) -> None:
         """Broadcast outputs of the last stage to all ranks, into `values`."""
@@ -152,8 +148,8 @@ class Pipeline:
         if not losses:
             raise ValueError(
                 f"schedule={self.settings.schedule!r} starts backward passes before all forward passes have ended, so "
-                f"{type(self.staged.model).__name__} must return its loss, a 0-dim tensor: compute it in "
-                "the model's forward, or choose schedule='gpipe', which fits any training loop."
+                f"{type(self.staged.model).__name__} must return its loss, a 0-dim tensor. Compute the loss in the "
+                "model's forward, or choose schedule='gpipe', which fits any training loop."
             )
         if self._torch_schedule is None:
             self._torch_schedule = TorchSchedule(self.group, self.staged, self.settings.schedule)
@@ -164,7 +160,7 @@ class Pipeline:
 
 
 def is_loss(shape: TensorShape) -> bool:
-    """Whether a tensor of this kind is a loss: 0-dim, with a gradient."""
+    """Whether a tensor is a loss: 0-dim and requires grad."""
     return not shape.shape and shape.needs_grad
 
 

@@ -1,7 +1,8 @@
-"""Schedules: in which order the forward and backward passes of a batch's microbatches run.
+"""Schedules: the order of the forward and backward passes of micro-batches.
 
-`GPipeRun` is our own: all forward passes, then, once the loss is known, all backward passes. `TorchSchedule` runs torch's
-1F1B schedules, which begin the backward pass of a microbatch before the forward passes of all others are through.
+`GPipeRun` is our own: all forward passes, then, once the loss is known, all backward passes. `TorchSchedule` runs
+torch's 1F1B schedules, which begin the backward pass of a micro-batch before the forward passes of all others have
+ended.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.microbatches import Microbatches, split_gradients
+from accel_integrations.parallel.pipeline.older_torch import match_dtypes, without_outputs
 from accel_integrations.parallel.pipeline.shapes import Structure, TensorShape
 from accel_integrations.parallel.pipeline.stage import StagedModel
 
@@ -27,8 +29,8 @@ class GPipeRun:
     Args:
         group: The pipeline group.
         staged: The stages of this rank.
-        structures: What the modules return for a microbatch of this batch.
-        batch: The microbatches.
+        structures: What the modules return for a micro-batch of this batch.
+        batch: The micro-batches.
     """
 
     def __init__(
@@ -41,12 +43,12 @@ class GPipeRun:
         self._kept: dict[tuple[int, int], tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] | None = {}
 
     def forward(self) -> list[tuple[torch.Tensor, ...]]:
-        """Run all forward passes; returns the model's output for each microbatch where the last stage is, else nothing."""
+        """Run all forward passes; returns the output tensors of each micro-batch on the rank with the last stage."""
         group, sent, results = self.group, [], []
         with_grad = torch.is_grad_enabled()
         self.staged.structures = self.structures
         assert self._kept is not None
-        for index, (args, kwargs) in enumerate(self.batch.parts):
+        for index, (args, kwargs) in enumerate(self.batch.inputs):
             for stage in group.held:
                 received = group.receive(self._shapes(stage - 1), stage - 1) if stage else []
                 if with_grad:
@@ -67,15 +69,15 @@ class GPipeRun:
         """Run all backward passes.
 
         Args:
-            gradients: Of the joined outputs; only looked at where the last stage is.
+            gradients: The gradients of the joined outputs; used only on the rank with the last stage.
 
         Raises:
             RuntimeError: When they have run already.
         """
         if self._kept is None:
             raise RuntimeError(
-                "The backward of a pipelined model can run only once for each forward: add up the losses that come "
-                "from one forward and call backward() for their sum."
+                "The backward of a pipelined model can run only once for each forward. Add up the losses of one "
+                "forward and call backward() for their sum."
             )
         group, sent = self.group, []
         shared = (
@@ -100,7 +102,7 @@ class GPipeRun:
         _wait(sent)
 
     def _shapes(self, stage: int) -> list[TensorShape]:
-        """What goes from a stage to the next one."""
+        """Shapes of the tensors that a stage sends to the next one."""
         return self.structures[self.staged.split.last_block(stage)][0].tensors
 
     def _receive_gradients(self, stage: int) -> list[torch.Tensor | None]:
@@ -128,13 +130,13 @@ def _wait(sent: Sequence[tuple[list[Any], Any]]) -> None:
 class TorchSchedule:
     """Runs forward and backward of a batch together.
 
-    torch's schedules hand microbatches of tensors to the first stage only. So each stage is given the microbatch's
-    number, and takes its arguments from the batch, which all processes have.
+    torch's schedules pass micro-batches of tensors to the first stage only. So each stage gets the index of the
+    micro-batch, and takes its arguments from the batch, which all ranks have.
 
     Args:
         group: The pipeline group.
         staged: The stages of this rank.
-        name: The schedule.
+        name: A key of `SCHEDULES`.
     """
 
     def __init__(self, group: PipelineGroup, staged: StagedModel, name: str) -> None:
@@ -151,13 +153,13 @@ class TorchSchedule:
         """Run a batch.
 
         Args:
-            batch: The microbatches.
+            batch: The micro-batches.
             structures: What the modules return for one of them.
-            loss_index: Which of the tensors of the model's output is the loss.
+            loss_index: The index of the loss among the tensors of the model's output.
 
         Returns:
-            The loss of the batch, the same on all ranks, and a function that adds the gradients, which are known
-            already, to those of the parameters, multiplied by that of the loss.
+            The loss of the batch (0-dim), the same on all ranks, and a backward function: it adds the gradients, which
+            are computed already, to `parameter.grad`, multiplied by the gradient of the loss.
         """
         self._batch, self._loss_index = batch, loss_index
         self._staged.structures = structures
@@ -170,7 +172,7 @@ class TorchSchedule:
         numbers = torch.arange(len(batch))
         try:
             arguments = (numbers,) if 0 in self._group.held else ()
-            schedule.step(*arguments, number=numbers, target=numbers, losses=losses, return_outputs=False)
+            schedule.step(*arguments, number=numbers, target=numbers, losses=losses)
             fresh = [parameter.grad for parameter in parameters]
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
@@ -190,7 +192,7 @@ class TorchSchedule:
             stages = [self._make_stage(stage, structures) for stage in self._group.held]
             kind = getattr(pipelining, SCHEDULES[self._name])
             own = stages if self._name == "interleaved1f1b" else stages[0]
-            found = kind(own, len(batch), loss_fn=self._loss, scale_grads=False)
+            found = without_outputs(kind(own, len(batch), loss_fn=self._loss, scale_grads=False))
             self._schedules[batch.signature] = found
         return found
 
@@ -201,19 +203,21 @@ class TorchSchedule:
         last = group.num_stages - 1
         coming = structures[split.last_block(stage - 1)][0].tensors if stage else [TensorShape((1,), torch.int64)]
         going = structures[""][0].tensors if stage == last else structures[split.last_block(stage)][0].tensors
-        return PipelineStage(
-            _Numbered(stage, self),
-            stage,
-            group.num_stages,
-            group.device,
-            input_args=tuple(map(_on_meta, coming)),
-            output_args=tuple(map(_on_meta, going)),
-            group=group.process_group,
+        return match_dtypes(
+            PipelineStage(
+                _Numbered(stage, self),
+                stage,
+                group.num_stages,
+                group.device,
+                input_args=tuple(map(_on_meta, coming)),
+                output_args=tuple(map(_on_meta, going)),
+                group=group.process_group,
+            )
         )
 
     def run_stage(self, stage: int, received: Sequence[torch.Tensor], number: int) -> tuple[torch.Tensor, ...]:
-        """Run a stage for a microbatch."""
-        args, kwargs = self._batch.parts[number]
+        """Run a stage for a micro-batch."""
+        args, kwargs = self._batch.inputs[number]
         return self._staged.run(stage, received if stage else (), args, kwargs)
 
     def _loss(self, outputs: Any, number: torch.Tensor) -> torch.Tensor:
@@ -222,7 +226,7 @@ class TorchSchedule:
 
 
 class _Numbered(nn.Module):
-    """A stage that is told the number of the microbatch."""
+    """A stage that gets the index of the micro-batch."""
 
     def __init__(self, stage: int, schedule: TorchSchedule) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What travels between the stages of a pipeline: tensors of known shapes, in known structures."""
+"""What is sent between the stages of a pipeline: tensors of known shapes, in known structures."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorShape:
-        """That of a tensor."""
+        """The shape of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     def empty(self, device: torch.device | str, rows: int = 1) -> torch.Tensor:
-        """A tensor of this kind with any content; with `rows` times the first dimension, if there is one."""
+        """An uninitialized tensor of this shape, with the first dimension, if any, multiplied by `rows`."""
         shape = (self.shape[0] * rows, *self.shape[1:]) if self.shape else ()
         return torch.empty(shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True)
 class Structure:
-    """What a module returned, without the numbers.
+    """The nested structure that a module returned, with shapes in place of tensors.
 
     Attributes:
         tree: How leaves are nested.
-        leaves: For each leaf, what the tensor is like, or the plain value itself.
+        leaves: For each leaf, the `TensorShape`, or the plain value itself.
     """
 
     tree: TreeSpec
@@ -51,12 +51,12 @@ class Structure:
 
     @classmethod
     def of(cls, output: Any) -> Structure:
-        """That of an output; leaves that are neither tensors nor plain values become None."""
+        """The structure of an output; leaves that are neither tensors nor plain values become None."""
         leaves, tree = tree_flatten(output)
         return cls(tree, tuple(map(_described, leaves)))
 
     def __reduce__(self) -> Any:
-        """Travel between processes as an ordinary nested object, since trees have no stable form of their own."""
+        """Pickle as an ordinary nested object: a `TreeSpec` has no stable pickled form."""
         return _structure_like, (tree_unflatten(list(range(len(self.leaves))), self.tree), self.leaves)
 
     @property
@@ -65,14 +65,14 @@ class Structure:
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorShape)]
 
     def filled(self, tensors: Sequence[torch.Tensor | None]) -> Any:
-        """The structure around other tensors."""
+        """The structure, filled with other tensors."""
         given = iter(tensors)
         return tree_unflatten(
             [next(given) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves], self.tree
         )
 
     def placeholder(self, device: torch.device, content: float) -> Any:
-        """The structure around floating-point tensors full of `content`, and others full of zeros."""
+        """The structure, filled with constant tensors: floating-point ones of `content`, others of zeros."""
         return self.filled(
             [
                 torch.full(

@@ -10,7 +10,7 @@ from itertools import pairwise
 from torch import nn
 
 CHAINS = (nn.ModuleList, nn.Sequential)
-"""Containers whose children are called one after the other, each with what the one before it returned."""
+"""Containers whose children are called one after the other, each with the output of the one before."""
 
 NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
@@ -21,7 +21,7 @@ class ModelSplit:
 
     Attributes:
         blocks: Names of the modules of the chain, in the order in which they are called.
-        starts: For each stage, the number of its first block.
+        starts: For each stage, the index of its first block.
         before: Names of the modules with parameters that are called before the chain; they belong to the first stage.
         after: Likewise after it; they belong to the last stage.
     """
@@ -76,30 +76,30 @@ def split_model(model: nn.Module, num_stages: int, split_points: Sequence[str] |
         return ModelSplit(blocks, starts, before, after)
     if len(split_points) != num_stages - 1:
         raise ValueError(
-            f"split_points={list(split_points)!r} make {len(split_points) + 1} stages, but {num_stages} are needed: "
-            f"name {num_stages - 1} of them, or leave them at 'auto'."
+            f"split_points={list(split_points)!r} make {len(split_points) + 1} stages, but {num_stages} are needed. "
+            f"Name {num_stages - 1} modules, or leave split_points at 'auto'."
         )
     blocks = _chain_of(model, split_points)
     starts = (0, *map(blocks.index, split_points))
     if any(earlier >= later for earlier, later in pairwise(starts)):
         raise ValueError(
-            f"split_points={list(split_points)!r} must be in order and leave each stage a block: choose from "
-            f"{_listing(blocks[1:])}."
+            f"split_points={list(split_points)!r} must be in order and leave at least one block for each stage. Choose "
+            f"from {_listing(blocks[1:])}."
         )
     return ModelSplit(blocks, starts, *_around(model, blocks))
 
 
 def balance(sizes: Sequence[int], num_stages: int, before: int = 0, after: int = 0) -> tuple[int, ...]:
-    """Share blocks out so that the largest stage is as small as possible, and then the stages as equal as possible.
+    """Distribute blocks over stages so that the largest stage is as small as possible, then all as equal as possible.
 
     Args:
-        sizes: Of the blocks, in order.
+        sizes: The sizes of the blocks, in order, in bytes.
         num_stages: How many stages to make, each of at least one block.
-        before: What the first stage holds besides.
-        after: What the last stage holds besides.
+        before: Bytes that the first stage holds besides its blocks.
+        after: Bytes that the last stage holds besides its blocks.
 
     Returns:
-        For each stage, the number of its first block.
+        For each stage, the index of its first block.
     """
     totals = [0]
     for size in sizes:
@@ -125,7 +125,7 @@ def balance(sizes: Sequence[int], num_stages: int, before: int = 0, after: int =
 
 
 def _largest_chain(model: nn.Module, num_stages: int) -> tuple[str, ...]:
-    """The chain with the most bytes among those that are long enough; chains inside blocks of others do not count."""
+    """The chain with the most bytes among those with enough blocks; chains inside blocks of others do not count."""
     outer: list[tuple[str, ...]] = []
     for blocks in _chains(model):
         if not any(f"{blocks[0]}.".startswith(f"{block}.") for chain in outer for block in chain):
@@ -167,7 +167,7 @@ def _chain_of(model: nn.Module, split_points: Sequence[str]) -> tuple[str, ...]:
         if set(split_points) <= set(blocks):
             return blocks
     raise ValueError(
-        f"split_points={list(split_points)!r} are not modules of one chain: choose them from one of these: "
+        f"split_points={list(split_points)!r} are not modules of one chain. Choose them from one of these: "
         f"{'; '.join(_listing(blocks) for blocks in chains)}."
     )
 

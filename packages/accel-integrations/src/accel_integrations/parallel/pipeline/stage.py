@@ -1,9 +1,9 @@
 """Running one stage of a model: the model's own forward, of which only this stage's modules compute.
 
-Every rank runs the full forward of the model on the same batch, so that masks, positions and whatever else the
-code between the modules makes of it are there on every stage. Modules of other stages take no part: the last block
-before a stage returns what the stage before has sent, all others return placeholders full of NaN, which nobody may
-use. After its last block the stage leaves the forward.
+Every rank runs the full forward of the model on the same batch, so that masks, positions and whatever else the code
+between the modules computes are there on every stage. Modules of other stages compute nothing: the last block before a
+stage returns what the stage before has sent, all others return placeholders full of NaN, which nothing may use. After
+its last block the stage leaves the forward.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from accel_integrations.parallel.pipeline.split import ModelSplit
 from accel_integrations.parallel.pipeline.stage_modules import PlaceholderModule, StageForward, drop_storage
 
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Settings by which models of transformers collect something from each of their blocks, on whatever stage."""
+"""Options by which transformers models collect values from each of their blocks, on whatever stage."""
 
 
 def check_nothing_is_collected(settings: Any, where: str) -> None:
-    """Refuse outputs that are collected from all blocks.
+    """Check that no outputs are collected from all blocks.
 
     Args:
         settings: Arguments of a forward, or a model's configuration as a dictionary.
-        where: What the settings are, as messages call it.
+        where: The name of the settings in the error message.
 
     Raises:
-        ValueError: Naming the setting.
+        ValueError: An option asks for such outputs.
     """
     for name in COLLECTED:
         if settings.get(name):
             raise ValueError(
-                f"{name}={settings[name]!r} in {where} collects something from every block, which are on different "
-                "stages of the pipeline: set it to False."
+                f"{name}={settings[name]!r} in {where} collects values from all blocks, but blocks are on different "
+                "stages of the pipeline. Set it to False."
             )
 
 
 class _StageEnd(BaseException):
-    """Leaves the model's forward once the stage is through; not an error, so that no `except Exception` stops it."""
+    """Leaves the model's forward once the stage has run; not an error, so that no `except Exception` stops it."""
 
 
 class StagedModel:
@@ -54,7 +54,7 @@ class StagedModel:
         model: The model; modules of other stages are replaced in it.
         split: Where it is split.
         held: The stages of this rank.
-        device: Where it computes.
+        device: The device of this rank.
         forward: Runs the model; the model itself when None.
     """
 
@@ -72,7 +72,7 @@ class StagedModel:
         self.held = tuple(held)
         self.device = device
         self.structures: dict[str, list[Structure]] = {}
-        """What the modules of all stages return at each of their calls, once measured for the batch at hand."""
+        """What the modules of all stages return in each call, once measured for the current batch shapes."""
         self._stage_of = split.stages()
         self._stage: int | None = None  # the one that runs
         self._placeholder = math.nan
@@ -89,7 +89,7 @@ class StagedModel:
             self.model.get_submodule(parent).register_module(child, PlaceholderModule(name, module, self._call))
 
     def held_modules(self) -> list[nn.Module]:
-        """The modules of this rank's stages, in order, that have parameters."""
+        """The modules with parameters of this rank's stages, in order."""
         names = [name for name, stage in self._stage_of.items() if stage in self.held]
         modules = [self.model.get_submodule(name) for name in names]
         return [module for module in modules if next(module.parameters(), None) is not None]
@@ -102,7 +102,7 @@ class StagedModel:
                 drop_storage(module._original)
 
     def undo(self) -> None:
-        """Restore the model as it was; not possible after `release`."""
+        """Restore the unsplit model; not possible after `release`."""
         for name, stage in self._stage_of.items():
             module: Any = self.model.get_submodule(name)
             if stage in self.held:
@@ -119,7 +119,7 @@ class StagedModel:
         """Run one stage.
 
         Args:
-            stage: Which, of those held.
+            stage: The stage, one of `held`.
             received: The tensors that the stage before it returned.
             args: Arguments of the model, the same on all stages.
             kwargs: Likewise.
@@ -150,17 +150,16 @@ class StagedModel:
             return output
         raise RuntimeError(
             f"The forward of {type(self.model).__name__} ended without calling a module of stage {stage + 1}, which "
-            f"begins with {self.split.split_points[stage]!r}: split the model at modules that every forward calls, by "
-            "split_points."
+            f"begins with {self.split.split_points[stage]!r}. Set split_points to modules that every forward calls."
         )
 
     def _call(self, name: str, compute: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-        """A module that belongs to a stage is called; `compute` is its own forward, None when it is not here."""
+        """Handle the call of a module of a stage; `compute` is its own forward, None when another rank holds it."""
         if self._stage is None:
             if compute is None:
                 raise RuntimeError(
-                    f"{name!r} is held by another rank: call the prepared model, which runs all stages, not parts "
-                    "of it."
+                    f"{name!r} is on another rank. Call the prepared model, which runs all stages, not one of its "
+                    "submodules."
                 )
             return compute(*args, **kwargs)  # recomputed by activation checkpointing
         stage = self._stage_of[name]
@@ -184,7 +183,7 @@ class StagedModel:
             raise _StageEnd
         raise RuntimeError(
             f"{type(self.model).__name__} calls {name!r}, which belongs to a later stage, before {self._last_block!r} "
-            "is through: its modules are not called in the order in which they are registered. Register them in that "
+            "has ended: its modules are not called in the order in which they are registered. Register them in that "
             "order, or choose other split_points."
         )
 
@@ -193,14 +192,14 @@ class StagedModel:
         if name == self._first_block:
             if number:
                 raise RuntimeError(
-                    f"{type(self.model).__name__} calls {name!r} more than once in a forward, so no stage can end "
-                    "with it: choose other split_points."
+                    f"{type(self.model).__name__} calls {name!r} more than once in a forward, so no stage can end with "
+                    "it. Choose other split_points."
                 )
             return structures[0].filled(self._received)
         if number >= len(structures):
             raise RuntimeError(
-                f"{name!r} is called more often on later stages than on its own: a module must not be called again after "
-                "modules of later stages, and the forward must take the same way on all of them."
+                f"{name!r} is called more often on later stages than on its own. A module must not be called again "
+                "after modules of later stages, and the forward must call the same modules on all stages."
             )
         return structures[number].placeholder(self.device, self._placeholder)
 
@@ -208,13 +207,13 @@ class StagedModel:
         if self._grad_mode and not torch.is_grad_enabled():
             raise RuntimeError(
                 f"{name!r} runs without gradients inside a forward with them, as reentrant activation checkpointing "
-                "does: pass gradient_checkpointing_kwargs={'use_reentrant': False}."
+                f"does. Pass gradient_checkpointing_kwargs={{'use_reentrant': False}}."
             )
 
     # ---- measuring ----------------------------------------------------------------------------------------------
 
     def measure(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, list[Structure]]:
-        """Find out what the modules of a held stage return, without leaving traces in it.
+        """Measure what the modules of a held stage return; buffers and random states are not changed.
 
         The stages before it must be measured already.
 
@@ -239,7 +238,7 @@ class StagedModel:
         return recorded
 
     def _try(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a stage on any numbers; buffers and random states stay as they are."""
+        """Run a stage on random inputs; buffers and random states are restored."""
         before = self.structures[self.split.last_block(stage - 1)][0].tensors if stage else []
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         devices = [] if self.device.type == "cpu" else [self.device]
@@ -254,7 +253,7 @@ class StagedModel:
                         buffer.copy_(buffers[name])
 
     def _check_placeholders(self, stage: int, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """See whether NaN come from placeholders, by trying others."""
+        """Check whether NaN values come from placeholders, by running with other placeholders."""
         self._placeholder = 0.0
         try:
             is_used = not _has_nan(self._try(stage, args, kwargs))
@@ -271,7 +270,7 @@ class StagedModel:
 
 @contextmanager
 def _without_cache(config: Any) -> Iterator[None]:
-    """Keep models of transformers from collecting keys and values, of which those of other stages are not here."""
+    """Set `use_cache=False`, because the keys and values of other stages are on other ranks."""
     if not getattr(config, "use_cache", False):
         yield
         return

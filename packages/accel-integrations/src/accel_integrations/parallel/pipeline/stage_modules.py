@@ -1,4 +1,4 @@
-"""Modules of a model that is split into stages: wrapped forwards of those that are here, placeholders for the others."""
+"""Modules of a model that is split into stages: wrapped forwards of those on this rank, placeholders for the others."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from torch import nn
 
 
 class StageForward:
-    """Takes the place of the forward of a module that is held here.
+    """Replaces the forward of a module that this rank holds.
 
     Args:
-        name: Of the module.
+        name: The name of the module.
         forward: Its own forward.
-        call: Decides what becomes of a call.
+        call: Handles the call, `StagedModel._call`.
     """
 
     def __init__(self, name: str, forward: Callable[..., Any], call: Callable[..., Any]) -> None:
         self._name = name
         self._forward = forward
         self._call = call
-        self.__wrapped__ = forward  # for those who look at the signature
+        self.__wrapped__ = forward  # for code that reads the signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stage that runs gives for this module."""
+        """What this module returns in the stage that runs."""
         return self._call(self._name, self._forward, args, kwargs)
 
 
@@ -44,11 +44,11 @@ class PlaceholderModule(nn.Module):
         self.__dict__[name] = value  # the original must not become a child
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the stage that runs gives for this module."""
+        """What this module returns in the stage that runs."""
         return self._call(self._name, None, args, kwargs)
 
     def train(self, mode: bool = True) -> PlaceholderModule:
-        """Set the mode, that of the module it stands for included."""
+        """Set the training mode, also of the original module."""
         self._original.train(mode)
         super().train(mode)
         return self
@@ -88,10 +88,10 @@ class PlaceholderModule(nn.Module):
 
 def drop_storage(module: nn.Module) -> None:
     """Move a module to the meta device, leaving its parameters, which others may share, as they are."""
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
+    for submodule in module.modules():
+        for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                part._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        for name, buffer in part._buffers.items():
+                submodule._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                part._buffers[name] = buffer.to("meta")
+                submodule._buffers[name] = buffer.to("meta")

@@ -1,4 +1,4 @@
-"""Full state dicts of DTensor parameters, and back."""
+"""Full state dicts of models and optimizers with DTensors, and loading them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from accel_integrations.parallel.own_storage import keep_own_storage
 from accel_ops.modules import full_tensor, to_local
 from accel_ops.tensor_files import id_tensor_storage
 
 
-def whole_state_dict(state: dict[str, Any]) -> dict[str, Any]:
+def unshard_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     """A model's state dict with every DTensor unsharded (full tensors); all ranks must call this.
 
     Args:
-        state: Tied tensors share their memory, and do so in the result.
+        state: The state dict; tied tensors share memory in the result, too.
     """
     found: dict[Any, Any] = {}
     result = {}
@@ -29,11 +30,11 @@ def whole_state_dict(state: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
+def unshard_optimizer_state(optimizer: Any) -> dict[str, Any]:
     """An optimizer's state dict with every DTensor unsharded (full tensors); all ranks must call this.
 
     Args:
-        optimizer: A torch optimizer, or one around it.
+        optimizer: A torch optimizer, or a wrapper of one.
     """
     state = optimizer.state_dict()
     values = {
@@ -43,16 +44,16 @@ def whole_optimizer_state(optimizer: Any) -> dict[str, Any]:
     return {**state, "state": values}
 
 
-def load_whole_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
+def load_full_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load a full optimizer state dict; each rank keeps its shards.
 
     Args:
-        optimizer: A torch optimizer, or one around it.
-        state: As of `whole_optimizer_state`; not changed.
+        optimizer: A torch optimizer, or a wrapper of one.
+        state: What `unshard_optimizer_state` returned; not changed.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     values = {
-        number: {name: cut_like(value, parameters[number]) for name, value in of_parameter.items()}
+        number: {name: distribute_like(value, parameters[number]) for name, value in of_parameter.items()}
         if number < len(parameters)
         else of_parameter
         for number, of_parameter in state["state"].items()
@@ -60,12 +61,12 @@ def load_whole_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": values})
 
 
-def cut_like(value: Any, like: torch.Tensor) -> Any:
-    """A full tensor, with the placements of a DTensor of its shape; anything else as it is.
+def distribute_like(value: Any, like: torch.Tensor) -> Any:
+    """Distribute a full tensor with the mesh and placements of a DTensor; return anything else as it is.
 
     Args:
-        value: Equal on all ranks.
-        like: The other one.
+        value: A full tensor, equal on all ranks.
+        like: A parameter; a DTensor of the same shape gives the placements.
     """
     if not isinstance(value, torch.Tensor) or to_local(like) is like or value.shape != like.shape:
         return value
@@ -74,4 +75,4 @@ def cut_like(value: Any, like: torch.Tensor) -> Any:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return distribute_tensor(value, mesh, placements, src_data_rank=None)
+    return keep_own_storage(distribute_tensor(value, mesh, placements, src_data_rank=None))
