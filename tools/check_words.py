@@ -35,6 +35,10 @@ PHRASES = {
     r"true size": "unscale, loss scale",
     r"wait(?:s|ing)? for ?ever": "deadlock, hang",
     r"put(?:s|ting)? together": "full tensor, unshard, build",
+    r"hand(?:s|ed)? (?:out|over)": "yield, pass",
+    r"learnt": "trained",
+    r"amid": "during",
+    r"commas between": "separated by commas",
 }
 NAMES = {
     "found_among_neighbours": "a generated table", 
@@ -42,6 +46,9 @@ NAMES = {
     "Roles": "PrepareArguments", "wire_device": "collective_device", "group_device": "collective_device",
     "make_alike": "sync_module_states", "share_start_values": "sync_module_states", "local_part": "to_local",
     "AgreeingGradScaler": "ShardedGradScaler", "divides_gradients": "shards_gradients",
+    "cut_like": "shard_like", "whole_optimizer_state": "full_optimizer_state", "write_whole": "the full state",
+    "share_of": "shard_of", "is_whole": "is_integer", "as_whole": "as_integer", "WHOLE": "INTEGER",
+    "as_boolean": "as_bool", "tell_transformers": "register_with_transformers", "gather_as_one": "set_leaf_modules",
     "learning_names": "trainable_names", "writes_states": "Engine.save", "WholeOptimizer": "FullStatesSave",
 }  # fmt: skip
 LISTS = ("packages/*/src/**/*.py", "packages/*/README.md", "docs/**/*.md", "docs/**/*.py", "README.md")

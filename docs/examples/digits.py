@@ -62,7 +62,7 @@ def make_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
 
 
 def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
-    """The share of test images read correctly; every image counts once, however many processes there are."""
+    """The fraction of test images read correctly; every image counts once, however many processes there are."""
     model.eval()
     correct = total = 0
     for images, labels in loader:
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--learning_rate", type=float, default=2e-3)
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], default="no")
     parser.add_argument("--output", default="runs/digits", help="where checkpoints go")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, not from the start")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     args = parser.parse_args()
 
     accelerator = Accelerator(

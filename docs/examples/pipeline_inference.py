@@ -2,7 +2,7 @@
 
     accelerate launch --cpu --num_processes 2 docs/examples/pipeline_inference.py
 
-Each process keeps its own part of the model; all of them get the output.
+Each rank keeps its own stage of the model; all ranks get the output.
 """
 
 import torch
@@ -26,7 +26,7 @@ def main() -> None:
     model = prepare_pippy(model, example_args=(input_ids,), num_chunks=3, gather_output=True)
     own = sum(parameter.numel() for parameter in model.parameters())
     print(
-        f"process {state.process_index} holds {own:,} parameters; parts begin at {model.hf_split_points}", flush=True
+        f"process {state.process_index} holds {own:,} parameters; stages begin at {model.hf_split_points}", flush=True
     )
     for batch in (input_ids, input_ids[:2, :7]):  # any size, any length
         logits = model(batch).logits

@@ -1,4 +1,4 @@
-"""One small language model, shared between processes in every way there is; the losses are always the same.
+"""One small language model, trained with every kind of parallelism; the losses are always the same.
 
     accelerate launch --cpu --num_processes 1 docs/examples/shared_transformer.py
     accelerate launch --cpu --num_processes 4 docs/examples/shared_transformer.py --tp 2 --shard 2
@@ -80,15 +80,15 @@ def main() -> None:
     """Train, and print the mesh and the losses."""
     parser = argparse.ArgumentParser()
     for axis, what in {"tp": "layers", "cp": "sequences (ring)", "sp": "sequences (heads)", "shard": "state"}.items():
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"processes that share {what}")
+        parser.add_argument(f"--{axis}", type=int, default=1, help=f"ranks that shard {what}")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=16)
     arguments = parser.parse_args()
 
-    shared = arguments.tp * arguments.cp * arguments.sp * arguments.shard
-    copies = PartialState().num_processes // shared
+    sharded = arguments.tp * arguments.cp * arguments.sp * arguments.shard
+    replicas = PartialState().num_processes // sharded
     config = ParallelismConfig(
-        dp_replicate_size=copies,
+        dp_replicate_size=replicas,
         dp_shard_size=arguments.shard,
         tp_size=arguments.tp,
         cp_size=arguments.cp,

@@ -106,7 +106,7 @@ def test_accumulation_steps_are_counted_from_one(steps: Any) -> None:
 
 
 def test_accumulation_is_said_once() -> None:
-    with pytest.raises(ValueError, match="pass only the plugin"):
+    with pytest.raises(ValueError, match="Pass only the plugin"):
         Accelerator(
             cpu=True,
             gradient_accumulation_steps=2,
@@ -152,7 +152,7 @@ def test_compilation_by_backend_or_plugin() -> None:
     AcceleratorState._reset_state(True)
     plugin = TorchDynamoPlugin(backend="aot_eager")
     assert Accelerator(cpu=True, dynamo_plugin=plugin).state.dynamo_plugin is plugin
-    with pytest.raises(ValueError, match="pass only the plugin"):
+    with pytest.raises(ValueError, match="Pass only the plugin"):
         Accelerator(cpu=True, dynamo_backend="eager", dynamo_plugin=plugin)
     with pytest.raises(ValueError, match="(?i)backend='egaer'.*Did you mean 'eager'"):
         Accelerator(cpu=True, dynamo_backend="egaer")
@@ -172,7 +172,7 @@ def test_project_folders(tmp_path: Path) -> None:
 def test_random_generators() -> None:
     assert Accelerator(cpu=True, rng_types=["torch", RNGType.GENERATOR]).rng_types == ["torch", RNGType.GENERATOR]
     assert Accelerator(cpu=True, rng_types="torch").rng_types == ["torch"]
-    with pytest.raises(ValueError, match=r"'numpy' is none of 'torch'"):
+    with pytest.raises(ValueError, match=r"'numpy' is not one of 'torch'"):
         Accelerator(cpu=True, rng_types=["numpy"])
 
 
@@ -182,7 +182,7 @@ def test_random_generators() -> None:
      "fsdp_plugin"],
 )  # fmt: skip
 def test_an_object_of_the_wrong_class_is_named(argument: str) -> None:
-    with pytest.raises(TypeError, match=rf"{argument}=3 is of type int: pass an object of "):
+    with pytest.raises(TypeError, match=rf"{argument}=3 is of type int. Pass an object of "):
         Accelerator(cpu=True, **{argument: 3})  # type: ignore[arg-type]
 
 

@@ -113,7 +113,7 @@ def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))
     assert accelerator.data_parallel_rank == rank
     assert accelerator.should_save_model is (rank == 0)
-    with pytest.raises(RuntimeError, match="'tp' axis"):
+    with pytest.raises(RuntimeError, match="no 'tp' dimension"):
         _ = accelerator.tensor_parallel_rank
 
 

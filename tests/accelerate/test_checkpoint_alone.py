@@ -64,7 +64,7 @@ def test_the_main_process_saves_alone_and_training_goes_on(
         if accelerator.is_main_process:
             if name == "a":
                 with pytest.warns(
-                    UserWarning, match="on the main process without the others.*Call save_state on all processes"
+                    UserWarning, match="on the main process without the others.*Call save_state.. on all processes"
                 ):
                     accelerator.save_state(tmp_path / name)
             else:
@@ -151,7 +151,7 @@ def test_what_was_added_to_an_earlier_checkpoint_of_the_folder_does_not_count(
     random.seed(7)
     state = random.getstate()
     if rank == 0:
-        with pytest.warns(UserWarning, match="start anew on processes 1"):
+        with pytest.warns(UserWarning, match="no RNG states for processes 1"):
             accelerator.load_state(tmp_path / "state")
     else:
         accelerator.load_state(tmp_path / "state")
@@ -178,10 +178,10 @@ def test_a_save_without_the_main_process_is_an_error(rank: int, tmp_path: Path) 
     accelerator, step = trained()
     if not accelerator.is_main_process:
         with pytest.raises(
-            RuntimeError, match="save_state was called on process 1, but the main process did not call"
+            RuntimeError, match="save_state.. was called on process 1, but the main process did not call"
         ):
             accelerator.save_state(tmp_path / "state")
-        with pytest.raises(RuntimeError, match="save_model was called on process 1"):
+        with pytest.raises(RuntimeError, match="save_model.. was called on process 1"):
             accelerator.save_model(accelerator._models[0], tmp_path / "model")
     accelerator.wait_for_everyone()
     step()
@@ -194,9 +194,11 @@ def test_where_states_are_sharded_a_save_on_one_rank_is_an_error(rank: int, tmp_
     kept = make_kept()
     assert not kept.engine.is_replicated
     if rank == 0:
-        with pytest.raises(RuntimeError, match="save_state needs all processes, but some .* did not call it.*a shard"):
+        with pytest.raises(
+            RuntimeError, match="save_state.. needs all processes, but some .* did not call it.*a shard"
+        ):
             kept.save_state(tmp_path / "state")
-        with pytest.raises(RuntimeError, match="save_model needs all processes"):
+        with pytest.raises(RuntimeError, match="save_model.. needs all processes"):
             kept.save_model(kept._models[0], tmp_path / "model")
     Accelerator(cpu=True).wait_for_everyone()
     assert os.listdir(tmp_path) == []

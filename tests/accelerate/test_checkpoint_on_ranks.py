@@ -92,7 +92,7 @@ def test_a_disk_that_is_full_for_one_stops_all(rank: int, unlucky: int, tmp_path
     finally:
         durable.os.write = real_write
     if rank != unlucky:
-        assert f"Process {unlucky} could not write its part of the checkpoint" in str(caught.value)
+        assert f"Process {unlucky} could not write its files of the checkpoint" in str(caught.value)
     dist.barrier()
     assert os.listdir(tmp_path) == ["state"]
     kept.load_state(tmp_path / "state")
@@ -182,7 +182,7 @@ def test_more_processes_can_go_on(rank: int, tmp_path: Path) -> None:
     wanted = random.random()
     random.seed(7)
     if rank == 0:
-        with pytest.warns(UserWarning, match="process 1 cannot go on with random states"):
+        with pytest.warns(UserWarning, match="no RNG states for process 1"):
             kept.load_state(tmp_path / "state")
     else:
         kept.load_state(tmp_path / "state")
@@ -249,4 +249,4 @@ def test_all_hear_of_the_first_error(rank: int) -> None:
         with pytest.raises(RuntimeError, match=r"Process 1 \(and 1 more\) could not count: KeyError: 'on 1'"):
             group.together("count", work)
     assert group.together("count", lambda: rank) == [0, 1, 2]
-    assert group.only_first("count", lambda: rank + 7) == 7
+    assert group.on_main("count", lambda: rank + 7) == 7

@@ -108,7 +108,7 @@ def misspelt_flags_are_refused_with_the_right_one(capsys: pytest.CaptureFixture[
     ):
         with pytest.raises(SystemExit):
             launch_command_parser().parse_args(words.split())
-        assert capsys.readouterr().err.rstrip().endswith(f"{words.split()[0]} may stand for {right}")
+        assert capsys.readouterr().err.rstrip().endswith(f"did you mean {right} for {words.split()[0]}?")
 
 
 @name("--fsdp_backward_prefetch_policy")
@@ -228,7 +228,7 @@ def handlers_have_three_names() -> None:
         with pytest.warns(FutureWarning, match=f"{old}= is deprecated: write kwargs_handlers="):
             accelerator = Accelerator(cpu=True, **{old: [handler]})  # type: ignore[arg-type]
         assert accelerator.autocast_handler is handler
-        with pytest.raises(TypeError, match="pass only kwargs_handlers"):
+        with pytest.raises(TypeError, match="Pass only kwargs_handlers"):
             Accelerator(cpu=True, kwargs_handlers=[], **{old: [handler]})  # type: ignore[arg-type]
     assert inspect.signature(Accelerator) == inspect.signature(Accelerator)
 
@@ -242,9 +242,9 @@ def the_local_process_has_two_names() -> None:
 @name("accelerate.Accelerator.check_breakpoint", "accelerate.Accelerator.set_breakpoint")
 def breakpoints_are_triggers() -> None:
     accelerator: Any = Accelerator(cpu=True)
-    with pytest.warns(FutureWarning, match=r"set_breakpoint\(\) is deprecated: call set_trigger\(\)"):
+    with pytest.warns(FutureWarning, match=r"set_breakpoint\(\) is deprecated\. Call set_trigger\(\)"):
         accelerator.set_breakpoint()
-    with pytest.warns(FutureWarning, match=r"call check_trigger\(\)"):
+    with pytest.warns(FutureWarning, match=r"Call check_trigger\(\)"):
         assert accelerator.check_breakpoint() is True
     assert accelerator.check_trigger() is False
 
@@ -256,7 +256,7 @@ def a_checkpoint_is_a_state(tmp_path: Path) -> None:
     accelerator.save_state(tmp_path / "state")
     before = model.weight.item()
     nn.init.constant_(model.weight, 7)
-    with pytest.warns(FutureWarning, match=r"call load_state\(\)"):
+    with pytest.warns(FutureWarning, match=r"Call load_state\(\)"):
         accelerator.load_checkpoint(tmp_path / "state")
     assert model.weight.item() == before
 
@@ -281,9 +281,9 @@ def maps_may_be_checked_strictly() -> None:
 
 @name("DeepSpeedEnginerWrapper (heading of DeepSpeedEngineWrapper)", "FP8KwargsHandler (class name used in prose)")
 def misspelt_classes_are_found_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="is called DeepSpeedEngineWrapper"):
+    with pytest.warns(FutureWarning, match="Import DeepSpeedEngineWrapper"):
         assert accelerate.utils.DeepSpeedEnginerWrapper is DeepSpeedEngineWrapper
-    with pytest.warns(FutureWarning, match="is called FP8RecipeKwargs"):
+    with pytest.warns(FutureWarning, match="Import FP8RecipeKwargs"):
         assert accelerate.utils.FP8KwargsHandler is FP8RecipeKwargs
 
 

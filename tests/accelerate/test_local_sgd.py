@@ -80,5 +80,5 @@ def test_sharded_parameters_cannot_be_averaged(rank: int, world: int) -> None:
     accelerator = Accelerator()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(accelerator.engine), "averages_parameters", Engine.averages_parameters)
-        with pytest.raises(ValueError, match="full copy of the model"):
+        with pytest.raises(ValueError, match="replica of the model"):
             LocalSGD(accelerator, nn.Linear(1, 1), local_sgd_steps=2)

@@ -52,7 +52,7 @@ def test_old_paths_lead_to_the_same_objects() -> None:
     ("prepare_scheduler", [None, None, None]), ("MegatronEngine", [None, None, None, None]),
 ])  # fmt: skip
 def test_what_needs_megatron_says_so_in_one_sentence(name: str, arguments: list[Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"^{name}.* {ABSENT}.*use ParallelismConfig"):
+    with pytest.raises(NotImplementedError, match=f"^{name}.* {ABSENT}.*Use ParallelismConfig"):
         getattr(megatron_lm, name)(*arguments)
 
 

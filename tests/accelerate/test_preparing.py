@@ -91,7 +91,7 @@ def test_each_kind_has_a_method_of_its_own() -> None:
     ("method", "wanted"), [("prepare_model", "Module"), ("prepare_optimizer", "Optimizer"), ("prepare_data_loader", "DataLoader")]
 )  # fmt: skip
 def test_the_wrong_kind_is_named(method: str, wanted: str) -> None:
-    with pytest.raises(TypeError, match=rf"{method}\(\) got 3 of type int: pass an object of {wanted}"):
+    with pytest.raises(TypeError, match=rf"{method}\(\) got 3 of type int. Pass an object of {wanted}"):
         getattr(Accelerator(cpu=True), method)(3)
 
 
@@ -138,7 +138,9 @@ def test_quantized_layers_off_the_device_are_not_trained() -> None:
     model = nn.Linear(2, 2)
     model.is_loaded_in_8bit = True  # type: ignore[assignment]
     model.hf_device_map = {"": "cpu"}  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="Linear was loaded in 8 bits with parts of it on cpu.* CPU or disk offload"):
+    with pytest.raises(
+        ValueError, match="Linear was loaded in 8 bits with modules offloaded to cpu.* CPU or disk offload"
+    ):
         Accelerator(cpu=True).prepare(model)
 
 

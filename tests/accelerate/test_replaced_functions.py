@@ -146,7 +146,7 @@ def test_a_function_is_looked_up_at_every_call(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_is_no_seam_is_not_called_through_one() -> None:
     for look_up in (seams.late_bound, seams.replacement):
-        with pytest.raises(KeyError, match=r"accelerate.state.PartialState is no seam: list it"):
+        with pytest.raises(KeyError, match=r"accelerate.state.PartialState is not a seam. List it"):
             look_up("accelerate.state", "PartialState")
 
 

@@ -138,7 +138,9 @@ class Counter:
 def test_only_what_has_a_state_can_be_registered() -> None:
     accelerator = Accelerator(cpu=True)
     counter = Counter()
-    with pytest.raises(ValueError, match=r"cannot store: Item at index 1, 3 \(int\); Item at index 2, tensor"):
+    with pytest.raises(
+        ValueError, match=r"got objects that it cannot save: Item at index 1, 3 \(int\); Item at index 2, tensor"
+    ):
         accelerator.register_for_checkpointing(counter, 3, torch.ones(1))
     assert accelerator._custom_objects == []
     accelerator.register_for_checkpointing(counter)

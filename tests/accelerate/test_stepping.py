@@ -95,7 +95,7 @@ def test_an_error_inside_passes() -> None:
 def test_accumulate_without_prepare_is_refused() -> None:
     accelerator = Accelerator(cpu=True)
     with (
-        pytest.raises(RuntimeError, match=r"accumulate\(\) got Linear.*prepared nothing.*accelerator\.prepare\("),
+        pytest.raises(RuntimeError, match=r"accumulate\(\) got Linear.*not prepared anything.*accelerator\.prepare\("),
         accelerator.accumulate(nn.Linear(1, 1)),
     ):
         pass

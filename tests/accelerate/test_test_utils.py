@@ -119,9 +119,9 @@ def test_commands_are_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_errors_are_expected() -> None:
     with assert_exception(ValueError, "abc"):
         raise ValueError("x abc x")
-    with pytest.raises(AssertionError, match="none came"), assert_exception(ValueError):
+    with pytest.raises(AssertionError, match="none was raised"), assert_exception(ValueError):
         pass
-    with pytest.raises(AssertionError, match="lacks 'abc'"), assert_exception(ValueError, "abc"):
+    with pytest.raises(AssertionError, match="does not contain 'abc'"), assert_exception(ValueError, "abc"):
         raise ValueError("other")
     assert capture_call_output(print, "hi", 3, sep="-") == "hi-3\n"
 

@@ -52,7 +52,7 @@ class LateLane(Lane):
             self.late.append(self.pending[-1][0].name)
         while self.num_waited < arrival:
             block, region = self.pending.pop(0)
-            fill(block.pieces, region.memory)
+            fill(block.weights, region.memory)
             self.num_waited += 1
 
     def mark(self, before: list[Any]) -> list[Any]:

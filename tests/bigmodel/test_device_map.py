@@ -23,7 +23,7 @@ from accel_bigmodel import (
     infer_auto_device_map,
 )
 from accel_bigmodel.device_map.check import check_device_same
-from accel_bigmodel.device_map.parts import fallback_allocate
+from accel_bigmodel.device_map.modules import fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties
 from tests.bigmodel.trees import Block, Group, models
 
@@ -138,8 +138,11 @@ def test_shared_parameters_count_once_where_sizes_have_them_under_each_name() ->
 @pytest.mark.parametrize(
     ("limits", "told"),
     [
-        ({0: 256, "cpu": 10_000}, "0: 256 bytes, where module.a needs 336 (160 of them for running offloaded parts)"),
-        ({0: 256, 1: 100, "cpu": 10_000}, "parts); 1: 100 bytes, where module.a needs 176)"),
+        (
+            {0: 256, "cpu": 10_000},
+            "0: 256 bytes, where module.a needs 336 (160 of them for running offloaded modules)",
+        ),
+        ({0: 256, 1: 100, "cpu": 10_000}, "modules); 1: 100 bytes, where module.a needs 176)"),
         ({0: 500, "cpu": 0}, None),  # all fits before CPU memory is reached
         ({0: 400, "cpu": 10}, "(cpu: 10 bytes, where module.b needs 240"),
         ({"cpu": 10_000}, None),
@@ -169,7 +172,7 @@ def test_maps_are_cleaned() -> None:
 
 
 def test_maps_that_leave_something_out_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"device map gives no device to.*1\.weight.*emb\.weight"):
+    with pytest.raises(ValueError, match=r"device map has no device for.*1\.weight.*emb\.weight"):
         check_device_map(small_model(), {"0": 0})
 
 

@@ -100,7 +100,7 @@ def test_several_indexes(tmp_path: Path) -> None:
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     make(tmp_path, "a")
     write_index(tmp_path / "m.index.json", {"x": "a", "y": "b", "z": "c"})
-    with pytest.raises(FileNotFoundError, match="names 2 of 3 files that are not there: b, c"):
+    with pytest.raises(FileNotFoundError, match="names 3 files, of which 2 are missing: b, c"):
         find_checkpoint(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: 
 )  # fmt: skip
 def test_damaged_indexes_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "m.index.json").write_text(text)
-    with pytest.raises(ValueError, match="is no index of a checkpoint"):
+    with pytest.raises(ValueError, match="is not a checkpoint index"):
         find_checkpoint(tmp_path)
 
 
@@ -177,7 +177,8 @@ def test_a_repository_that_cannot_be_fetched(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.hf_hub_download", FakeHub(tmp_path, error))
     with pytest.raises(
-        ValueError, match=r"'some/model' is no path, and no checkpoint could be fetched .*\(no [^\n]*\)"
+        ValueError,
+        match=r"'some/model' is not a path, and no checkpoint of this name could be downloaded .*\(no [^\n]*\)",
     ):
         find_checkpoint("some/model")
 

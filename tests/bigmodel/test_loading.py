@@ -23,7 +23,7 @@ from accel_bigmodel.checkpoint import placing, progress
 from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
 from accel_bigmodel.checkpoint.mapped import mapped_shard
-from accel_bigmodel.checkpoint.pinned import copy_staged
+from accel_bigmodel.checkpoint.placing import copy_staged
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from tests.bigmodel.trees import models
@@ -246,7 +246,7 @@ def test_dtypes(tmp_path: Path) -> None:
         assert loaded(empty(), device_map=WHOLE_ON_CPU, dtype=dtype) == {torch.float64}
     assert loaded(Model(), dtype=torch.float64) == {torch.float64}
     for wrong in ("nonsense", "nn", 3):
-        with pytest.raises(ValueError, match="is no dtype of torch"):
+        with pytest.raises(ValueError, match="is not a torch dtype"):
             load_checkpoint_in_model(Model(), half, dtype=wrong)  # type: ignore[arg-type]
 
 
@@ -376,9 +376,7 @@ def test_what_cannot_stay_there_is_written(tmp_path: Path, kwargs: dict[str, Any
     folder = save(tmp_path, state, safe_serialization=kwargs.pop("safe", True))
     model = empty()
     before = snapshot(model)
-    with pytest.raises(
-        ValueError, match=r"leaves 'lin.weight' on disk, .* \(4 such weights\): give an offload_folder"
-    ):
+    with pytest.raises(ValueError, match=r"offloads 'lin.weight' to disk, .* \(4 such weights\): pass offload_folder"):
         load_checkpoint_in_model(model, folder, device_map=PART_ON_DISK, **kwargs)
     assert snapshot(model) == before
     offloaded = tmp_path / "new" / "offloaded"
@@ -421,9 +419,9 @@ def test_all_that_differs_is_in_one_error(tmp_path: Path, device_map: Any, is_sa
             with pytest.raises(kind) as caught:
                 load_checkpoint_in_model(model, folder, device_map=device_map, strict=strict)
             message = str(caught.value)
-            assert "missing, and left as they are in the model: lin.bias" in message
+            assert "missing, and left unchanged in the model: lin.bias" in message
             assert "not in the model, and not used: extra" in message
-            assert "of another shape: lin.weight (3, 4) instead of (4, 4)" in message
+            assert "with another shape: lin.weight (3, 4) instead of (4, 4)" in message
         assert snapshot(model) == before
 
 
@@ -438,7 +436,7 @@ def test_other_names_warn_once_unless_strict(
         load_checkpoint_in_model(model, folder, device_map=device_map)
     assert len(caplog.records) == 1
     assert caplog.records[0].name == "accelerate.utils.modeling"  # under which programs turn it off
-    assert "30 not in the model, so that they were not used when loading" in caplog.text
+    assert "30 not in the model, and were not used when loading" in caplog.text
     assert "and 10 more" in caplog.text
     assert model.lin.bias.is_meta
     assert torch.equal(model.lin.weight, state["lin.weight"])
@@ -456,8 +454,8 @@ def test_old_checkpoints_that_do_not_count_batches(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("device_map", "problem"),
     [
-        ({"emb": "cpu"}, "gives no device to 'lin.weight'"),
-        ({"": "xpu:7"}, "names 'xpu:7', which this machine cannot use"),
+        ({"emb": "cpu"}, "has no device for 'lin.weight'"),
+        ({"": "xpu:7"}, "names 'xpu:7', which is not available"),
         ("auto", "name of a strategy"),
     ],
 )
@@ -484,7 +482,7 @@ def test_damaged_shards_leave_the_model_alone(tmp_path: Path) -> None:
         last.write_bytes(damaged)
         for model in (empty(), Model()):
             before = snapshot(model)
-            with pytest.raises(ValueError, match="damaged or no safetensors file"):
+            with pytest.raises(ValueError, match="damaged or not a safetensors file"):
                 load_checkpoint_in_model(model, folder)
             assert snapshot(model) == before
 
@@ -493,7 +491,7 @@ def test_shards_that_are_not_of_one_checkpoint(tmp_path: Path) -> None:
     folder = save(tmp_path, weights(), max_shard_size=60)
     first, second = sorted(folder.glob("*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-    with pytest.raises(ValueError, match=r"says that .* holds .*, which it does not"):
+    with pytest.raises(ValueError, match=r"maps .* to .*, which does not hold it"):
         load_checkpoint_in_model(empty(), folder)
 
 
@@ -516,7 +514,7 @@ def test_files_with_code_or_other_things_are_refused(tmp_path: Path, monkeypatch
     model = Model()
     before = snapshot(model)
     for content, problem in (
-        ({"lin.weight": Harmful()}, "nothing of it was run"),
+        ({"lin.weight": Harmful()}, "nothing of it was executed"),
         ([torch.ones(1)], "holds a list, not a dict of tensors"),
         ({"state_dict": {"lin.weight": torch.ones(1)}}, "holds a dict under 'state_dict'"),
         ({3: torch.ones(1)}, "holds a Tensor under 3"),
@@ -558,7 +556,7 @@ def test_modules_that_rename_what_they_load(tmp_path: Path, caplog: pytest.LogCa
     load_checkpoint_in_model(Renaming(), folder)
     assert "not used when loading: extra" in caplog.text
     load_checkpoint_in_model(Renaming(), folder, dtype=torch.float16)
-    assert "dtype=torch.float16 is not used" in caplog.text
+    assert "dtype=torch.float16 has no effect" in caplog.text
 
 
 class Remembering(nn.Linear):

@@ -138,7 +138,7 @@ DATA = bytes(8)
 DAMAGED: dict[str, tuple[Any, bytes, str]] = {
     "no table": ("[1]", DATA, "not a table"),
     "no json": ("{{", DATA, "cannot be read"),
-    "twice": ('{"a": {}, "a": {}}', DATA, "'a' stands there twice"),
+    "twice": ('{"a": {}, "a": {}}', DATA, "'a' occurs twice"),
     "deep": ("[" * 100_000, DATA, "cannot be read"),
     "no entry": ({"a": 3}, DATA, "'a' it does not say"),
     "no offsets": ({"a": {"dtype": "F32", "shape": [2]}}, DATA, "'a' it does not say"),
@@ -151,8 +151,8 @@ DAMAGED: dict[str, tuple[Any, bytes, str]] = {
     "negative": ({"a": entry(-8, 0)}, DATA, "'a' has the shape"),
     "backwards": ({"a": entry(8, 0)}, DATA, "'a' of shape"),
     "size": ({"a": entry(shape=[3])}, DATA, r"'a' of shape \(3,\) and dtype F32 takes 12 bytes, but 8"),
-    "cut off": ({"a": entry()}, DATA[:5], "cut off: the tensor 'a' ends 3 bytes"),
-    "outside": ({"a": entry(1 << 40, (1 << 40) + 8)}, DATA, "cut off: the tensor 'a'"),
+    "cut off": ({"a": entry()}, DATA[:5], "truncated: the tensor 'a' ends 3 bytes"),
+    "outside": ({"a": entry(1 << 40, (1 << 40) + 8)}, DATA, "truncated: the tensor 'a'"),
     "overlapping": ({"a": entry(), "b": entry(4, 12)}, bytes(12), "'b' overlaps"),
     "gap": ({"a": entry(4, 12)}, bytes(12), "4 bytes of nothing before the tensor 'a'"),
     "rest": ({"a": entry()}, bytes(12), "4 bytes at its end"),
@@ -171,7 +171,7 @@ def test_damaged_files_are_refused(tmp_path: Path, kind: str) -> None:
 def test_other_files_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="damaged or not a safetensors file"):
         MappedShard(path)
 
 
@@ -182,7 +182,7 @@ def test_a_file_cut_off_anywhere_is_refused(data: Any) -> None:
         save_file({"a": torch.ones(4), "b": torch.ones(2, 2, dtype=torch.int8)}, path)
         content = path.read_bytes()
         path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        with pytest.raises(ValueError, match="damaged or no safetensors file"):
+        with pytest.raises(ValueError, match="damaged or not a safetensors file"):
             MappedShard(path)
 
 

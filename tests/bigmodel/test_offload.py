@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         OffloadedWeightsLoader(save_folder=tmp_path)["w"]
     with pytest.raises(ValueError, match="float31"):
         load_offloaded_weight(tmp_path / "w.dat", {"dtype": "float31", "shape": [1]})
-    for content, words in (("{", "no index"), ("[]", "it holds a list")):
+    for content, words in (("{", "not an index"), ("[]", "it holds a list")):
         (tmp_path / "index.json").write_text(content)
         with pytest.raises(ValueError, match=words):
             read_index(tmp_path)

@@ -26,7 +26,7 @@ from accel_bigmodel.streaming.ahead import ReadAhead
 from accel_bigmodel.streaming.arena import Arena
 from accel_bigmodel.streaming.report import offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
-from accel_bigmodel.streaming.units import Piece, Unit
+from accel_bigmodel.streaming.units import Unit, UnitWeight
 from accel_bigmodel.tensors import align_module_device
 from tests.bigmodel.lanes import CPU, LateLane, ThreadLane, prompt_lane, stream_through
 
@@ -277,8 +277,8 @@ def test_weights_in_files_are_used_in_place(tmp_path: Path, monkeypatch: pytest.
     for order in ([0, 1, 2], [2, 1, 0], [2, 1, 0]):
         assert torch.equal(offloaded(X, order), plain(X, order))
     report = offloaded.offload_report()
-    assert report.verdict == "nothing is copied: the CPU uses weights where they are"
-    assert [(part.place, part.device) for part in report.parts] == [("disk", "cpu")]
+    assert report.verdict == "nothing is copied: the CPU uses the weights in place"
+    assert [(part.place, part.device) for part in report.modules] == [("disk", "cpu")]
     again = pickle.loads(pickle.dumps(copy.deepcopy(offloaded)))
     assert torch.equal(again(X, [0, 1]), plain(X, [0, 1]))
 
@@ -293,7 +293,7 @@ def test_files_are_read_in_the_order_in_which_modules_run(passes: list[list[int]
     asked: list[Any] = []
     hooks = [AlignDevicesHook("cpu", weights_map={}) for _ in range(10)]
     units = [
-        (hook, Unit("", hook, [Piece(WeightSlot("", {}, "", X), torch.zeros(1 << 14), torch.float32, None)]))
+        (hook, Unit("", hook, [UnitWeight(WeightSlot("", {}, "", X), torch.zeros(1 << 14), torch.float32, None)]))
         for hook in hooks
     ]
     reader = Recorder(units, window_bytes=window * 16)
@@ -340,13 +340,13 @@ def test_weights_can_be_looked_at_and_collected_between_passes(monkeypatch: pyte
 def test_the_report_takes_neighbours_together() -> None:
     _, offloaded = walk_pair([0, 0, 2])
     stream_through(offloaded, LateLane(), Streaming(1, 1))
-    assert offloaded.offload_report().verdict == "nothing travels"
+    assert offloaded.offload_report().verdict == "nothing is offloaded"
     with torch.no_grad():
         for _ in range(2):
             offloaded(X, [0, 1, 2])
     text = str(offloaded.offload_report())
     lines = text.splitlines()
-    assert lines[0].split() == ["part", "is", "on", "runs", "on", "size"]
+    assert lines[0].split() == ["module", "is", "on", "runs", "on", "size"]
     assert lines[2].split()[:3] == ["parts.0", "...", "table"]
     assert lines[2].split()[-2:] == ["1.06", "kB"]
     assert "cpu -> cpu" in text
@@ -413,7 +413,7 @@ def test_an_arena_gives_away_no_byte_twice(steps: list[tuple[bool, int]]) -> Non
     [
         ({"depth": -1}, r"depth=-1.*0 or more"),
         ({"depth": 1.5}, r"depth=1.5"),
-        ({"budget": "2 apples"}, r"'2 apples' is no size"),
+        ({"budget": "2 apples"}, r"'2 apples' is not a size"),
         ({"budget": -5}, r"budget=-5"),
     ],
 )

@@ -55,10 +55,10 @@ class Pretended(Machine):
     def mpi_version(self) -> str:
         return self.mpi
 
-    def port(self, wanted: int | None, usual: int = 29500) -> int:
+    def port(self, wanted: int | None, default: int = 29500) -> int:
         if wanted:
             return wanted
-        return FREE_PORT if wanted == 0 or self.usual_port_is_taken else usual
+        return FREE_PORT if wanted == 0 or self.usual_port_is_taken else default
 
 
 def value_in(settings: LaunchSettings, name: str) -> Any:

@@ -130,7 +130,7 @@ def test_default_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert yaml.safe_load(file.read_text())["mixed_precision"] == "bf16"
     before = file.read_text()
     assert main(["config", "default"]) == 0
-    assert "exists already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert file.read_text() == before
     assert main(["config", "default", "--config_file", "other.json"]) == 0
     assert Path("other.json").exists()
@@ -161,7 +161,7 @@ def test_a_report_on_what_is_broken(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(accel_state.devices, "detect_device_kind", None)
     assert main(["env"]) == 0
     said = capsys.readouterr().out
-    assert "PyTorch version: cannot be found out (ModuleNotFoundError" in said
+    assert "PyTorch version: unknown (ModuleNotFoundError" in said
     assert "not valid YAML" in said
     assert "Python version: 3." in said
 
@@ -193,13 +193,13 @@ def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     port = free_port()
     assert is_free(port)
-    assert Machine().port(None, usual=port) == port
+    assert Machine().port(None, default=port) == port
     assert Machine().port(1234) == 1234
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()
         assert not is_free(port)
-        assert Machine().port(None, usual=port) != port
+        assert Machine().port(None, default=port) != port
     assert Machine().num_cores() >= 1
     kind = SimpleNamespace(name="npu", device_count=lambda: 3, visible_devices_variable="ASCEND_RT_VISIBLE_DEVICES")
     monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
@@ -224,9 +224,9 @@ def test_cards_that_cannot_talk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["lauch", "train.py"], "'lauch' is no command. Did you mean 'launch'?"),
-        (["train.py"], "'train.py' is no command. Run a script with: accelerate launch train.py"),
-        (["xyz"], "'xyz' is no command. There are completion, config,"),
+        (["lauch", "train.py"], "'lauch' is not a command. Did you mean 'launch'?"),
+        (["train.py"], "'train.py' is not a command. To run a script, write: accelerate launch train.py"),
+        (["xyz"], "'xyz' is not a command. The commands are completion, config,"),
         (["launch"], "the following arguments are required: training_script\n"),
         (["launch", "--mixed_precision", "bfloat16", "train.py"], "Did you mean 'bf16'?"),
     ],

@@ -1,4 +1,4 @@
-"""Config files with mistakes: one line that names file, line, key, value and what would be right; status 2."""
+"""Config files with errors: one line that names file, line, key, value and what would be right; status 2."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
         (START + "deepspeed_config:\n  offload_param_device: gpu\n", "'gpu' is not one of none, cpu, nvme."),
         (START + "fp8_config:\n  amax_history_length: long\n",
          "line 5: fp8_config.amax_history_length: 'long' is not an integer of at least 1."),
-        (START + "fsdp_config: 3\n", "line 4: fsdp_config must hold `key: value` pairs, got 3."),
+        (START + "fsdp_config: 3\n", "line 4: fsdp_config must contain `key: value` pairs, got 3."),
         ("num_processes: 2\ndistributed_type: MULTI_GPUS\n",
          "line 2: distributed_type: 'MULTI_GPUS' is not one of NO, MULTI_CPU, "),
         ("distributed_type: 'NO'\ncompute_environment: moon\n", "line 2: compute_environment: 'moon' is not one of"),
-        ("num_processes: 2\n", "There is no `distributed_type`"),
+        ("num_processes: 2\n", "`distributed_type` is missing"),
         (START + "a: [1,\n", "line 5: not valid YAML"),
         (START + "a: b: c\n", "line 4: not valid YAML, mapping values are not allowed"),
         (START + "a:\n\t- 1\n", "line 5: not valid YAML"),
@@ -55,10 +55,10 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
          "line 1: the tag '!!python/object/apply:os.system' is not allowed"),
         ("a: !!python/name:os.system\n", "the tag '!!python/name:os.system' is not allowed"),
         ("a: !own 1\n", "the tag '!own' is not allowed"),
-        ("", "must hold `key: value` pairs, but holds nothing."),
-        ("# only a comment\n", "must hold `key: value` pairs, but holds nothing."),
-        ("- a\n- b\n", "must hold `key: value` pairs, but holds a list."),
-        ("just words\n", "must hold `key: value` pairs, but holds a str."),
+        ("", "must contain `key: value` pairs, but contains nothing."),
+        ("# only a comment\n", "must contain `key: value` pairs, but contains nothing."),
+        ("- a\n- b\n", "must contain `key: value` pairs, but contains a list."),
+        ("just words\n", "must contain `key: value` pairs, but contains a str."),
         ("[" * 3000 + "]" * 3000, "nested too deeply"),
         ("a: " * 1 + "[" * 30000 + "]" * 30000, "nested too deeply"),
     ],
@@ -85,7 +85,7 @@ def test_yaml(
          "line 3: fsdp_config.fsdp_version: 7 is not one of 1, 2."),
         ('{"distributed_type": "NO",}', "is not valid JSON"),
         ("distributed_type: NO", "is not valid JSON: it must begin with a brace."),
-        ("", "holds nothing"),
+        ("", "contains nothing"),
         ('{"a":' * 50000 + "1" + "}" * 50000, "nested too deeply"),
     ],
 )  # fmt: skip
@@ -102,11 +102,11 @@ def test_json(tmp_path: Path, text: str, message: str) -> None:
         ("a.yaml", START + "num_processes: 2\n", ""),  # as accelerate 0.30 wrote files
         ("a.yaml", START + "fp8_config: {margin: 1}\nfp8_config:\n  margin: 1\n", ""),
         ("a.yaml", START.replace("2", "4") + "num_processes: 2\n",
-         "line 4 has the key 'num_processes' again (first in line 3), with another value: the last one counts."),
+         "line 4 has the key 'num_processes' again (first in line 3), with another value. The last one is used."),
         ("a.yaml", START + "fsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\n", "line 6 has the key 'fsdp_version' again"),
         ("a.json", '{"distributed_type": "MULTI_GPU", "num_processes": 2, "num_processes": 2}', ""),
         ("a.json", '{"distributed_type": "MULTI_GPU", "num_processes": 4, "num_processes": 2}',
-         "has the key 'num_processes' twice, with different values: 2 counts."),
+         "has the key 'num_processes' twice, with different values. The last one, 2, is used."),
     ],
 )  # fmt: skip
 def test_the_last_of_two_values_counts(
@@ -128,7 +128,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert main(["launch", "--config_file", str(path), "x.py"]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == f"accelerate launch: error: Config file {str(path)!r} has 5 mistakes:"
+    assert lines[0] == f"accelerate launch: error: Config file {str(path)!r} has 5 errors:"
     for number, said in [
         (1, "num_processes: 'two' is not an integer."),
         (2, "has unknown keys: ['mixed_precison'].*Did you mean 'mixed_precision'"),
@@ -139,7 +139,7 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
         pattern = rf"  - line {number}:? " + said.replace("[", r"\[")
         assert [line for line in lines[1:] if re.match(pattern, line)], (pattern, lines)
     path.write_text("num_processes: two\ndebug: perhaps\n")
-    with pytest.raises(ValueError, match=r"(?s)3 mistakes:.*There is no `distributed_type`.*'two'.*'perhaps'"):
+    with pytest.raises(ValueError, match=r"(?s)3 errors:.*`distributed_type` is missing.*'two'.*'perhaps'"):
         load_config_from_file(path)
 
 
@@ -158,7 +158,7 @@ def test_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "it is not a text file." in said(binary)
     large = tmp_path / "large.yaml"
     large.write_bytes(b"#" * 1_000_001)
-    assert "more than 1000000 bytes are no settings" in said(large)
+    assert "more than 1000000 bytes, too many for a config file" in said(large)
 
 
 def test_a_mark_at_the_beginning_and_merged_keys_are_fine(tmp_path: Path) -> None:

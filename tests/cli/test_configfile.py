@@ -60,7 +60,7 @@ def test_sagemaker_has_its_own(tmp_path: Path) -> None:
     config = read(tmp_path, text % "ec2_instance_type: ml.p3")
     assert isinstance(config, SageMakerConfig)
     assert config.region == "us-east-1"
-    with pytest.raises(ValueError, match="lacks ec2_instance_type"):
+    with pytest.raises(ValueError, match="has no ec2_instance_type"):
         read(tmp_path, text % "num_machines: 2")
 
 
@@ -121,7 +121,7 @@ def test_basic_settings_never_replace_a_file(tmp_path: Path, capsys: pytest.Capt
     path = tmp_path / "a.json"
     path.write_text("mine")
     assert write_basic_config(save_location=str(path)) is False
-    assert "exists already" in capsys.readouterr().out
+    assert "already exists" in capsys.readouterr().out
     assert path.read_text() == "mine"
     with pytest.raises(ValueError, match="mixed_precision must be one of .* got 'half'"):
         write_basic_config("half", str(tmp_path / "b.json"))

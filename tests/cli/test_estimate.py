@@ -22,10 +22,10 @@ from accel_cli.estimate import building, hub
 from accel_cli.estimate.building import add_timm_hub_prefix, check_has_model, create_empty_model
 from accel_cli.estimate.command import estimate_command_parser, gather_data
 from accel_cli.estimate.headers import read_headers
+from accel_cli.estimate.report import create_ascii_table
 from accel_cli.estimate.sharding import PARALLEL, per_device
 from accel_cli.estimate.sizes import estimate_training_usage, measure_folder, measure_model
 from accel_cli.estimate.source import find_model
-from accel_cli.estimate.table import create_ascii_table
 from accel_cli.estimate.training_report import ModelStates, Phase, TrainingStep
 from accel_cli.main import COMMANDS, main
 from tests.cli.estimated import model_folder, tensor_file
@@ -129,7 +129,7 @@ def test_files_with_tensors_are_enough(tmp_path: Path, capsys: pytest.CaptureFix
     assert (told["dtypes"][0]["total_bytes"], told["dtypes"][0]["largest_layer_bytes"]) == (4 * 86, 4 * 46)
     assert [header.num_bytes for header in read_headers(tmp_path)] == [80, 32, 120]
     assert main(["estimate-memory", str(tmp_path), "--training"]) == 2
-    assert "only sizes can be estimated" in capsys.readouterr().err
+    assert "Estimate its sizes alone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_files_with_tensors_are_enough(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_damaged_tensor_files_are_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(UsageError, match="damaged or no safetensors file"):
+    with pytest.raises(UsageError, match="damaged or not a safetensors file"):
         measure_folder(tmp_path)
 
 
@@ -172,14 +172,14 @@ def hub_error(name: str, status: int | None = None) -> Exception:
 @pytest.mark.parametrize(
     ("error", "message", "told"),
     [
-        (hub_error("GatedRepoError", 403), "The Hub refuses 'org/model' (403)", "gated"),
-        (hub_error("RepositoryNotFoundError", 404), "The Hub has no model 'org/model'", False),
+        (hub_error("GatedRepoError", 403), "The Hub denies access to 'org/model' (403)", "gated"),
+        (hub_error("RepositoryNotFoundError", 404), "The model 'org/model' was not found on the Hub", False),
         (hub_error("RepositoryNotFoundError", 401), "if it is private", False),
-        (hub_error("HfHubHTTPError", 401), "The Hub refuses 'org/model' (401)", "gated"),
-        (hub_error("HfHubHTTPError", 503), "The Hub answered 503", UsageError),
+        (hub_error("HfHubHTTPError", 401), "The Hub denies access to 'org/model' (401)", "gated"),
+        (hub_error("HfHubHTTPError", 503), "The Hub returned status 503", UsageError),
         (hub_error("OfflineModeIsEnabled"), "offline: what the library says)", UsageError),
         (ConnectionError("no route"), "offline: no route)", UsageError),
-        (hub_error("HFValidationError"), "neither a folder nor a name on the Hub", UsageError),
+        (hub_error("HFValidationError"), "neither a folder nor a valid name on the Hub", UsageError),
         (KeyError("surprise"), "failed (KeyError: 'surprise')", UsageError),
     ],
 )
@@ -194,7 +194,7 @@ def test_what_the_hub_answers_is_said_in_one_line(
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
-    assert ("gated" in said or "refuses" in said) == (told == "gated")
+    assert ("gated" in said or "denies" in said) == (told == "gated")
     if told is UsageError:
         with pytest.raises(UsageError, match="Hub|failed"):
             hub.verify_on_hub("org/model")
@@ -203,7 +203,7 @@ def test_what_the_hub_answers_is_said_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("library", "message"), [(None, "does not say of which library"), ("diffusers", "is of 'diffusers'")]
+    ("library", "message"), [(None, "does not have the library"), ("diffusers", "is of the library 'diffusers'")]
 )
 def test_models_of_other_libraries(
     library: str | None, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -238,7 +238,7 @@ def test_without_a_network_the_hub_is_asked_once(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     words = ["estimate-memory", "org/model", "--library_name", "transformers"]
     assert main(words) == 2
-    assert "'org/model' is no folder, and the Hub cannot be reached" in capsys.readouterr().err
+    assert "'org/model' is not a folder, and the Hub cannot be reached" in capsys.readouterr().err
     assert len(asked) <= 2, "no address family more than once"
     cached = tmp_path / "models--org--model"
     for folder in ("refs", "snapshots/1"):
@@ -256,10 +256,10 @@ def test_without_a_network_the_hub_is_asked_once(
         (None, ["--library_name", "transformers"], "has no config.json"),
         ("{", [], "cannot be read"),
         ("[]", [], "holds a list"),
-        ("{}", [], "give --library_name"),
+        ("{}", [], "Give --library_name"),
         ('{"model_type": "lama"}', [], "Did you mean 'llama'?"),
         ('{"model_type": "llama", "architectures": ["LlamaForCausalML"]}', [], "Did you mean 'LlamaForCausalLM'?"),
-        ('{"model_type": "llama", "architectures": ["Trainer"]}', [], "is no model of transformers"),
+        ('{"model_type": "llama", "architectures": ["Trainer"]}', [], "is not a model of transformers"),
         ('{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}', [], "then add --trust_remote_code"),
         ('{"architecture": "local-dir:/etc"}', [], "names no architecture"),
         ('{"model_type": "bert", "hidden_size": 7}', [], "cannot be built (ValueError"),
@@ -307,7 +307,7 @@ def test_code_of_a_model_runs_only_when_allowed(tmp_path: Path, monkeypatch: pyt
     (folder / "config.json").write_text(
         json.dumps({"model_type": "mine", "architectures": ["MineModel"], "auto_map": names})
     )
-    with pytest.raises(UsageError, match="code that comes with it"):
+    with pytest.raises(UsageError, match="needs code of its repository"):
         create_empty_model(str(folder), None)
     program = (
         f"from accel_cli.estimate.building import create_empty_model as make; print(make({str(folder)!r}, None, True))"
@@ -331,9 +331,9 @@ def test_a_missing_library_is_named_with_its_extra(
     [
         (["--num_devices", "2"], "needs --parallel"),
         (["--parallel", "fsdp"], "needs --num_devices"),
-        (["--training", "--batch_size", "0"], "--batch_size is 0"),
-        (["--sequence_length", "5"], "add --training"),
-        (["--optimizer", "sgd"], "add --training or --parallel"),
+        (["--training", "--batch_size", "0"], "--batch_size must be at least 1, got 0"),
+        (["--sequence_length", "5"], "Add --training"),
+        (["--optimizer", "sgd"], "Add --training or --parallel"),
     ],
 )
 def test_options_that_do_not_fit(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,9 +58,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (folder / "paint_settings.py").write_text(SETTINGS)
     (folder / "paint_command.py").write_text(COMMAND)
     monkeypatch.syspath_prepend(str(folder))
-    table.foreign_groups.cache_clear()
+    table.plugin_groups.cache_clear()
     yield folder
-    table.foreign_groups.cache_clear()
+    table.plugin_groups.cache_clear()
     for name in ("paint_settings", "paint_command"):
         sys.modules.pop(name, None)
 

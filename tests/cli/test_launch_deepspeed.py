@@ -13,7 +13,7 @@ import pytest
 
 from accel_cli.launch.command import launch_command_parser, run_plan
 from accel_cli.launch.plan import Plan
-from accel_cli.launch.runners.deepspeed import LAUNCHERS, sent
+from accel_cli.launch.runners.deepspeed import LAUNCHERS, forwarded
 from accel_cli.main import main
 from accelerate.commands import launch as old_launch
 from accelerate.utils import launch as old_utils
@@ -124,7 +124,7 @@ def test_the_hostfile_counts_the_machines() -> None:
 def test_the_other_machines_get_the_environment_but_no_secrets() -> None:
     environ = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "y", "HOME": "/root", "SSH_TTY": "1",
                "EMPTY": "", "WITH_LINES": "a\nb", "PATH": "/bin"}  # fmt: skip
-    assert sent(environ).keys() == {"NCCL_DEBUG", "WITH_LINES", "PATH"}
+    assert forwarded(environ).keys() == {"NCCL_DEBUG", "WITH_LINES", "PATH"}
     plan = plan_of(*SEVERAL, "train.py", environ=environ)
     ((path, text),) = plan.files
     assert plan.environment["DS_ENV_FILE"] == str(Path(path).absolute())
@@ -157,7 +157,7 @@ def test_processes_that_mpi_starts_know_the_first() -> None:
     ("words", "message"),
     [
         ([*SEVERAL, "--deepspeed_multinode_launcher", "psdh"], "'psdh' is not one of .* Did you mean 'pdsh'"),
-        ([*SEVERAL[:-2], "--deepspeed_multinode_launcher", "pdsh"], "give --deepspeed_hostfile, or take .* 'standard'"),
+        ([*SEVERAL[:-2], "--deepspeed_multinode_launcher", "pdsh"], "Give --deepspeed_hostfile, or use .* standard"),
         (["--use_deepspeed", "--deepspeed_config_file", "no.json"], "DeepSpeed configuration 'no.json' does not exist"),
         (["--use_deepspeed", "--zero_stage", "4"], "--zero_stage: 4 is not one of 0, 1, 2, 3"),
         (["--use_deepspeed", "--offload_param_device", "disk"], "'disk' is not one of none, cpu, nvme"),
@@ -166,10 +166,10 @@ def test_processes_that_mpi_starts_know_the_first() -> None:
         ([*SEVERAL, "--deepspeed_multinode_launcher", "openmpi", "--deepspeed_inclusion_filter", "a"],
          "--deepspeed_inclusion_filter and --deepspeed_multinode_launcher openmpi exclude one another"),
         (["--use_deepspeed", "--num_processes", "2", "--deepspeed_hostfile", "hosts",
-          "--deepspeed_multinode_launcher", "mpich"], "each of the 8 slots of .* and --num_processes is 2"),
+          "--deepspeed_multinode_launcher", "mpich"], "each of the 8 slots of .* but --num_processes is 2"),
         (["--use_deepspeed", "--mpirun_hostfile", "hosts"], "--mpirun_hostfile and --use_deepspeed contradict"),
         (["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "3", "--num_processes", "3"],
-         "--num_machines 3 is more than --deepspeed_hostfile 'hosts' lists: a, b"),
+         "--num_machines 3 is more than the machines in --deepspeed_hostfile 'hosts': a, b"),
     ],
 )  # fmt: skip
 def test_mistakes(words: list[str], message: str) -> None:

@@ -80,7 +80,7 @@ def test_free_ports_are_fine(taken: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu_ids", "0,1", "--num_processes", "4"], "--gpu_ids 0,1 names 2 devices, too few for 4 processes"),
+        (["--gpu_ids", "0,1", "--num_processes", "4"], "--gpu_ids 0,1 names 2 devices, too few for the 4 processes"),
         (["--mpirun_hostfile", "h", "--multi_gpu"], "--mpirun_hostfile and --multi_gpu contradict one another"),
         (
             ["--use_fsdp", "--fsdp_auto_wrap_policy", "TRANSFORMER"],

@@ -91,13 +91,13 @@ def test_under_mpirun_the_hostfile_has_been_used_already() -> None:
 @pytest.mark.parametrize(
     ("words", "mpi", "message"),
     [
-        (["--mpirun_hostfile", "here"], "", "no program 'mpirun'"),
-        (["--mpirun_hostfile", "here"], "strange 1.0\nmore", "says it is 'strange 1.0', which is none of Open MPI"),
+        (["--mpirun_hostfile", "here"], "", "needs the program 'mpirun'"),
+        (["--mpirun_hostfile", "here"], "strange 1.0\nmore", "printed 'strange 1.0', which is not a supported MPI. Use one of Open MPI"),
         (["--mpirun_hostfile", "nothing"], OPEN_MPI, "'nothing' lists no machine"),
         (["--mpirun_hostfile", "missing"], OPEN_MPI, "'missing' does not exist"),
         (["--mpirun_hostfile", "."], OPEN_MPI, "'.' cannot be read"),
         (["--mpirun_hostfile", "here", "--num_machines", "2"], OPEN_MPI,
-         "--num_machines 2 is more than --mpirun_hostfile 'here' lists: localhost"),
+         "--num_machines 2 is more than the machines in --mpirun_hostfile 'here': localhost"),
     ],
 )  # fmt: skip
 def test_mistakes(words: list[str], mpi: str, message: str) -> None:

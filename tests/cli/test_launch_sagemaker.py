@@ -90,19 +90,19 @@ def test_who_pays() -> None:
     flags = ["--aws_access_key_id", "k", "--aws_secret_access_key", "s"]
     assert job(*flags, "train.py", profile=None)[2] == {"AWS_DEFAULT_REGION": "us-east-1", **keys}
     assert job("train.py", profile=None, environ=keys)[2] == {"AWS_DEFAULT_REGION": "us-east-1"}
-    with pytest.raises(ValueError, match="set profile in the config file, or give --aws_access_key_id"):
+    with pytest.raises(ValueError, match="Set profile in the config file, or give --aws_access_key_id"):
         job("train.py", profile=None)
 
 
 @pytest.mark.parametrize(
     ("words", "values", "message"),
     [
-        (["train.sh"], {}, "'train.sh' must be one"),
-        (["-m", "json"], {}, "'json' must be one, without -m"),
-        (["train.py", "lr", "1"], {}, "'lr' belongs to no name"),
-        (["train.py", "--lr", "1", "2"], {}, "'2' belongs to no name"),
-        (["train.py", "--fast", "--lr", "1"], {}, "give --fast a value"),
-        (["train.py", "--fast"], {}, "give --fast a value"),
+        (["train.sh"], {}, "got 'train.sh'"),
+        (["-m", "json"], {}, "got 'json'.*without -m"),
+        (["train.py", "lr", "1"], {}, "'lr' has no name"),
+        (["train.py", "--lr", "1", "2"], {}, "'2' has no name"),
+        (["train.py", "--fast", "--lr", "1"], {}, "--fast has no value"),
+        (["train.py", "--fast"], {}, "--fast has no value"),
         (["train.py", "--lr", "1", "--lr", "2"], {}, "--lr is given twice"),
         (["train.py"], {"sagemaker_inputs_file": "no.tsv"}, "'no.tsv', which the config file names, does not exist"),
         (
@@ -165,7 +165,7 @@ def test_with_a_version_that_has_another_interface(
         (tmp_path / "installed" / path).write_text(text)
     assert main(["launch", "--config_file", write(), "train.py"]) == 2
     error = capsys.readouterr().err
-    assert "the module 'sagemaker.huggingface', which sagemaker 3.27.0 lacks" in error
+    assert "the module 'sagemaker.huggingface', which sagemaker 3.27.0 does not have" in error
     assert "pip install 'sagemaker>=2.232,<3'" in error
 
 

@@ -142,7 +142,7 @@ def test_a_pod_needs_an_older_torch_xla(torch_xla: dict[str, str]) -> None:
     ("words", "message"),
     [
         (["--tpu", "--no_python", "ls"], "--no_python and --tpu exclude one another"),
-        (["--tpu", "--tpu_cluster", "train.py"], "set tpu_name in the config file"),
+        (["--tpu", "--tpu_cluster", "train.py"], "Set tpu_name in the config file"),
         (["--tpu", "--cpu", "train.py"], "--cpu and --tpu exclude one another"),
         (["--tpu", "--mpirun_hostfile", "h", "train.py"], "--mpirun_hostfile and --tpu contradict"),
     ],
@@ -212,7 +212,7 @@ def test_the_settings_file_says_the_rest(capsys: pytest.CaptureFixture[str]) -> 
     [
         (["--tpu_zone", "z", "--command", "ls"], "--tpu_name is missing"),
         (["--tpu_name", "n", "--command", "ls"], "--tpu_zone is missing"),
-        (["--tpu_name", "n", "--tpu_zone", "z"], "give --command or --command_file"),
+        (["--tpu_name", "n", "--tpu_zone", "z"], "Give --command or --command_file"),
         (["--tpu_name", "n", "--tpu_zone", "z", "--command_file", "no"], "'no' does not exist"),
         (["--tpu_name", "n", "--tpu_zone", "z", "--command_file", "."], "'.' cannot be read"),
         (["--config_file", "no"], "'no' does not exist"),
@@ -231,7 +231,7 @@ def test_gcloud_is_really_called(
     words = ["tpu-config", "--tpu_name", "n", "--tpu_zone", "z", "--command", "ls"]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(words) == 2
-    assert "no program 'gcloud'" in capfd.readouterr().err
+    assert "program 'gcloud' is not installed" in capfd.readouterr().err
     (tmp_path / "gcloud").write_text('#!/bin/sh\necho "$9"; exit ${STATUS:-0}\n')
     (tmp_path / "gcloud").chmod(0o755)
     tpu_command_launcher(tpu_command_parser().parse_args(words[1:]))

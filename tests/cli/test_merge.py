@@ -144,7 +144,7 @@ class Bomb:
 def test_a_metadata_file_runs_nothing(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (sharded / ".metadata").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(ValueError, match="nothing of it was run .*mkdir.*do not trust"):
+    with pytest.raises(ValueError, match="mkdir.* nothing of it was executed.*Do not trust"):
         merge_fsdp_weights(sharded, tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out").exists()
@@ -240,13 +240,13 @@ def a_dtype_is_wrong(contents: Any) -> None:
     ("change", "message"),
     [
         (a_part_is_too_large, "lies outside its shape"),
-        (a_part_is_missing, "the parts of 'model.3.weight' have 0 values"),
-        (a_place_is_missing, "does not say where a part"),
+        (a_part_is_missing, "the shards of 'model.3.weight' have 0 elements"),
+        (a_place_is_missing, "does not say where a shard"),
         (a_shape_is_negative, "'size' is"),
         (an_entry_is_of_another_kind, "neither tensor nor bytes"),
         (a_file_lies_outside, "not a plain path"),
         (values_are_encoded, "storage extensions"),
-        (a_dtype_is_wrong, "is not of dtype torch.float16"),
+        (a_dtype_is_wrong, "does not have dtype torch.float16"),
     ],
 )
 def test_contents_that_do_not_fit_are_refused(
@@ -276,7 +276,7 @@ def test_the_output_must_be_a_folder_outside_of_what_is_removed(sharded: Path, t
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         merge_fsdp_weights(sharded, tmp_path / "file")
-    with pytest.raises(ValueError, match="choose another folder"):
+    with pytest.raises(ValueError, match="Choose another output folder"):
         merge_fsdp_weights(sharded, sharded / "merged", remove_checkpoint_dir=True)
     assert sharded.exists()
 
@@ -285,7 +285,7 @@ def test_a_full_disk_leaves_everything_as_it_was(
     sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merging.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
-    with pytest.raises(OSError, match="No room"):
+    with pytest.raises(OSError, match="Not enough disk space"):
         merge_fsdp_weights(sharded, tmp_path / "out", remove_checkpoint_dir=True)
     assert os.listdir(tmp_path) == ["state"]
     assert sharded.exists()

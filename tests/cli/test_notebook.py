@@ -145,7 +145,7 @@ def test_the_usual_port_is_only_a_suggestion(started: list[Any], monkeypatch: py
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ({}, "num_processes is missing"),
+        ({}, "needs num_processes"),
         ({"num_processes": -1}, "must not be negative, got -1"),
         (
             {"num_processes": 2, "mixed_precision": "half"},
@@ -198,7 +198,7 @@ def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "yes")
     monkeypatch.setattr(api, "elastic_launch", elastic_launch)
     with pytest.raises(
-        RuntimeError, match="a trial .* failed before the function was called.*rank 1 was ended by SIGKILL"
+        RuntimeError, match="the trial run .* failed before the function was called.*rank 1 was killed by SIGKILL"
     ):
         notebook_launcher(print, num_processes=2)
 
@@ -236,7 +236,7 @@ for launcher in (debug_launcher, notebook_launcher):
         assert "in the second" in str(error) and "Traceback" in str(error), error
         if launcher is notebook_launcher:
             assert isinstance(error, ChildFailedError) and error.__suppress_context__
-            assert str(error).startswith("rank 1 failed, and the other processes were ended."), error
+            assert str(error).startswith("rank 1 failed, and the other processes were terminated."), error
             assert len(str(error).splitlines()) == 5, error
     else:
         raise AssertionError(launcher)

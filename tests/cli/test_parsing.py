@@ -42,7 +42,7 @@ def test_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "launch" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main(["nonsense"])
-    assert "'nonsense' is no command" in capsys.readouterr().err
+    assert "'nonsense' is not a command" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))

@@ -87,7 +87,7 @@ def test_one_device(ask: Ask) -> None:
 def test_several_machines(ask: Ask) -> None:
     written = ask(SEVERAL_GPUS | PROCESSES | {
         "How many machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
-        "Which port": "2222", "one local network": "no", "find one another": "c10d", "Compare shapes": "y",
+        "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Compare shapes": "y",
     })  # fmt: skip
     assert written == written | {
         "num_machines": 2, "machine_rank": 1, "main_process_ip": "node-0.example", "main_process_port": 2222,
@@ -120,7 +120,7 @@ def test_several_machines(ask: Ask) -> None:
              "deepspeed_hostfile": "hosts", "deepspeed_inclusion_filter": "a@b:0"},
         ),
         (
-            {"How is the model trained": "DEEPSPEED", "with sequence parallelism": "y", "by exchanging heads": "4",
+            {"How is the model trained": "DEEPSPEED", "with sequence parallelism": "y", "all-to-all of attention heads": "4",
              "Sequence length in": "512", "sequence lengths differ": "no", "Attention implementation": "flash_attention_2"},
             "parallelism_config",
             {"parallelism_config_sp_size": 4, "parallelism_config_sp_seq_length": 512,
@@ -141,7 +141,7 @@ def test_several_machines(ask: Ask) -> None:
         ),
         (
             {"How is the model trained": "FSDP", "tensor or context parallelism": "y", "by ring attention": "2", "keys and values": "1",
-             "copy of the model": "1"},
+             "a replica of the model": "1"},
             "parallelism_config",
             {"parallelism_config_tp_size": 1, "parallelism_config_cp_size": 2,
              "parallelism_config_cp_comm_strategy": "alltoall", "parallelism_config_dp_replicate_size": 1,
@@ -238,7 +238,7 @@ def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
         "base_job_name": "accelerate-sagemaker-1", "pytorch_version": "1.10.2", "transformers_version": "4.17.0",
         "py_version": "py38", "enable_cpu_affinity": False,
     }  # fmt: skip
-    several = ask(asked | {"spread over": "1", "type of machine": "ml.p3dn.24xlarge", "On how many": "4",
+    several = ask(asked | {"Which kind of parallelism": "1", "type of machine": "ml.p3dn.24xlarge", "On how many": "4",
                            "Compile the model": "y"}, "config.json")  # fmt: skip
     assert several == several | {
         "profile": "default", "distributed_type": "DATA_PARALLEL", "ec2_instance_type": "ml.p3dn.24xlarge",
@@ -255,11 +255,11 @@ def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
         ("How many machines", "0", "It must be at least 1, got 0."),
         ("How many machines", "some", "'some' is not an integer."),
         ("Rank of this machine", "", "An answer is needed here."),
-        ("Rank of this machine", "2", "With 2 machines the last one has the number 1, got 2."),
-        ("Address of machine 0", "a b", "'a b' must not have blanks in it."),
+        ("Rank of this machine", "2", "With 2 machines, the rank must be at most 1, got 2."),
+        ("Address of machine 0", "a b", "'a b' must not contain blanks."),
         ("Which port", "70000", "It must be at most 65535, got 70000."),
         ("one local network", "perhaps", "'perhaps' is neither yes nor no."),
-        ("How many processes", "3", "3 processes cannot be shared equally by 2 machines."),
+        ("How many processes", "3", "3 processes are not divisible by 2 machines."),
         ("Which devices", "a", "'a' is neither `all` nor different device numbers"),
         ("Which devices", "0", "2 processes on this machine need 2 devices, got 1."),
         ("higher precision", "true,false", "'true,false' is not three bools"),
@@ -290,8 +290,8 @@ def test_sizes_that_do_not_fit(ask: Ask) -> None:
         "tensor or context parallelism": "y",
     }
     for answers, reason in (
-        ({"every layer": "3"}, "8 processes are left, and 3 does not divide them"),
-        ({"every layer": "2", "hold a copy": "4"}, "leave processes for the sharding"),
+        ({"every layer": "3"}, "8 processes are left, which is not divisible by 3"),
+        ({"every layer": "2", "hold a replica": "4"}, "leave ranks for sharding"),
     ):
         with pytest.raises(ValueError, match=reason):
             ask(fsdp | answers)
@@ -316,7 +316,7 @@ def test_places_that_cannot_be_written_are_refused_before_any_question(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["config", "--config_file", str(tmp_path)]) == 2
-    assert "is a folder: name a file in it" in capsys.readouterr().err
+    assert "is a folder. Name a file in it" in capsys.readouterr().err
     assert main(["config", "--config_file", str(tmp_path / "file" / "a.yaml")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 

@@ -133,7 +133,7 @@ def test_another_port_is_taken_when_the_guess_was_too_late(agent_does: Callable[
     [
         ([TAKEN], False, "Port 29500 of this machine is taken"),
         ([TAKEN] * 3, True, "Port .* of this machine is taken"),
-        ([RendezvousError("nobody came\nmore")], True, r"could not meet at 127.0.0.1:29500: nobody came$"),
+        ([RendezvousError("nobody came\nmore")], True, r"The rendezvous at 127.0.0.1:29500 failed: nobody came$"),
     ],
 )
 def test_processes_that_cannot_meet(
@@ -165,7 +165,7 @@ def test_two_processes_never_share_a_device(
     monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
     plan = several(environment=environment)
     if refused:
-        with pytest.raises(ValueError, match="2 processes need 2 cuda devices, and this machine has 1"):
+        with pytest.raises(ValueError, match="2 processes need 2 cuda devices, but this machine has 1"):
             torchrun.run(plan)
     else:
         assert torchrun.run(plan) == 0

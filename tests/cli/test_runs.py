@@ -116,7 +116,7 @@ def test_html_is_one_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--dir", "nowhere"], "The folder 'nowhere' does not exist."),
         (["--metric", "los"], "has a metric 'los'. Did you mean 'loss'?"),
         (["--name", "digit"], "No run has the name 'digit'. Did you mean 'digits'?"),
-        (["--limit", "0"], "--limit 0 shows nothing"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--html", "nowhere/page.html"], "'nowhere/page.html' cannot be written: No such file or directory."),
     ],
 )

@@ -130,7 +130,7 @@ def test_training_that_goes_wrong_is_found(
     assert "parameter '0.weight'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("status", "said"), [(0, "Launching works"), (5, "something failed (exit status 5)")])
+@pytest.mark.parametrize(("status", "said"), [(0, "Launching works"), (5, "failed with exit status 5")])
 def test_the_command_launches_the_script(
     status: int, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -135,7 +135,7 @@ def test_cores() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py"], "How many GPUs has a machine? Give --gpus_per_node, or --cpu for none."),
+        (["train.py"], "The number of GPUs per machine is missing. Give --gpus_per_node, or --cpu for none."),
         (["--time", "1h", "--cpu", "train.py"], "--time must be a time limit of SLURM"),
         (["--time", "1:00\n#SBATCH --x", "--cpu", "train.py"], "--time must be"),
         (["--partition", "a;rm", "--cpu", "train.py"], "--partition must be a partition"),
@@ -149,13 +149,13 @@ def test_cores() -> None:
         (["--cpu", "--gpus_per_node", "2", "train.py"], "--cpu and --gpus_per_node contradict one another"),
         (["--nodes", "2", "--num_machines", "3", "--cpu", "train.py"], "--nodes 2 and --num_machines 3 contradict"),
         ([*GPUS, "--num_processes", "4", "train.py"], "--num_processes 4 and --gpus_per_node 8 contradict"),
-        (["--machine_rank", "1", "--cpu", "train.py"], "--machine_rank is found on the machines"),
-        (["--main_process_ip", "h", "--cpu", "train.py"], "--main_process_ip is found on the machines"),
-        (["--resume_args", "'", "--cpu", "train.py"], "--resume_args \"'\" is not what a shell would understand"),
-        (["--tpu", "train.py"], "the launcher 'tpu' of these settings would do again"),
+        (["--machine_rank", "1", "--cpu", "train.py"], "--machine_rank is set by the job itself on the machines"),
+        (["--main_process_ip", "h", "--cpu", "train.py"], "--main_process_ip is set by the job itself on the machines"),
+        (["--resume_args", "'", "--cpu", "train.py"], "--resume_args \"'\" cannot be split as in a shell"),
+        (["--tpu", "train.py"], "cannot be combined with the launcher 'tpu' of these settings"),
         (["--cpu", "tain.py"], "Did you mean 'train.py'?"),
-        (["--cpu", "--num_processes", "3", "--nodes", "2", "train.py"], "cannot be shared equally by 2 machines"),
-        (["--cpu", "--submit", "train.py"], "There is no program 'sbatch' here"),
+        (["--cpu", "--num_processes", "3", "--nodes", "2", "train.py"], "got 3 processes and 2 machines"),
+        (["--cpu", "--submit", "train.py"], "needs the program 'sbatch'"),
     ],
 )  # fmt: skip
 def test_mistakes_end_in_one_line(
@@ -371,7 +371,7 @@ def test_a_preempted_job_starts_again_and_resumes(cluster: dict[str, str]) -> No
     soon(lambda: Path("run1").exists())
     submit(cluster, *everything, "--partition", "high", "train.py", "--resume", "now")
     soon(lambda: state(cluster, job) == "PENDING", 60)
-    assert "gives way after 0 restarts" in Path(f"train-{job}.out").read_text()
+    assert "is requeued after 0 restarts" in Path(f"train-{job}.out").read_text()
     ask(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
     soon(lambda: state(cluster, job) == "COMPLETED", 60)
     assert Path("run2").exists()

@@ -22,6 +22,7 @@ from accel_cli.launch.runners.signals import status_after
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import Watch
+from accel_ops.transport import ALL_GATHER
 from accel_state import supervision
 
 SCRIPT = str(Path(__file__).parent / "supervised.py")
@@ -43,10 +44,10 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_that_hangs_is_ended_and_shown(agent: list[str]) -> None:
     done = launch(*agent, "--hang_timeout", "2", SCRIPT, "mismatch")
     assert done.returncode == 124
-    assert "no process has made progress for 2 seconds" in done.stderr
+    assert "the run hangs: no process has made progress for 2 seconds" in done.stderr
     table = [line.split() for line in done.stderr.splitlines() if re.match(r"\d  ", line)]
     assert [row[0] for row in table] == ["0", "1"]
-    assert table[0][1:3] == ["gather", "(all_gather_single)"]
+    assert table[0][1:3] == ["gather", f"({ALL_GATHER})"]
     assert table[1][1] == "wait_for_everyone"
     assert all("supervised.py:" in " ".join(row) for row in table)
     assert done.stderr.count("most recent call first") == 2
@@ -82,7 +83,7 @@ def test_the_first_error_is_told_once_and_first(agent: list[str]) -> None:
 def test_a_process_that_was_killed_is_told_of() -> None:
     done = launch(SCRIPT, "killed")
     assert done.returncode == 137
-    assert "SIGKILL: the system ran out of memory" in done.stderr
+    assert "SIGKILL: the machine ran out of memory" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -202,9 +203,9 @@ def test_status_after_a_signal(codes: dict[int, int], crashed: tuple[int, ...], 
 
 def test_ends_in_words() -> None:
     assert describe_end(3) == "ended with exit status 3"
-    assert describe_end(-signal.SIGSEGV) == "was ended by SIGSEGV: a fault in compiled code"
-    assert describe_end(-signal.SIGUSR2) == "was ended by SIGUSR2"
-    assert describe_end(-200) == "was ended by signal 200"
+    assert describe_end(-signal.SIGSEGV) == "was killed by SIGSEGV: a segmentation fault in compiled code"
+    assert describe_end(-signal.SIGUSR2) == "was killed by SIGUSR2"
+    assert describe_end(-200) == "was killed by signal 200"
 
 
 class Said(list[str]):
@@ -227,7 +228,7 @@ def watch(said: Said) -> Any:
 
 
 def leave(watch: Watch, rank: int, text: str, ago: float = 0.0) -> None:
-    supervision.write_whole(watch.folder, f"{rank}.error", f"{time.time() - ago}\n{text}")
+    supervision.write_atomically(watch.folder, f"{rank}.error", f"{time.time() - ago}\n{text}")
 
 
 LOST = "Traceback\n  File x\nRuntimeError: Connection closed by peer [127.0.0.1]:1\n"
@@ -262,7 +263,7 @@ def test_nothing_is_lost_at_the_end(said: Said) -> None:
 def test_errors_that_follow_from_a_killed_process(watch: Watch, said: Said) -> None:
     leave(watch, 1, LOST)
     watch.look({0: -signal.SIGKILL})
-    assert said[0].startswith("accelerate launch: rank 0 was ended by SIGKILL")
+    assert said[0].startswith("accelerate launch: rank 0 was killed by SIGKILL")
     assert "rank 1 ended after it" in said[1]
 
 

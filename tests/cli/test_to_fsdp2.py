@@ -83,7 +83,7 @@ def test_every_setting_is_kept_renamed_or_dropped(capsys: pytest.CaptureFixture[
     } <= rows
     dropped = ["fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params"]
     assert [line.split()[3].rstrip(":") for line in said.err.splitlines()] == dropped
-    assert "fsdp_forward_prefetch: FSDP 2 cannot do it yet." in said.err
+    assert "fsdp_forward_prefetch: FSDP 2 does not support it yet." in said.err
 
 
 @pytest.mark.parametrize("strategy", list(ARGUMENT_VALUE_MAPPING["fsdp_sharding_strategy"]))
@@ -106,7 +106,7 @@ def test_old_words_and_what_version_2_lacks(capsys: pytest.CaptureFixture[str]) 
     }  # fmt: skip
     said = capsys.readouterr()
     assert "changed fsdp_state_dict_type: FSDP 2 has no local state dicts." in said.err
-    assert "renamed fsdp_sharding_strategy: FSDP 2 shards over all processes" in said.err
+    assert "renamed fsdp_sharding_strategy: FSDP 2 shards over all ranks" in said.err
     assert "parallelism_config_dp_replicate_size" in said.err
     assert "changed fsdp_config.fsdp_sharding_strategy: 4 is now 'HYBRID_SHARD'" in said.out
 
@@ -125,7 +125,7 @@ def test_a_section_that_says_nothing() -> None:
 def test_what_nobody_knows_is_kept_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     write(fsdp_colour="blue")
     assert convert()["fsdp_colour"] == "blue"
-    assert "kept fsdp_colour: no setting of FSDP" in capsys.readouterr().err
+    assert "kept fsdp_colour: it is not an option of FSDP" in capsys.readouterr().err
 
 
 def test_the_file_itself_can_be_replaced() -> None:
@@ -181,8 +181,8 @@ def test_json_stays_json() -> None:
         (None, ["--output_file", "new.yaml"], "'old.yaml' does not exist"),
         ("{distributed_type: MULTI_GPU}", ["--output_file", "new.yaml"], "is not for FSDP: its distributed_type is"),
         (None, [], "'old.yaml' does not exist"),
-        ("{distributed_type: FSDP}", [], "give --output_file, or --overwrite"),
-        ("{distributed_type: FSDP}", ["--output_file", "there.yaml"], "'there.yaml' exists already"),
+        ("{distributed_type: FSDP}", [], "Give --output_file, or --overwrite"),
+        ("{distributed_type: FSDP}", ["--output_file", "there.yaml"], "'there.yaml' already exists"),
         ("{distributed_type: FSDP}", ["--output_file", "folder", "--overwrite"], "'folder' is a folder"),
         ("{distributed_type: FSPD}", ["--output_file", "new.yaml"], "Did you mean 'FSDP'?"),
         ("{distributed_type: FSDP, fsdp_config: {fsdp_sharding_strategy: HALF}}", ["--output_file", "new.yaml"], "'HALF'"),

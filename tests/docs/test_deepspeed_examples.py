@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_integrations.engines.deepspeed.config import settle
+from accel_integrations.engines.deepspeed.config import fill_auto_values
 from accel_integrations.engines.deepspeed.prepare_arguments import check_fit
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.prepared.prepared import Prepared
@@ -57,7 +57,7 @@ def test_templates_are_filled(name: str, stage: int, offloaded: tuple[Any, Any])
         split_batches=False,
     )
     loader = DataLoader(range(64), batch_size=2)  # type: ignore[arg-type]
-    settle(plugin, context, [loader], model, optimizer, scheduler, 4, 4)
+    fill_auto_values(plugin, context, [loader], model, optimizer, scheduler, 4, 4)
     config = plugin.deepspeed_config
     assert not [key for key in leaf_keys(config) if get_value(config, key) == AUTO]
     assert config["train_batch_size"] == 2 * 3 * 4

@@ -22,6 +22,7 @@ from accel_ops.collectives import (
 )
 from accel_ops.gather_payload import SLOT_BYTES
 from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.transport import ALL_GATHER
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks
@@ -43,7 +44,7 @@ class CountCollectives:
     """Counts the messages of a `with` block."""
 
     NAMES = (
-        "all_gather_single",
+        ALL_GATHER,
         "all_reduce",
         "broadcast",
         "all_gather",
@@ -141,7 +142,7 @@ def test_what_does_not_fit_together_raises_everywhere(rank: int, world: int, kin
         "keys": {"ab"[rank]: torch.ones(1)},
         "ndim": torch.ones((2,) * (1 + rank)),
     }[kind]
-    with pytest.raises(DistributedOperationException, match=r"(?s)gather.*process 0: .*process 1: "):
+    with pytest.raises(DistributedOperationException, match=r"(?s)gather.*rank 0: .*rank 1: "):
         gather(bring)
     assert gather(torch.tensor(rank)).tolist() == [0, 1]  # the group still works
 
@@ -207,7 +208,7 @@ def test_a_tensor_that_one_process_has(rank: int, world: int) -> None:
     assert (shape, dtype) == (torch.Size([2, 3]), 1)
     assert copy_tensor_to_devices(held).tolist() == [[0, 1, 2], [3, 4, 5]]
     for wrong in (None, torch.ones(1)):
-        with pytest.raises(ValueError, match="One process must have the tensor"):
+        with pytest.raises(ValueError, match="One rank must pass the tensor"):
             copy_tensor_to_devices(wrong)
 
 

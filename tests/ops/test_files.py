@@ -79,7 +79,7 @@ def test_arrays_that_another_numpy_wrote_are_data(tmp_path: Path, home: bytes) -
 
 def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
     torch.save(np.array([Thing()], dtype=object), tmp_path / "x.pkl")
-    with pytest.raises(ValueError, match="nothing of it was run"):
+    with pytest.raises(ValueError, match="nothing of it was executed"):
         load(tmp_path / "x.pkl")
 
 
@@ -130,7 +130,7 @@ def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x.bin") as source, zipfile.ZipFile(tmp_path / "y.bin", "w") as bomb:
         for entry in source.infolist():
             bomb.writestr(entry.filename, source.read(entry), zipfile.ZIP_DEFLATED)
-    with pytest.raises(ValueError, match="would grow on reading"):
+    with pytest.raises(ValueError, match="is larger when read than on the disk"):
         load(tmp_path / "y.bin")
 
 

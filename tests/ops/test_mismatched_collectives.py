@@ -54,15 +54,15 @@ def test_every_pair_of_different_calls_raises_on_both_ranks(rank: int, world: in
             CALLS[pair[rank]]()
         text = str(caught.value)
         first, second = (call.partition(",")[0] for call in pair)
-        assert f"process 0: {first}(" in text, pair
-        assert f"process 1: {second}(" in text, pair
+        assert f"rank 0: {first}(" in text, pair
+        assert f"rank 1: {second}(" in text, pair
         assert ("different collectives" in text) == (first != second), pair
     assert gather(torch.tensor(rank)).tolist() == [0, 1]  # the group still works
 
 
 @ranks(3)
 def test_one_rank_of_three_is_enough(rank: int, world: int) -> None:
-    with pytest.raises(DistributedOperationException, match=r"process 2: reduce\(float32\[5\]\)"):
+    with pytest.raises(DistributedOperationException, match=r"rank 2: reduce\(float32\[5\]\)"):
         reduce(torch.ones(5 if rank == 2 else 4))
     assert reduce(torch.tensor([float(rank)]), "sum").item() == 3
 
@@ -97,5 +97,5 @@ def test_objects_arrive_whatever_their_size(rank: int, world: int, size: int) ->
     kept = given
     assert broadcast_object_list(given, from_process=1) is kept
     assert kept == [1, {"text": "x" * size * 2}, None]
-    with pytest.raises(ValueError, match="processes 0 to 1"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         broadcast_object_list([1], from_process=2)

@@ -310,6 +310,6 @@ def test_links_that_lead_out_are_refused(tmp_path: Path) -> None:
     inside, outside = tmp_path / "in", tmp_path / "out"
     inside.mkdir(), outside.mkdir()
     (inside / "link").symlink_to(outside)
-    with pytest.raises(ValueError, match="a link leads out"):
+    with pytest.raises(ValueError, match="a symbolic link leads out"):
         path_inside(inside, "link/x")
     assert path_inside(inside, "sub/x") == inside / "sub" / "x"

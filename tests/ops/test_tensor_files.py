@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_named(value: Any, reason: str) -> None:
 
 
 def test_names_are_text_and_tensors_are_in_a_dict() -> None:
-    with pytest.raises(TypeError, match="not 3"):
+    with pytest.raises(TypeError, match="name 3 is not a str"):
         written({3: torch.ones(1)})  # type: ignore[dict-item]
     with pytest.raises(TypeError, match="not a list"):
         written([torch.ones(1)])  # type: ignore[arg-type]

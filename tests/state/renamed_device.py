@@ -110,7 +110,7 @@ def too_few_devices(name: str) -> None:
     rename(name)
     dist.Backend.register_backend(str(device_kind(name).collective_backend), lambda *_: None, devices=[name])
     launched(2, 3)
-    with pytest.raises(ValueError, match="2 can be seen"):
+    with pytest.raises(ValueError, match="2 are visible"):
         PartialState()
     assert not dist.is_initialized()
 

@@ -100,7 +100,7 @@ def test_defaults() -> None:
 
 
 def test_nobody_but_an_accelerator_makes_the_first_one() -> None:
-    with pytest.raises(ValueError, match=r"There is no AcceleratorState yet: make an `Accelerator\(\)` first"):
+    with pytest.raises(ValueError, match=r"AcceleratorState is not initialized: create an `Accelerator\(\)` first"):
         AcceleratorState()
     assert PartialState._shared_state == {}
     make(mixed_precision="bf16")
@@ -121,11 +121,11 @@ def test_the_environment_gives_the_number_format(monkeypatch: pytest.MonkeyPatch
 
 def test_unknown_number_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match="mixed_precision='bf17' is no mixed precision: use one of no, fp8, fp16, bf16"
+        ValueError, match="mixed_precision='bf17' is not a mixed precision: use one of no, fp8, fp16, bf16"
     ):
         make(mixed_precision="bf17")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")
-    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='half' is no mixed precision"):
+    with pytest.raises(ValueError, match="ACCELERATE_MIXED_PRECISION='half' is not a mixed precision"):
         make()
     assert PartialState._shared_state == {}
 
@@ -145,7 +145,7 @@ def test_cpu_must_be_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "meta")
     PartialState()
-    with pytest.raises(ValueError, match="cpu=True, but this process already computes on 'meta'"):
+    with pytest.raises(ValueError, match="cpu=True, but this process already uses the device 'meta'"):
         make(cpu=True)
 
 
@@ -154,7 +154,7 @@ def test_resetting_keeps_the_place_unless_told() -> None:
     AcceleratorState._reset_state()
     assert PartialState().initialized
     with pytest.raises(
-        AttributeError, match=r"`AcceleratorState` object has no attribute '\w+' now.* make an `Accelerator\(\)`"
+        AttributeError, match=r"`AcceleratorState` object has no attribute '\w+' now.* create an `Accelerator\(\)`"
     ):
         _ = state.mixed_precision
     make()
@@ -177,7 +177,7 @@ def test_a_second_one_may_repeat_what_is_settled() -> None:
     ("arguments", "message"),
     [
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16' contradicts mixed_precision='bf16'"),
-        ({"mixed_precision": "half"}, "mixed_precision='half' is no mixed precision"),
+        ({"mixed_precision": "half"}, "mixed_precision='half' is not a mixed precision"),
         ({"dynamo_plugin": TorchDynamoPlugin(backend="eager")}, "dynamo_backend='EAGER' contradicts .*='NO'"),
         ({"fsdp_plugin": Sharded()}, "fsdp_plugin=True contradicts fsdp_plugin=False"),
         ({"deepspeed_plugin": Speedy()}, "deepspeed_plugin=True contradicts deepspeed_plugin=False"),
@@ -244,7 +244,7 @@ def test_several_deepspeed_plugins_take_turns() -> None:
 
 
 def test_an_empty_dictionary_of_plugins_is_refused() -> None:
-    with pytest.raises(ValueError, match="holds no plugin"):
+    with pytest.raises(ValueError, match="deepspeed_plugin={} is empty"):
         make(deepspeed_plugin={})
 
 

@@ -81,7 +81,7 @@ def test_a_process_alone() -> None:
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="WORLD_SIZE is 'two'"):
         detect_cluster({"RANK": "0", "WORLD_SIZE": "two"})
-    with pytest.raises(ValueError, match="torchrun announced rank 2 of 2 processes"):
+    with pytest.raises(ValueError, match="torchrun set rank 2 for world size 2"):
         detect_cluster({"RANK": "2", "WORLD_SIZE": "2"})
 
 

@@ -111,7 +111,7 @@ def test_rows_are_complete_and_unambiguous() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'tpu' is no device kind: use one of xla, .*cpu"):
+    with pytest.raises(ValueError, match="'tpu' is not a device kind: use one of xla, .*cpu"):
         device_kind("tpu")
 
 
@@ -146,7 +146,7 @@ def test_each_process_may_see_only_its_own_device(fake: Any) -> None:
 
 def test_more_processes_than_devices_are_refused(fake: Any) -> None:
     fake("xpu", count=2)
-    with pytest.raises(ValueError, match=r"Process 2 .* but 2 can be seen: start at most 2 .*ZE_AFFINITY_MASK"):
+    with pytest.raises(ValueError, match=r"Local rank 2 .* but 2 are visible: start at most 2 .*ZE_AFFINITY_MASK"):
         device_kind("xpu").index_of(2)
 
 

@@ -39,7 +39,7 @@ def test_words_for_false(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["", " true", "2", "maybe"])
 def test_anything_else_is_refused_with_the_choices(word: str) -> None:
-    with pytest.raises(ValueError, match=f"{word!r} is no bool: use one of .*true"):
+    with pytest.raises(ValueError, match=f"{word!r} is not a bool: use one of .*true"):
         str_to_bool(word)
 
 

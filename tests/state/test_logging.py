@@ -23,7 +23,7 @@ def levels() -> Iterator[None]:
 
 
 def test_logging_before_there_is_a_state_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="'early' cannot tell yet which process this is"):
+    with pytest.raises(RuntimeError, match="'early' does not know the rank of this process yet"):
         get_logger("early").warning("too early")
 
 
@@ -59,10 +59,10 @@ def test_levels_come_from_the_argument_or_the_environment(monkeypatch: pytest.Mo
     assert get_logger("test_logging.debug").logger.level == logging.DEBUG
     assert logging.getLogger().level == logging.DEBUG
     assert get_logger("test_logging.error", "error").logger.level == logging.ERROR
-    with pytest.raises(ValueError, match="log_level='loud' is no level"):
+    with pytest.raises(ValueError, match="log_level='loud' is not a logging level"):
         get_logger("test_logging.loud", "loud")
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "quiet")
-    with pytest.raises(ValueError, match="ACCELERATE_LOG_LEVEL='quiet' is no level"):
+    with pytest.raises(ValueError, match="ACCELERATE_LOG_LEVEL='quiet' is not a logging level"):
         get_logger("test_logging.quiet")
 
 

@@ -120,7 +120,7 @@ def test_a_process_keeps_to_the_cores_of_its_gpu(machine: list[set[int]], caplog
         override_numa_affinity(1, verbose=True)
     assert machine == [{2, 3}, {0, 1}]
     assert [record.message for record in caplog.records] == [
-        "Process 1 of this machine keeps to cores [0, 1]: its GPU 00000000:5E:00.0 belongs to memory node 0"
+        "Local rank 1 is bound to CPU cores [0, 1]: its GPU 00000000:5E:00.0 belongs to memory node 0"
     ]
 
 

@@ -115,9 +115,9 @@ def test_cores_are_chosen_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_unknown_arguments_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(TypeError, match=r"Unknown keyword arguments 'time_out': a process group takes .*timeout"):
+    with pytest.raises(TypeError, match=r"Unknown keyword arguments 'time_out': init_process_group takes .*timeout"):
         PartialState(time_out=3)
-    with pytest.raises(TypeError, match="timeout is 30: give a datetime.timedelta"):
+    with pytest.raises(TypeError, match="timeout=30 is not a datetime.timedelta"):
         PartialState(timeout=30)
     assert not is_initialized()
 
@@ -134,7 +134,7 @@ def test_a_backend_that_is_not_there_is_refused_before_anything_starts(monkeypat
 
 def test_an_address_that_nobody_gave_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     _launched(monkeypatch, 1, 2)
-    with pytest.raises(ValueError, match="Process 1 of 2 .*MASTER_ADDR is not set"):
+    with pytest.raises(ValueError, match="Rank 1 of 2 .*MASTER_ADDR is not set"):
         PartialState(cpu=True)
     assert not is_initialized()
 
@@ -206,7 +206,7 @@ def test_mps_cannot_communicate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert PartialState().device == torch.device("mps")
     PartialState._reset_state()
     _launched(monkeypatch, MASTER_ADDR="127.0.0.1")
-    with pytest.warns(UserWarning, match="'mps' devices cannot exchange data between processes"):
+    with pytest.warns(UserWarning, match="'mps' devices have no backend for collectives"):
         state = PartialState(init_method=f"file://{tmp_path}/store")
     assert (state.device, state.distributed_type) == (torch.device("cpu"), DistributedType.MULTI_CPU)
     state.destroy_process_group()
@@ -228,11 +228,11 @@ def test_threads_are_shared_between_the_processes_of_a_machine(monkeypatch: pyte
     chosen: list[int] = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    process_group.share_cpu_threads(2)
-    process_group.share_cpu_threads(16)
+    process_group.split_cpu_threads(2)
+    process_group.split_cpu_threads(16)
     assert chosen == [4, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    process_group.share_cpu_threads(2)
+    process_group.split_cpu_threads(2)
     assert chosen == [4, 1]
 
 

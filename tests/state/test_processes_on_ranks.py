@@ -84,7 +84,7 @@ def test_waiting_after_the_end_warns_and_goes_on(rank: int) -> None:
     """As scripts do that end their trackers, and only then save their model."""
     state = PartialState()
     state.destroy_process_group()
-    with pytest.warns(UserWarning, match=rf"on process {rank} waits for nobody.*before end_training"):
+    with pytest.warns(UserWarning, match=rf"on rank {rank} did not wait.*before end_training"):
         state.wait_for_everyone()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the pool ends one
 
@@ -139,7 +139,7 @@ def test_parts_of_the_inputs(rank: int, world: int) -> None:
         sizes = [None] * world
         dist.all_gather_object(sizes, len(padded["x"]))
         assert len(set(sizes)) == 1
-    with pytest.raises(TypeError, match="cannot be divided"), state.split_between_processes(None):
+    with pytest.raises(TypeError, match="cannot be split"), state.split_between_processes(None):
         pass
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.splitting import share_of, split
+from accel_state.splitting import slice_of, split
 
 
 @given(st.lists(st.integers()), st.integers(1, 7))
@@ -29,9 +29,9 @@ def test_padded_parts_are_equally_long_and_filled_with_the_last(inputs: list[int
     parts = [split(inputs, rank, num_processes, apply_padding=True) for rank in range(num_processes)]
     assert {len(part) for part in parts} == {-(-len(inputs) // num_processes)}
     for rank, part in enumerate(parts):
-        share = share_of(len(inputs), rank, num_processes)
-        assert part[: len(share)] == inputs[share.start : share.stop]
-        assert set(part[len(share) :]) <= {inputs[-1]}
+        positions = slice_of(len(inputs), rank, num_processes)
+        assert part[: len(positions)] == inputs[positions.start : positions.stop]
+        assert set(part[len(positions) :]) <= {inputs[-1]}
     tensors = [split(torch.tensor(inputs), rank, num_processes, apply_padding=True) for rank in range(num_processes)]
     assert [tensor.tolist() for tensor in tensors] == parts
     arrays = [split(np.array(inputs), rank, num_processes, apply_padding=True) for rank in range(num_processes)]
@@ -56,7 +56,7 @@ def test_values_of_different_length_are_refused() -> None:
 
 @pytest.mark.parametrize("inputs", [None, 5, {1, 2}, torch.tensor(3), {"a": 5}, object()])
 def test_what_has_no_parts_is_refused(inputs: Any) -> None:
-    with pytest.raises(TypeError, match="cannot be divided between processes: give a list"):
+    with pytest.raises(TypeError, match="cannot be split between processes: pass a list"):
         split(inputs, 0, 2)
 
 

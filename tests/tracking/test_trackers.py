@@ -243,7 +243,7 @@ def test_a_class_that_takes_the_place_of_another_is_warned_of(registered: None) 
         name = "folder"
         requires_logging_directory = True
 
-    with pytest.warns(UserWarning, match="Other.* takes the place of the tracker 'folder'"):
+    with pytest.warns(UserWarning, match="Other.* replaces the registered tracker 'folder'"):
         register_tracker_class(Other)
     register_tracker_class(Other)  # itself again
     assert tracker_class("folder") is Other
@@ -417,7 +417,7 @@ def test_steps_of_other_types_become_integers() -> None:
 
 
 def test_settings_that_are_no_dictionary_are_refused() -> None:
-    with pytest.raises(TypeError, match="The settings of a run are a dictionary, not 3"):
+    with pytest.raises(TypeError, match="The config of a run must be a dictionary, not 3"):
         plain_settings(3)
 
 

@@ -15,14 +15,14 @@
 module load cuda
 source 'my env/bin/activate'
 
-# the processes meet on the first machine
-meeting_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-meeting_port=$((20000 + SLURM_JOB_ID % 10000))
+# the rendezvous is on the first machine
+rendezvous_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+rendezvous_port=$((20000 + SLURM_JOB_ID % 10000))
 
 words=(
     --num_machines "$SLURM_NNODES"
     --num_processes 16
-    --main_process_ip "$meeting_host" --main_process_port "$meeting_port"
+    --main_process_ip "$rendezvous_host" --main_process_port "$rendezvous_port"
     --fsdp_version=2
     --mixed_precision=bf16
     --use_fsdp

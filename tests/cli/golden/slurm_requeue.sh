@@ -19,15 +19,15 @@ words=(
     train --epochs 3
 )
 
-# SLURM counts how often it has started the job again
+# SLURM counts how often it has requeued the job
 if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     words+=(--resume 'the latest')
 fi
 
-# a while before the time limit, SLURM signals this shell; the job then gives way and waits for its next turn
+# before the time limit, SLURM signals this shell; the job is then ended and requeued
 trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# when others need the machines, SLURM signals the processes, and what they do about it ends the step
+# on preemption, SLURM signals the processes, which then end
 was_preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
 }
@@ -42,7 +42,7 @@ while kill -0 "$step" 2>/dev/null; do
     status=$?
 done
 if [ "$status" -ne 0 ] && { [ -n "${gives_way:-}" ] || was_preempted; }; then
-    echo "job $SLURM_JOB_ID gives way after ${SLURM_RESTART_COUNT:-0} restarts" >&2
+    echo "job $SLURM_JOB_ID is requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

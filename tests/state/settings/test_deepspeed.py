@@ -122,7 +122,7 @@ def test_the_launcher_names_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(file))
     assert DeepSpeedPlugin().zero_stage == 1
     monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,mixed_precision")
-    with pytest.raises(ValueError, match="^zero_stage, mixed_precision of the accelerate configuration"):
+    with pytest.raises(ValueError, match="^zero_stage, mixed_precision of the accelerate config"):
         DeepSpeedPlugin()
 
 
@@ -182,7 +182,7 @@ def test_what_no_stage_offloads_is_refused(settings: dict[str, Any], reason: str
 def test_stage_two_keeps_in_memory_what_was_to_go_to_nvme() -> None:
     pytest.importorskip("deepspeed")
     plugin = DeepSpeedPlugin(zero_stage=2, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/fast")
-    with pytest.warns(UserWarning, match="CPU memory with zero_stage=2, although offload_optimizer_device='nvme'"):
+    with pytest.warns(UserWarning, match="offload_optimizer_device='nvme' offloads .* CPU memory with zero_stage=2"):
         plugin.check()
     assert plugin.get_value("zero_optimization.offload_optimizer.nvme_path") == "/fast"
 
@@ -195,7 +195,7 @@ def test_sharded_building_belongs_to_stage_three() -> None:
 def test_msamp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
     assert DeepSpeedPlugin().deepspeed_config["msamp"] == {"enabled": True, "opt_level": "O1"}
-    with pytest.raises(NotImplementedError, match="zero_stage 0 to 2"):
+    with pytest.raises(NotImplementedError, match="zero_stage to 0, 1 or 2"):
         DeepSpeedPlugin(zero_stage=3)
 
 
@@ -208,7 +208,9 @@ def test_the_program_fills_the_rest() -> None:
     plugin.deepspeed_config_process(**{"train_batch_size": 8, "optimizer.params.lr": 0.5})
     assert plugin.get_value("optimizer.params.lr") == 0.5
     assert plugin.get_value("train_batch_size") == 8
-    with pytest.raises(ValueError, match="disagree:\n- train_batch_size: 8 .*, 16 in the program"):
+    with pytest.raises(
+        ValueError, match="does not match the training script:\n- train_batch_size: 8 .*, 16 in the training script"
+    ):
         plugin.deepspeed_config_process(**{"train_batch_size": 16})
     plugin.deepspeed_config_process(must_match=False, **{"train_batch_size": 16})
     mismatches: list[str] = []

@@ -28,7 +28,7 @@ def test_a_configuration_is_read_from_all_its_forms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["/nowhere/ds.json", "!", 3, ["a"], base64.urlsafe_b64encode(b"[1]").decode()])
 def test_anything_else_is_refused(source: Any) -> None:
-    with pytest.raises(ValueError, match="cannot be used: give a dictionary"):
+    with pytest.raises(ValueError, match="cannot be used. Pass a dictionary"):
         read_config(source)
 
 
@@ -40,7 +40,7 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     file.write_text("[1]")
     with pytest.raises(ValueError, match=r"ds\.json' holds a list"):
         read_config(file)
-    with pytest.raises(ValueError, match="cannot be used: give a dictionary"):
+    with pytest.raises(ValueError, match="cannot be used. Pass a dictionary"):
         read_config(tmp_path)
 
 
@@ -75,6 +75,6 @@ def test_filling() -> None:
     for key in [*leaf_keys(config), "a.missing", "b.c"]:
         fill(config, key, known, mismatches, must_match=True)
     assert config["a"] == {"yes": True, "no": False, "none": None, "auto": 4}
-    assert mismatches == ["a.no: False in the DeepSpeed configuration, True in the program"]
+    assert mismatches == ["a.no: False in the DeepSpeed configuration, True in the training script"]
     with pytest.raises(ValueError, match="a.auto='auto' .* cannot be filled"):
         fill(read_config(CONFIG), "a.auto", {}, [], must_match=False)

@@ -80,10 +80,10 @@ def test_msamp_levels() -> None:
 
 @pytest.mark.usefixtures("transformer_engine")
 def test_the_old_class_chooses_a_backend_and_warns_once() -> None:
-    with pytest.warns(FutureWarning, match="use TERecipeKwargs"):
+    with pytest.warns(FutureWarning, match="Use TERecipeKwargs"):
         recipe = FP8RecipeKwargs(backend="te", margin=2)  # type: ignore[arg-type]
     assert (recipe.backend, recipe.margin, recipe.opt_level) == ("TE", 2, None)
-    with pytest.warns(FutureWarning, match="use MSAMPRecipeKwargs"):
+    with pytest.warns(FutureWarning, match="Use MSAMPRecipeKwargs"):
         recipe = FP8RecipeKwargs(backend="MSAMP", opt_level="O1")
     assert recipe.to_kwargs()["opt_level"] == "O1"
 

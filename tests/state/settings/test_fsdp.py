@@ -219,9 +219,9 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_of_version_1_are_pointed_out_in_version_2() -> None:
-    with pytest.warns(UserWarning, match="use_orig_params=True has no place with fsdp_version=2"):
+    with pytest.warns(UserWarning, match="use_orig_params=True has no effect with fsdp_version=2"):
         assert Plugin(fsdp_version=2, use_orig_params=True).use_orig_params is None
-    with pytest.warns(UserWarning, match="use reshard_after_forward"):
+    with pytest.warns(UserWarning, match="Use reshard_after_forward"):
         plugin = Plugin(fsdp_version=2, sharding_strategy="SHARD_GRAD_OP")
     assert (plugin.sharding_strategy, plugin.reshard_after_forward) == (None, False)
 
@@ -231,7 +231,9 @@ def test_loading_on_rank_0_sends_its_values() -> None:
     assert plugin.sync_module_states
     assert plugin.param_init_fn is materialize
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
-    with pytest.warns(UserWarning, match="sync_module_states=False cannot go with cpu_ram_efficient_loading=True"):
+    with pytest.warns(
+        UserWarning, match="sync_module_states=False cannot be combined with cpu_ram_efficient_loading=True"
+    ):
         assert Plugin(cpu_ram_efficient_loading=True, sync_module_states=False).sync_module_states
     assert Plugin(sync_module_states=True, param_init_fn=nn.Module.eval).param_init_fn is nn.Module.eval  # type: ignore[arg-type]
 

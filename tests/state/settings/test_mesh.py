@@ -74,7 +74,7 @@ def test_handlers_are_made_for_the_axes_in_use(monkeypatch: pytest.MonkeyPatch) 
         ({"tp_size": 0}, "ParallelismConfig.tp_size=0 .* at least 1"),
         ({"dp_shard_size": -1}, "dp_shard_size=-1"),
         ({"cp_size": 2.5}, "cp_size=2.5"),
-        ({"cp_size": 2, "sp_size": 4}, "cp_size=2 and sp_size=4 both divide the sequence"),
+        ({"cp_size": 2, "sp_size": 4}, "cp_size=2 and sp_size=4 both shard the sequence"),
         ({"cp_backend": "ring"}, "cp_backend='ring' .* 'torch'"),
         ({"sp_backend": "ring"}, "sp_backend='ring' .* 'deepspeed'.* 'torch'"),
         ({"tp_size": 2, "tp_handler": TorchContextParallelConfig()}, "a TorchTensorParallelConfig"),
@@ -135,10 +135,10 @@ def test_the_device_type_of_a_mesh_is_fixed(fake_rank: Callable[[int, int], None
     fake_rank(0, 4)
     config = ParallelismConfig(tp_size=4)
     assert config.axis_mesh("tp") is None
-    with pytest.raises(ValueError, match="give the device type"):
+    with pytest.raises(ValueError, match="pass the device type"):
         config.get_device_mesh()
     config.get_device_mesh("cpu")
-    with pytest.raises(ValueError, match="made for 'cpu', not for 'cuda'"):
+    with pytest.raises(ValueError, match="built for 'cpu', not for 'cuda'"):
         config.get_device_mesh("cuda")
     assert config.axis_mesh("dp") is None  # no axis of the data is in use
 
@@ -209,13 +209,13 @@ def test_a_mesh_of_the_user_says_which_data_to_read(fake_rank: Callable[[int, in
     fake_rank(5, 8)
     assert data_place_of(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))) == DataPlace(2, 4)
     assert data_place_of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "fsdp"))) == DataPlace(1, 4)
-    with pytest.raises(ValueError, match="its axes have no names"):
+    with pytest.raises(ValueError, match="its dimensions have no names"):
         data_place_of(init_device_mesh("cpu", (8,)))
     fake_rank(7, 8)
     from torch.distributed.device_mesh import DeviceMesh
 
     part = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match="this process is not part of it"):
+    with pytest.raises(ValueError, match="this rank is not in it"):
         data_place_of(part)
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from accel_state.settings.option import (
     BOOLEAN,
+    INTEGER,
     MAPPING,
     NUMBER,
     PATH,
     TEXT,
-    WHOLE,
     above,
     at_least,
     making_defaults,
@@ -104,9 +104,9 @@ def test_options_can_be_listed_from_the_class() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "wanted"),
     [
-        (WHOLE, "-3", -3),
-        (WHOLE, 5, 5),
-        (WHOLE, 2.0, 2),
+        (INTEGER, "-3", -3),
+        (INTEGER, 5, 5),
+        (INTEGER, 2.0, 2),
         (at_least(2), 4.0, 4),
         (BOOLEAN, 1, True),
         (BOOLEAN, np.bool_(False), False),
@@ -128,9 +128,9 @@ def test_values_that_are_taken(kind: Any, value: Any, wanted: Any) -> None:
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        (WHOLE, "x"),
-        (WHOLE, 2.5),
-        (WHOLE, True),
+        (INTEGER, "x"),
+        (INTEGER, 2.5),
+        (INTEGER, True),
         (NUMBER, True),
         (NUMBER, "three"),
         (BOOLEAN, 2),

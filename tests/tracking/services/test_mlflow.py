@@ -97,5 +97,5 @@ def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tags_that_are_none_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"tags='\[1\]' are no tags"):
+    with pytest.raises(ValueError, match=r"tags='\[1\]' is not a dictionary of tags"):
         MLflowTracker("mine", tags="[1]")

@@ -14,7 +14,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_bigmodel.device_map.check": (
             "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"
         ),
-        "accel_bigmodel.device_map.parts": "clean_device_map",
+        "accel_bigmodel.device_map.modules": "clean_device_map",
         "accel_bigmodel.device_map.plan": "infer_auto_device_map",
         "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
         "accel_bigmodel.empty": "init_empty_weights init_on_device",

@@ -17,7 +17,7 @@ logger = logging.getLogger("accelerate.utils.modeling")
 
 Device = int | str | torch.device
 NOT_ACCELERATORS = ("cpu", "disk")
-ROOM_FOR_UNEVEN_CUTS = 1.25
+ROOM_FOR_UNEVEN_SPLITS = 1.25
 
 
 def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> dict[Device, int]:
@@ -25,18 +25,18 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
 
     Args:
         max_memory: Bytes, or sizes such as "10GB", by device: the number of an accelerator, "mps", "cpu" or "disk"; an
-            infinite number of bytes is no limit. Sizes given as str are replaced in it by their bytes, on which
+            infinite number of bytes is no limit. Sizes given as str are replaced in place by their bytes, on which
             transformers relies. When None, what is free now on all accelerators and in CPU memory.
 
     Raises:
-        TypeError: It is no mapping.
-        ValueError: For a device that can hold no weights, and what is no size.
+        TypeError: It is not a mapping.
+        ValueError: For a device that can hold no weights, or a value that is not a size.
     """
     if max_memory is None:
         return _free_memory()
     if not isinstance(max_memory, Mapping):
         raise TypeError(
-            f"max_memory={max_memory!r} is no mapping from devices to sizes: pass for example {{0: '10GB', 'cpu': '30GB'}}."
+            f"max_memory={max_memory!r} is not a mapping from devices to sizes: pass for example {{0: '10GB', 'cpu': '30GB'}}."
         )
     sizes = {device: _limit(device, size) for device, size in max_memory.items()}
     numbers = sorted(device for device in sizes if isinstance(device, int) and device >= 0)
@@ -44,7 +44,7 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
     unknown = [device for device in sizes if device not in known]
     if unknown:
         raise ValueError(
-            f"max_memory names the device {unknown[0]!r}: give the number of an accelerator, 'mps', 'cpu' or 'disk'."
+            f"max_memory has the unknown device {unknown[0]!r}: use the index of an accelerator, 'mps', 'cpu' or 'disk'."
         )
     if isinstance(max_memory, MutableMapping):
         max_memory.update({device: sizes[device] for device, size in max_memory.items() if isinstance(size, str)})
@@ -57,7 +57,7 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
 
 
 def _limit(device: Device, size: Any) -> int:
-    """The bytes of one entry; infinity stays what it is, because nothing is larger."""
+    """The bytes of one entry; infinity is returned unchanged."""
     try:
         if size == math.inf:
             return size
@@ -67,25 +67,25 @@ def _limit(device: Device, size: Any) -> int:
             f"max_memory gives {device!r} the size {size!r}: give a number of bytes, or one with a unit, such as '5GB'."
         ) from error
     if num_bytes < 0:
-        raise ValueError(f"max_memory gives {device!r} {size!r} bytes: give 0 to leave a device out.")
+        raise ValueError(f"max_memory gives {device!r} a negative size, {size!r}: use 0 to leave a device out.")
     return num_bytes
 
 
 def _free_memory() -> dict[Device, int]:
     import psutil
 
-    main_memory = psutil.virtual_memory().available
+    cpu_memory = psutil.virtual_memory().available
     kind = detect_device_kind()
     if kind.name == "cpu":
-        return {"cpu": main_memory}
-    if kind.name == "mps":  # which shares CPU memory
-        return {"mps": main_memory}
+        return {"cpu": cpu_memory}
+    if kind.name == "mps":  # which uses CPU memory
+        return {"mps": cpu_memory}
     module: Any = kind.module()
     free: dict[Device, int] = {}
     for number in range(kind.device_count()):
         torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
         free[number] = module.mem_get_info(number)[0]
-    return {**free, "cpu": main_memory}
+    return {**free, "cpu": cpu_memory}
 
 
 def get_balanced_memory(
@@ -101,27 +101,29 @@ def get_balanced_memory(
     Args:
         model: The model, which may be on the meta device.
         max_memory: As for `get_max_memory`.
-        no_split_module_classes: Names of classes that are not taken apart.
+        no_split_module_classes: Names of classes whose modules are not split over devices.
         dtype: As for `compute_module_sizes`.
         special_dtypes: As for `compute_module_sizes`.
-        low_zero (`bool`): Put as little as possible on the first one, which needs room for other work.
+        low_zero (`bool`): Put as little as possible on the first accelerator, which needs memory for other work.
 
     Returns:
-        Bytes by device. The last accelerator keeps its own limit, because the shares are never quite even.
+        Bytes by device. The last accelerator keeps its own limit, because modules never split quite evenly.
     """
     limits = get_max_memory(max_memory)
     accelerators = [device for device, size in limits.items() if device not in NOT_ACCELERATORS and size > 0]
     if len(accelerators) < 2:
         return limits
     sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
-    share = sizes.get("", 0) // (len(accelerators) - low_zero)
-    share += int(ROOM_FOR_UNEVEN_CUTS * max(_largest_of(model, sizes, no_split_module_classes), _mean_module(sizes)))
+    per_device = sizes.get("", 0) // (len(accelerators) - low_zero)
+    per_device += int(
+        ROOM_FOR_UNEVEN_SPLITS * max(_largest_of(model, sizes, no_split_module_classes), _mean_module(sizes))
+    )
     *first, last = accelerators
     for device in first:
-        limits[device] = min(share, limits[device])
+        limits[device] = min(per_device, limits[device])
     if low_zero:
-        elsewhere = sum(limits[device] for device in accelerators[1:])
-        limits[accelerators[0]] = min(max(0, sizes.get("", 0) - elsewhere), limits[accelerators[0]])
+        on_others = sum(limits[device] for device in accelerators[1:])
+        limits[accelerators[0]] = min(max(0, sizes.get("", 0) - on_others), limits[accelerators[0]])
     return limits
 
 
@@ -133,7 +135,7 @@ def _largest_of(model: nn.Module, sizes: Mapping[str, int], classes: Sequence[st
 
 
 def _mean_module(sizes: Mapping[str, int]) -> int:
-    """The mean bytes of the modules that hold nothing but tensors."""
+    """The mean bytes of the innermost modules, which hold tensors and no modules."""
     tensors = set(get_module_leaves(sizes))
     modules = {name: size for name, size in sizes.items() if name not in tensors}
     innermost = get_module_leaves(modules)

@@ -1,4 +1,4 @@
-"""Dispatching a model over devices, CPU memory and the disk."""
+"""Dispatching the modules of a model over devices, CPU memory and the disk."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def cpu_offload(
         model: The model.
         execution_device: The device; that of the model's first parameter when None.
         offload_buffers (`bool`): Offload buffers too.
-        state_dict: The weights; those of the model when None.
-        preload_module_classes: Names of classes whose weights come all at once.
+        state_dict: The weights by name, on any device; those of the model when None.
+        preload_module_classes: Names of classes whose modules get all their weights at once, those of submodules included.
         streaming: How many blocks of weights are prefetched, and the device memory that may take.
 
     Returns:
-        The model; `offload_report()` shows how long each part waits for its weights.
+        The model; `offload_report()` shows how long each module waits for its weights.
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
@@ -76,16 +76,16 @@ def disk_offload(
 
     Args:
         model: The model.
-        offload_dir: The folder; weights are written there unless it has an index already. For a model without memory
-            (`init_empty_weights`), a safetensors checkpoint of it, from which weights are used as they are.
+        offload_dir: The folder; weights are written there unless it has an index already. For a model on the meta device
+            (`init_empty_weights`), a safetensors checkpoint of it, whose files are memory-mapped and not copied.
         execution_device: The device; that of the model's first parameter when None, or the default one of this machine
-            for a model without memory.
+            for a model on the meta device.
         offload_buffers (`bool`): Offload buffers too.
-        preload_module_classes: Names of classes whose weights come all at once.
+        preload_module_classes: Names of classes whose modules get all their weights at once, those of submodules included.
         streaming: How many blocks of weights are prefetched, and the device memory that may take.
 
     Returns:
-        The model; `offload_report()` shows how long each part waits for its weights.
+        The model; `offload_report()` shows how long each module waits for its weights.
     """
     is_empty = any(parameter.is_meta for parameter in model.parameters())
     if execution_device is None:
@@ -104,7 +104,7 @@ def disk_offload(
 def _leave_all_on_disk(
     model: nn.Module, checkpoint: str | os.PathLike[str], offload_buffers: bool
 ) -> Mapping[str, Any]:
-    """Where the weights of a model without memory are in a checkpoint; buffers that do not stay there are loaded."""
+    """Index of the weights in a checkpoint of a model on the meta device; buffers that are not offloaded are loaded."""
     from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
 
     return load_checkpoint_in_model(
@@ -148,28 +148,28 @@ def dispatch_model(
     streaming: Streaming | None = None,
     strict: bool = False,
 ) -> nn.Module:
-    """Put the parts of a model on their devices, and let each find its weights and inputs there when it runs.
+    """Put the modules of a model on their devices, with hooks that move weights and inputs there for the forward pass.
 
     Args:
         model: The model.
-        device_map: The device of each part, by name: the number of an accelerator, "cpu" or "disk".
-        main_device: Where offloaded parts run, in CPU memory or on disk; the first accelerator of the map when None.
-        state_dict: The weights of parts in CPU memory; those of the model when None.
-        offload_dir: A folder for the weights of parts on disk.
+        device_map: Device by module name: the index of an accelerator, "cpu" or "disk".
+        main_device: Where modules that are offloaded to CPU memory or disk run; the first accelerator of the map when None.
+        state_dict: The weights of modules in CPU memory, by name; those of the model when None.
+        offload_dir: A folder for the weights of modules on disk.
         offload_index: Where weights on disk are already: as for `OffloadedWeightsLoader`.
-        offload_buffers (`bool`): Whether buffers of parts that are not on an accelerator stay with them.
-        skip_keys: Keyword arguments of forward passes that stay where they are.
-        preload_module_classes: Names of classes whose weights come all at once.
-        force_hooks (`bool`): Put hooks on the model even if there is one device only.
+        offload_buffers (`bool`): Whether buffers of offloaded modules are offloaded too.
+        skip_keys: Keyword arguments of forward passes that are not moved to another device.
+        preload_module_classes: Names of classes whose modules get all their weights at once, those of submodules included.
+        force_hooks (`bool`): Add hooks to the model even if the map has one device only.
         streaming: How many blocks of offloaded weights are prefetched, and the device memory that may take; by default
-            as much as the largest offloaded part, which is what `infer_auto_device_map` leaves free.
-        strict (`bool`): Refuse a map that names what the model has not; a warning says so otherwise.
+            as much as the largest offloaded module, which is what `infer_auto_device_map` leaves free.
+        strict (`bool`): Raise an error for a map that names modules which the model does not have, instead of a warning.
 
     Returns:
-        The model; `hf_device_map` says what is where, and `offload_report()` shows how long each waits for its weights.
+        The model; its `hf_device_map` is the map, and `offload_report()` shows how long each module waits for its weights.
 
     Raises:
-        ValueError: When the map does not fit the model, or weights go to disk and no folder is given.
+        ValueError: When the map does not match the model, or weights go to disk and no folder is given.
     """
     check_places(device_map)
     _check(model, device_map, strict)
@@ -183,7 +183,7 @@ def dispatch_model(
         (device,) = places
         check_memory(bytes_to_move(model, device_map))
         model.to(device)
-        start_streaming(model)  # of nothing; but it can be asked where it is
+        start_streaming(model)  # nothing is offloaded, but the model gets its `offload_report`
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -206,24 +206,24 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     streaming: Streaming | None = None,
 ) -> nn.Module:
-    """Load a checkpoint into a model, built without memory or with it, and put its parts on their devices.
+    """Load a checkpoint into a model, on the meta device or not, and put its modules on their devices.
 
     Args:
         model: The model.
         checkpoint: A weights file, an index, a folder with either, or the name of a repository on the Hub.
-        device_map: The device of each part, or how to choose it: "auto" and "balanced" spread the model evenly over the
+        device_map: Device by module name, or how to choose it: "auto" and "balanced" spread the model evenly over the
             accelerators, "balanced_low_0" leaves the first one as free as possible, "sequential" fills one after the
             other. When None, weights are loaded and nothing is placed.
         max_memory: As for `get_max_memory`.
-        no_split_module_classes: Names of classes that are not taken apart.
-        offload_folder: A folder for weights on disk that no checkpoint file holds as they are to be.
+        no_split_module_classes: Names of classes whose modules are not split over devices.
+        offload_folder: A folder for offloaded weights that no safetensors file holds in the wanted dtype.
         offload_buffers (`bool`): As for `dispatch_model`.
-        dtype: What weights are turned into while they are loaded.
+        dtype: Dtype to which floating-point weights are converted while they are loaded.
         offload_state_dict (`bool`, *optional*): Without effect on the result.
         skip_keys: As for `dispatch_model`.
         preload_module_classes: As for `dispatch_model`.
         force_hooks (`bool`): As for `dispatch_model`.
-        strict (`bool`): Refuse a checkpoint whose names are not the model's.
+        strict (`bool`): Raise an error if the checkpoint's names are not the model's.
         full_state_dict (`bool`): As for `load_checkpoint_in_model`.
         broadcast_from_rank0 (`bool`): As for `load_checkpoint_in_model`.
         streaming: As for `dispatch_model`.
@@ -232,7 +232,7 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        ValueError: For an unknown `device_map`, and for whatever is wrong with the checkpoint.
+        ValueError: For an unknown `device_map`, or a checkpoint that is damaged or does not match the model.
 
     Example:
         ```py
@@ -325,10 +325,10 @@ def _dispatch_parts(
     in_memory = [name for name, device in device_map.items() if device == "cpu"] if main_device != "cpu" else []
     if on_disk and offload_dir is None and offload_index is None:
         raise ValueError(
-            f"The device map puts {on_disk[:5]} on disk, but there is no folder for their weights: give offload_dir."
+            f"The device map offloads {on_disk[:5]} to disk, but there is no folder for their weights: pass offload_dir."
         )
-    waiting = ("disk",) if main_device in ("cpu", "mps") else NOT_ACCELERATORS
-    offload = {name: device in waiting for name, device in device_map.items()}
+    offloaded_to = ("disk",) if main_device in ("cpu", "mps") else NOT_ACCELERATORS
+    offload = {name: device in offloaded_to for name, device in device_map.items()}
     devices = {name: main_device if device in NOT_ACCELERATORS else device for name, device in device_map.items()}
     check_memory(bytes_to_move(model, {name: device for name, device in devices.items() if not offload[name]}))
     if state_dict is None and in_memory:
@@ -362,9 +362,12 @@ def _dispatch_parts(
 
 
 def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:
-    """The bytes of the largest offloaded part."""
+    """The bytes of the largest offloaded module."""
     sizes = compute_module_sizes(model)
-    return max((sizes[name] for name, waits in offload.items() if waits and name in sizes), default=None) or None
+    return (
+        max((sizes[name] for name, is_offloaded in offload.items() if is_offloaded and name in sizes), default=None)
+        or None
+    )
 
 
 def _has_data(model: nn.Module, name: str) -> bool:
@@ -372,14 +375,14 @@ def _has_data(model: nn.Module, name: str) -> bool:
 
 
 def _is_quantised(model: nn.Module) -> bool:
-    """Whether bitsandbytes has quantised it: then its weights cannot be moved like others."""
+    """Whether bitsandbytes has quantised the model: then its weights cannot be moved like others."""
     flagged = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     method = getattr(model, "quantization_method", "bitsandbytes")
     return bool(flagged) and getattr(method, "value", method) == "bitsandbytes"
 
 
 def _warn_when_moved(model: nn.Module, offloaded: bool) -> None:
-    """Let methods that move a whole model say that this one is spread out."""
+    """Wrap the methods that move a model, so that they warn, or raise an error, for a dispatched one."""
 
     def guarded(move: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(move)
@@ -387,12 +390,12 @@ def _warn_when_moved(model: nn.Module, offloaded: bool) -> None:
             import logging
 
             logging.getLogger("accelerate.big_modeling").warning(
-                "%s is spread over devices and is being moved as a whole: what its hooks expect is then wrong.",
+                "%s is dispatched over devices, and moving it puts its weights where its hooks do not expect them.",
                 type(model).__name__,
             )
             if offloaded and any(parameter.is_meta for parameter in model.parameters()):
                 raise RuntimeError(
-                    f"{type(model).__name__} has weights in CPU memory or on disk and cannot be moved as a whole: make "
+                    f"{type(model).__name__} has weights offloaded to CPU memory or disk and cannot be moved: use "
                     "another device map, or remove its hooks first (remove_hook_from_submodules)."
                 )
             return move(*args, **kwargs)

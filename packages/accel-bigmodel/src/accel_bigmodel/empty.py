@@ -1,4 +1,4 @@
-"""Building a model without the memory of its weights, or directly on a device."""
+"""Building a model on the meta device, without memory for its weights, or directly on another device."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ META = torch.device("meta")
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """A block in which models are built without memory for their parameters (on torch's meta device).
+    """A context in which models are built on the meta device, without memory for their parameters.
 
     Args:
-        include_buffers (`bool`, *optional*): Whether buffers have none either; when None, as
+        include_buffers (`bool`, *optional*): Whether buffers are on the meta device too; when None, as
             `ACCELERATE_INIT_INCLUDE_BUFFERS` says, else no.
 
     Example:
@@ -39,13 +39,13 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """A block in which the parameters of models are put on a device as soon as they are made.
+    """A context in which the parameters of models are put on a device as soon as they are created.
 
-    Only models built by this thread are concerned. A parameter that several modules share stays one.
+    It applies only to models that this thread builds. Tied parameters stay tied.
 
     Args:
-        device (`torch.device`): Where to.
-        include_buffers (`bool`, *optional*): Put buffers, and what other tensors are made meanwhile, there too; when
+        device (`torch.device`): The target device.
+        include_buffers (`bool`, *optional*): Put buffers, and other tensors that are created meanwhile, there too; when
             None, as `ACCELERATE_INIT_INCLUDE_BUFFERS` says, else no.
     """
     if include_buffers is None:
@@ -59,7 +59,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
 
 
 class _Registration:
-    """Puts what modules register on a device, through torch's own hooks, while a block is open in the same thread."""
+    """Puts what modules register on a device, through torch's own hooks, while a context is open in the same thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,7 +68,7 @@ class _Registration:
 
     @contextmanager
     def moving_to(self, device: torch.device, include_buffers: bool) -> Iterator[None]:
-        """Let what this thread registers be put on `device`."""
+        """Put what this thread registers on `device`."""
         self._hook_once()
         before = self._target
         self._here.target = device, include_buffers
@@ -82,7 +82,7 @@ class _Registration:
         return getattr(self._here, "target", None)
 
     def _hook_once(self) -> None:
-        # The hooks stay: taking them off would change torch's table while other threads, which build models, read it.
+        # The hooks stay: removing them would change torch's table while other threads, which build models, read it.
         with self._lock:
             if not self._is_hooked:
                 register_module_parameter_registration_hook(self._parameter)
@@ -104,7 +104,7 @@ _REGISTRATION = _Registration()
 
 
 def on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """A parameter of the same class, with the same attributes, elsewhere."""
+    """A parameter of the same class, with the same attributes, on a device."""
     made: Any = type(parameter)
     attributes = dict(parameter.__dict__)
     moved = made(parameter.detach().to(device), requires_grad=parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What the system is told about mapped files: which pages will be needed, and which no more."""
+"""Advice to the operating system about memory-mapped files: which pages to read ahead, and which to drop."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ PROBES = 4
 
 
 def read_ahead(address: int, num_bytes: int) -> None:
-    """Let the system read a range of a mapped file from the disk; returns when the reads were started."""
+    """Have the system read a range of a mapped file from the disk; returns once the reads are started."""
     _advise(address, num_bytes, "MADV_WILLNEED")
 
 
 def forget(address: int, num_bytes: int) -> None:
-    """Give back the memory of a range that is not used now; what was written to it is lost."""
+    """Release the memory of a range that is not used now; what was written to it is lost."""
     _advise(address, num_bytes, "MADV_DONTNEED")
 
 
 def is_in_memory(address: int, num_bytes: int) -> bool:
-    """Whether a range of a mapped file was read, as far as a few pages show; True where the system does not say."""
+    """Whether a range of a mapped file is in memory, judged by a few pages; True where the system cannot tell."""
     function = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
     if function is None or not num_bytes:
         return True
@@ -35,7 +35,7 @@ def is_in_memory(address: int, num_bytes: int) -> bool:
 
 
 def _advise(address: int, num_bytes: int, advice: str) -> None:
-    """Tell the system about the whole pages of a range; what it shares a page with is left alone."""
+    """Give advice on the pages that lie within a range completely, so that nothing beside it is affected."""
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
     function = _function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -45,7 +45,7 @@ def _advise(address: int, num_bytes: int, advice: str) -> None:
 
 @cache
 def _function(name: str, *argument_types: Any) -> Any:
-    """A function of the system, if it has one of this name."""
+    """A function of the C library, if it has one of this name."""
     function = getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
     if function is not None:
         function.argtypes = argument_types

@@ -14,7 +14,7 @@ _lookups: dict[str, Callable[[], Callable[..., Any]]] = {}
 
 
 def register_lookup(name: str, find: Callable[[], Callable[..., Any]]) -> None:
-    """Have calls of a function of this package go to whatever `find` returns at that moment.
+    """Route calls of a function of this package to whatever `find` returns at that moment.
 
     Args:
         name: Name of the function, such as `"check_device_map"`.

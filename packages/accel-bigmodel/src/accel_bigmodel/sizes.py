@@ -1,4 +1,4 @@
-"""How many bytes the parts of a model take."""
+"""How many bytes a model, its modules and its tensors take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     """Bytes of one element; 1/8 for `torch.bool`, as quantised weights are counted.
 
     Args:
-        dtype: A torch dtype, or a format torch has none for.
+        dtype: A torch dtype, or one that torch does not have.
     """
     if dtype == torch.bool:
         return 1 / 8
@@ -34,13 +34,13 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """The bytes that a size such as "5GB" or "500 MiB" means; units ending in a small b count bits.
+    """The number of bytes of a size such as "5GB" or "500 MiB"; units that end in a lower-case b count bits.
 
     Args:
-        size: The size; a number is one of bytes.
+        size: A number of bytes, or a number with a unit as str.
 
     Raises:
-        ValueError: When it is no size.
+        ValueError: When it is not a size.
     """
     if not isinstance(size, str):
         return int(size)
@@ -48,7 +48,7 @@ def convert_file_size_to_int(size: float | str) -> int:
     if found and found[2].upper() in UNITS:
         bits = found[2].endswith("b") and not found[2].upper().endswith("IB")
         return int(float(found[1]) * UNITS[found[2].upper()]) // (8 if bits else 1)
-    raise ValueError(f"{size!r} is no size: give a number of bytes, or one with a unit, such as '5GB' or '200MiB'.")
+    raise ValueError(f"{size!r} is not a size: use a number of bytes, or one with a unit, such as '5GB' or '200MiB'.")
 
 
 def named_module_tensors(
@@ -58,8 +58,8 @@ def named_module_tensors(
 
     Args:
         module: The module.
-        include_buffers (`bool`): Buffers too.
-        recurse (`bool`): Those of submodules too.
+        include_buffers (`bool`): Yield buffers too.
+        recurse (`bool`): Include those of submodules.
         remove_non_persistent (`bool`): Leave out buffers that no checkpoint holds.
     """
     yield from module.named_parameters(recurse=recurse)
@@ -75,15 +75,15 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
     Args:
         module: The module.
-        recurse (`bool`): Those of submodules too.
-        fqns (`bool`): Names with the path to their module, rather than in it.
+        recurse (`bool`): Include those of submodules.
+        fqns (`bool`): Return fully qualified names rather than names in the own module.
     """
     if not recurse:
         return set(module._non_persistent_buffers_set)
     return {
         f"{path}.{name}" if fqns and path else name
-        for path, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
+        for path, submodule in module.named_modules()
+        for name in submodule._non_persistent_buffers_set
     }
 
 
@@ -97,7 +97,7 @@ def compute_module_sizes(
 
     Args:
         model: The model, which may be on the meta device.
-        dtype: What floating-point tensors will be turned into, where that is smaller.
+        dtype: Dtype to which floating-point tensors will be converted, if it is smaller than their own.
         special_dtypes: The dtypes of single tensors, by name.
         buffers_only (`bool`): Leave parameters out.
 
@@ -126,7 +126,7 @@ def compute_module_sizes(
                 element = min(own, target)
             sizes[name] = size = int(tensor.numel() * element)
             sizes[path] += size
-    for path in reversed(paths):  # those inside come after those around them
+    for path in reversed(paths):  # submodules come after their parents
         if path and path in sizes:
             sizes[path.rpartition(".")[0]] += sizes[path]
     return sizes
@@ -148,7 +148,7 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Sizes) -> list[str]:
-    """The names with nothing inside them."""
+    """The names that no other name has as its parent."""
     parents = {name.rpartition(".")[0] for name in module_sizes if name}
     return [name for name in module_sizes if name not in parents]
 
@@ -158,24 +158,24 @@ def get_max_layer_size(
     module_sizes: Sizes,
     no_split_module_classes: Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """The largest part that has to be on one device as a whole.
+    """The largest module that cannot be split over devices.
 
     Args:
         modules: Where to look, with their names.
         module_sizes: Bytes by name.
-        no_split_module_classes: Names of classes that are not taken apart.
+        no_split_module_classes: Names of classes whose modules are not split over devices.
 
     Returns:
-        Its bytes, and the names of all parts of this size.
+        Its bytes, and the names of all such modules of this size.
     """
-    whole = set(no_split_module_classes or ())
+    no_split = set(no_split_module_classes or ())
     largest, names = 0, []
-    waiting: list[tuple[str, Any]] = list(reversed(modules))
-    while waiting:
-        name, module = waiting.pop()
+    pending: list[tuple[str, Any]] = list(reversed(modules))
+    while pending:
+        name, module = pending.pop()
         children = [] if isinstance(module, torch.Tensor) else list(module.named_children())
-        if children and type(module).__name__ not in whole:
-            waiting.extend((f"{name}.{child}", part) for child, part in reversed(children))
+        if children and type(module).__name__ not in no_split:
+            pending.extend((f"{name}.{key}", child) for key, child in reversed(children))
             continue
         size = module_sizes.get(name, 0)
         if size > largest:
@@ -186,14 +186,14 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and of its largest part with the names of those of that size."""
+    """Bytes of a model, and of its largest module that cannot be split, with the names of those of that size."""
     sizes = compute_module_sizes(model)
-    whole: Any = getattr(model, "_no_split_modules", None) or []
-    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, whole)
+    no_split: Any = getattr(model, "_no_split_modules", None) or []
+    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, no_split)
 
 
 def _element_size(dtype: str | torch.dtype) -> float:
     wanted: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(wanted, (torch.dtype, CustomDtype)):
-        raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype: use one such as torch.float16 or 'float16'.")
     return dtype_byte_size(wanted)

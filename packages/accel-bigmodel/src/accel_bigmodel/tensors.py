@@ -1,4 +1,4 @@
-"""Putting one tensor of a model on a device, or another value in its place."""
+"""Moving one parameter or buffer of a model to a device, or giving it another value."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer on a device, with its own value or with another one.
+    """Move a parameter or buffer to a device, with its own value or with another one.
 
     Args:
-        module: The module, or one around it.
-        tensor_name: The name of the tensor, with the path to it.
-        device: Where to.
-        value: What it is to hold; needed when it holds nothing now (meta device). Shape as before.
-        dtype: Of the result, where a value that is no integer is given or the device is meta; as before when None.
+        module: The module that has it, or a parent of that.
+        tensor_name: The name of the tensor, qualified from `module`.
+        device: The target device.
+        value: The new value, of the same shape; required for a tensor on the meta device.
+        dtype: Dtype of the result, if a floating-point value is given or the device is meta; unchanged when None.
         fp16_statistics: Scales of an 8-bit weight of bitsandbytes.
-        tied_params_map: Tensors that are on devices already, by address of the value and by device: several names of
-            one parameter get one copy.
+        tied_params_map: Tensors that are on devices already, by `data_ptr()` of the value and by device: several names of
+            one parameter share one copy.
         non_blocking (`bool`): Let the copy overlap with other work.
-        clear_cache (`bool`): Not used: nothing is freed here that would have to be given back.
+        clear_cache (`bool`): Not used, because nothing is freed here that stays in a device's cache.
 
     Raises:
-        ValueError: When there is no such tensor, it holds nothing and no value is given, or shapes differ.
+        ValueError: When there is no such tensor, it is on the meta device and no value is given, or shapes differ.
     """
     *path, name = tensor_name.split(".")
     for part in path:
@@ -48,11 +48,11 @@ def set_module_tensor_to_device(
     old = _existing(module, name)
     if value is None and old.device.type == "meta" and not _is_meta(device):
         raise ValueError(
-            f"{tensor_name!r} is on the meta device and holds nothing: give the value that it is to have on {device}."
+            f"{tensor_name!r} is on the meta device and has no data: pass the value that it is to have on {device}."
         )
     if value is not None:
         value = _checked(value, old, tensor_name, dtype)
-    elif dtype is not None and _is_meta(device):  # what holds nothing can change its dtype
+    elif dtype is not None and _is_meta(device):  # without data, the dtype can change
         value = _checked(old, old, tensor_name, dtype)
     shared = _shared(value if value is not None else old, device, tied_params_map)
     if shared is None:
@@ -75,7 +75,7 @@ def _existing(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
-    """The value in its final dtype; integers, as in quantised weights, stay as they are."""
+    """The value in its final dtype; integers, as in quantised weights, are not converted."""
     if value.shape != old.shape and not _is_quantised(old):
         raise ValueError(
             f"{name!r} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}: it belongs to another "
@@ -142,11 +142,11 @@ def _remember(source: torch.Tensor, made: torch.Tensor, device: Device, tied: Ti
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """A block in which the module's own parameters are on a device, offloaded ones included.
+    """A context in which the module's own parameters are on a device, offloaded ones included.
 
     Args:
         module: The module.
-        execution_device: The device; when None, the one on which it runs.
+        execution_device: The device; when None, the one on which the module runs.
     """
     hook = getattr(module, "_hf_hook", None)
     if hook is not None and getattr(hook, "offload", False):
@@ -163,14 +163,14 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
     if execution_device is None:
         yield
         return
-    homes = dict(module.named_parameters(recurse=False))
+    originals = dict(module.named_parameters(recurse=False))
     try:
-        for name in homes:
+        for name in originals:
             set_module_tensor_to_device(module, name, execution_device)
         yield
     finally:
-        for name, home in homes.items():
-            away = module._parameters[name]
-            if away is not None and away is not home and not away.is_meta and not home.is_meta:
-                home.data.copy_(away.data)  # what was written to it meanwhile
-            module._parameters[name] = home
+        for name, original in originals.items():
+            moved = module._parameters[name]
+            if moved is not None and moved is not original and not moved.is_meta and not original.is_meta:
+                original.data.copy_(moved.data)  # what was written to it meanwhile
+            module._parameters[name] = original

@@ -17,22 +17,22 @@ from accel_state.settings.option import BOOLEAN, TEXT, Kind
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One command-line option and everything that is known about it.
+    """One command-line option: flags, help, type, default and environment variable.
 
     Attributes:
-        flags: Its spellings, the long one last (`"-q --quiet"`), separated by blanks; a bare word is a positional
-            argument. Empty for an option that only a config file can set.
+        flags: Its spellings, the long one last (`"-q --quiet"`), separated by blanks; a name without hyphens is a
+            positional argument. Empty for an option that only a config file can set.
         help: What it does, for `--help` and as the question of `accelerate config`.
-        default: The value when nobody gives one.
-        kind: What values it takes.
-        as_text: Whether the value stays the text that was given.
+        default: The value when it is not given.
+        kind: The type of its values.
+        as_text: Whether the value stays a `str`.
         action: As in argparse.
         nargs: As in argparse.
-        dest: Name in the parsed result; made from the long flag when empty.
+        dest: Name in the parsed result; by default that of the long flag.
         metavar: Placeholder in `--help`; that of the kind when None.
-        environment: The variable that hands the value to the script, if there is one. Several names separated by
-            blanks take the items of a sequence.
-        spelled: How the variable writes the value, where not as the kind does; an empty text leaves the variable alone.
+        environment: The environment variable that passes the value to the script, if there is one. Several names
+            separated by blanks take the items of a sequence.
+        spelled: Converts the value for the variable, if not as the kind does; the variable is not set if it is empty.
         required: Whether the option must be given.
     """
 
@@ -61,21 +61,21 @@ class Option:
 
     @property
     def type(self) -> Callable[[str], Any]:
-        """Turns text into the value, as argparse wants it."""
+        """The function that converts a `str` to the value, for argparse."""
         return str if self.as_text or self.kind.exact else self.kind.parse
 
     @property
     def choices(self) -> tuple[str, ...] | None:
-        """The only words that the flag takes, spelled exactly so; None for other values, too."""
+        """The only values that the flag accepts, case-sensitive; None if it accepts others, too."""
         return self.kind.choices if self.kind.exact else None
 
     @property
     def initial(self) -> Any:
-        """The value when nobody gives one, as argparse sets it: a text is read as if it had been given."""
+        """The default as argparse sets it: a `str` is parsed like a given one."""
         return self.type(self.default) if not self.is_switch and isinstance(self.default, str) else self.default
 
     def spell(self, value: Any) -> str:
-        """Write a value as the environment variable holds it; empty to leave the variable alone."""
+        """Convert a value for the environment variable; empty if the variable is not to be set."""
         return self.spelled(value) if self.spelled is not None else self.kind.spell(value)
 
     def add_to(self, container: Any) -> None:
@@ -92,16 +92,16 @@ class Option:
         action = container.add_argument(*self.flags.split(), **words)
         action.brought_by = self.kind.brought_by
         if self.nargs == "...":
-            action.required = False  # there may be nothing left
+            action.required = False  # there may be no arguments left
 
 
 def switch(flags: str, help: str, *, default: Any = False, **rest: Any) -> Option:
-    """Row of a flag that takes no value and means yes."""
+    """Row of a flag without a value, which sets True."""
     return Option(flags, help, default=default, kind=BOOLEAN, action="store_true", **rest)
 
 
 def only_if_on(word: str) -> Callable[[Any], str]:
-    """Spell a switch as `word` when it is on, and not at all when it is off."""
+    """Set the environment variable of a switch to `word` when it is on, and not at all when it is off."""
     return lambda value: word if value else ""
 
 
@@ -146,7 +146,7 @@ class CommandArgumentGroup(argparse._ArgumentGroup):
 
 
 class _Noted:
-    """Mixed into argparse's actions: notes in `nondefault` which values were given."""
+    """Mixin for argparse's actions that adds the names of given options to `nondefault`."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         super().__call__(parser, namespace, values, option_string)  # type: ignore[misc]
@@ -176,7 +176,7 @@ class CommandParser(argparse.ArgumentParser):
         **kwargs: As for `argparse.ArgumentParser`.
 
     Attributes:
-        late_options: Adds the options that take time to find; called once, when a flag is not known without them.
+        late_options: Adds the options that take time to import; called once, when a flag is not known without them.
     """
 
     def __init__(self, *args: Any, shown_with: Mapping[str, str] | None = None, **kwargs: Any) -> None:
@@ -200,14 +200,14 @@ class CommandParser(argparse.ArgumentParser):
         return group
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, remembering the words so that `--help` can show what fits them."""
+        """Parse, and keep the arguments so that `--help` can show the groups that belong to them."""
         self._words = list(sys.argv[1:] if args is None else args)
         if self.late_options is not None and (self._names_unknown_flag() or self._asks_for_group()):
             self.add_late_options()
         return super().parse_known_args(args, namespace)
 
     def add_late_options(self) -> None:
-        """Add the options of `late_options`, unless they are there."""
+        """Add the options of `late_options`, unless they were added already."""
         add, self.late_options = self.late_options, None
         if add is not None:
             add()
@@ -233,15 +233,15 @@ class CommandParser(argparse.ArgumentParser):
         return asks and any(flag.strip("-") in given for flag in self.shown_with.values())
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse flags that there are not, naming the one that each may stand for."""
+        """Parse, with an error for unknown flags that suggests similar ones."""
         namespace, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            meant = [f"{word} may stand for {flag}" for word in unknown if (flag := self._closest_flag(word))]
+            meant = [f"did you mean {flag} for {word}?" for word in unknown if (flag := self._closest_flag(word))]
             self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *meant]))
         return namespace
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is none of the choices, naming the one that it may stand for."""
+        """Check the choices, with an error that suggests a similar one."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -260,7 +260,7 @@ class CommandParser(argparse.ArgumentParser):
         return known[found[0]] if found else None
 
     def format_help(self) -> str:
-        """Build the help text without the groups that do not concern the other flags given."""
+        """Build the help text without the groups whose flag is not given."""
         given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
         hidden = {title: flag for title, flag in self.shown_with.items() if flag.strip("-") not in given}
         every_group = self._action_groups
@@ -279,8 +279,8 @@ def make_parser(subparsers: Any, command: str, help: str, **settings: Any) -> Co
     """Build the parser of one command, without its options.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, to make it a command of a program; None for a parser
-            of its own.
+        subparsers: What `ArgumentParser.add_subparsers` returned, to make it a command of a program; None for a
+            separate parser.
         command: Name of the command.
         help: One line on what the command does.
         **settings: Passed on to the parser.
@@ -302,7 +302,7 @@ def command_parser(
         command: As for `make_parser`.
         help: As for `make_parser`.
         add_arguments: Adds the options.
-        function: What the parsed result has as `func`, where the command is one of several.
+        function: The attribute `func` of the parsed result, where the command is one of several.
     """
     parser = make_parser(subparsers, command, help)
     add_arguments(parser)

@@ -1,4 +1,4 @@
-"""The command `accelerate config`: the settings of this machine."""
+"""The command `accelerate config`: writes the config file of this machine."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from accel_cli.configfile.schema import BaseConfig
 
 HELP = "Write the launch settings of this machine."
-DEFAULT_HELP = "Write settings that use everything this machine has."
+DEFAULT_HELP = "Write settings that use all accelerators of this machine."
 UPDATE_HELP = "Bring an old config file up to date."
 
-INTERRUPTED = 130  # as shells report a program that ctrl-C has ended
+INTERRUPTED = 130  # the exit status of a program ended by ctrl-C
 
 SETTINGS_FILE = Option("--config_file", "The config file; the default one if left out.", metavar="FILE")
 
 DEFAULT_OPTIONS = (
     Option("--config_file", "The file to write.", dest="save_location", default=default_json_config_file,
            metavar="FILE"),
-    Option("--mixed_precision", "Precision to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
+    Option("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
 )  # fmt: skip
 
 
@@ -56,7 +56,7 @@ def default_command_parser(parser: Any, parents: Any = ()) -> CommandParser:
     """Add `default` to the commands of `accelerate config`.
 
     Args:
-        parser: What `add_subparsers` gave.
+        parser: What `add_subparsers` returned.
         parents: Parsers whose options the command gets, too.
     """
     command = make_parser(parser, "default", DEFAULT_HELP, parents=list(parents))
@@ -74,7 +74,7 @@ def update_command_parser(parser: Any, parents: Any = ()) -> CommandParser:
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate config ...`.
+    """Run `accelerate config ...`.
 
     Returns:
         The exit status for the shell.
@@ -94,8 +94,8 @@ def get_user_input() -> BaseConfig:
         `ClusterConfig` or `SageMakerConfig`.
 
     Raises:
-        KeyboardInterrupt: When somebody interrupts.
-        ValueError: When the answers end too early.
+        KeyboardInterrupt: The user interrupts.
+        ValueError: The answers end too early.
     """
     from accel_cli.questionnaire.cluster import get_user_input
 
@@ -106,10 +106,10 @@ def config_command(args: Namespace) -> None:
     """Ask for the settings and write them.
 
     Args:
-        args: With `config_file`, the file to write, or None for the default one. A file that is there is replaced.
+        args: With `config_file`, the file to write, or None for the default one. An existing file is replaced.
 
     Raises:
-        ValueError: When the file cannot be written, or the answers end too early.
+        ValueError: The file cannot be written, or the answers end too early.
     """
     from accel_cli.configfile.write import check_target, write_config
 
@@ -122,7 +122,7 @@ def config_command(args: Namespace) -> None:
 
 
 def default_config_command(args: Namespace) -> None:
-    """Write the settings of this machine, unless there are some already."""
+    """Write a config file for this machine, unless it exists."""
     from accel_cli.configfile.write import check_target, write_basic_config
 
     path = args.save_location
@@ -136,7 +136,7 @@ def default_config_command(args: Namespace) -> None:
 
 
 def update_config(args: Namespace) -> str:
-    """Bring a config file up to date, in its place, and print what was changed.
+    """Update an old config file in place, and print what was changed.
 
     Args:
         args: With `config_file`, the file, or None for the default one.
@@ -145,8 +145,8 @@ def update_config(args: Namespace) -> str:
         Its path.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it cannot be read, or says something that is not allowed.
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read, or a value in it is not valid.
     """
     from accel_cli.configfile.update import update
 
@@ -159,6 +159,6 @@ def update_config(args: Namespace) -> str:
 
 
 def update_config_command(args: Namespace) -> None:
-    """Carry out `accelerate config update`."""
+    """Run `accelerate config update`."""
     path = update_config(args)
     print(f"{path} is up to date")

@@ -1,4 +1,4 @@
-"""The command `accelerate env`: what a bug report should say."""
+"""The command `accelerate env`: facts for a bug report."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def env_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate env`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+        subparsers: What `ArgumentParser.add_subparsers` returned, or None for a separate parser.
     """
     return command_parser(subparsers, "env", HELP, add_arguments, env_command)
 
 
 def env_command(args: Namespace, find: Callable[[str], str | None] | None = None) -> dict[str, Any]:
-    """Print and return what is known about this installation.
+    """Print and return facts about this installation.
 
     Args:
         args: With `config_file`, the config file to show, or None for the default one.
         find: Finds a program by its name; `shutil.which` when None.
 
     Raises:
-        FileNotFoundError: When the config file that was named does not exist.
+        FileNotFoundError: The config file of `--config_file` does not exist.
     """
     settings = _settings(args.config_file)
     facts: dict[str, Any] = {**describe(find)}
@@ -55,12 +55,12 @@ def env_command(args: Namespace, find: Callable[[str], str | None] | None = None
 
 
 def run(args: Namespace) -> None:
-    """Carry out `accelerate env`."""
+    """Run `accelerate env`."""
     env_command(args)
 
 
 def describe(find: Callable[[str], str | None] | None = None) -> dict[str, str]:
-    """Return versions and devices as text. What cannot be found out says why; nothing is raised.
+    """Return versions and devices as text. Errors become text, too; nothing is raised.
 
     Args:
         find: Finds a program by its name; `shutil.which` when None.
@@ -74,7 +74,7 @@ def describe(find: Callable[[str], str | None] | None = None) -> dict[str, str]:
 
 
 def _settings(path: str | None) -> dict[str, Any]:
-    """Read the settings. A default file that cannot be read is a finding; one that was named is a mistake."""
+    """Read the config file. An error in the default file is shown; for `--config_file`, it is raised."""
     from accel_cli.configfile.location import default_config_path
     from accel_cli.configfile.read import load_config_from_file
 
@@ -92,8 +92,8 @@ def _settings(path: str | None) -> dict[str, Any]:
 def _safely(ask: Callable[[], str]) -> str:
     try:
         return ask()
-    except Exception as error:  # a broken installation is just when this command is needed
-        return f"cannot be found out ({type(error).__name__}: {error})"
+    except Exception as error:  # this command is needed most where an installation is broken
+        return f"unknown ({type(error).__name__}: {error})"
 
 
 def _version(package: str) -> str:

@@ -1,4 +1,4 @@
-"""What the commands say instead of a traceback."""
+"""Errors that the commands print without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class UsageError(ValueError):
-    """The command line, the configuration file or the environment asks for something that cannot be done.
+    """The command line, the config file or the environment is not valid.
 
     The program prints the message on one line and ends with a non-zero status.
     """
@@ -18,7 +18,7 @@ class MissingFileError(UsageError, FileNotFoundError):
 
 
 class NotHereError(UsageError):
-    """This machine lacks something that a launch needs; another machine may have it. A dry run only warns of it."""
+    """This machine lacks something that a launch needs, which another machine may have. A dry run only warns."""
 
 
 class MissingHereError(MissingFileError, NotHereError):
@@ -26,12 +26,12 @@ class MissingHereError(MissingFileError, NotHereError):
 
 
 class ExistingFileError(UsageError, FileExistsError):
-    """A file that would be replaced exists."""
+    """A file exists that would be overwritten."""
 
 
 @contextmanager
 def without_traceback() -> Iterator[None]:
-    """Turn the errors of a function that programs call, too, into those that the command line prints."""
+    """Convert the errors of a public function to those that the command line prints."""
     try:
         yield
     except UsageError:
@@ -46,11 +46,11 @@ def did_you_mean(word: str, known: list[str]) -> str:
     """Build the hint that ends an error message about an unknown name.
 
     Args:
-        word: What was given.
-        known: The names that would have been right.
+        word: The given name.
+        known: The valid names.
 
     Returns:
-        `" Did you mean 'train.py'?"`, or an empty text when nothing is close.
+        `" Did you mean 'train.py'?"`, or an empty `str` if no name is close.
     """
     from accel_state.guessing import closest
 

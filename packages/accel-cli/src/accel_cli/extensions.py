@@ -1,7 +1,7 @@
-"""What installed packages add to the program: commands and options, declared as entry points.
+"""Commands and options of other installed packages, declared as entry points.
 
-`importlib.metadata` reads the metadata of every installed package, which takes longer than a whole `--help`. The names
-alone are in small files that are read here.
+`importlib.metadata` reads the metadata of every installed package, which takes longer than `--help`. This module reads
+only the small files with the entry points.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def entry_points(group: str) -> dict[str, str]:
     """Find the entry points of a group.
 
     Args:
-        group: `COMMANDS_GROUP`, `OPTIONS_GROUP`, or that of a `Kind` whose words other packages add to.
+        group: `COMMANDS_GROUP`, `OPTIONS_GROUP`, or that of a `Kind` to whose choices other packages add.
 
     Returns:
-        Name -> `"module"` or `"module:object"`. Where two packages use a name, the first one on `sys.path` has it.
+        Name -> `"module"` or `"module:object"`. If two packages have a name, it is that of the first one on `sys.path`.
     """
     found: dict[str, str] = {}
     for known, name, path in _all(tuple(sys.path)):
@@ -34,7 +34,7 @@ def entry_points(group: str) -> dict[str, str]:
 
 
 def brings(group: str, name: str) -> bool:
-    """Whether an installed package has an entry point of that name, in any case; without a group none has."""
+    """Whether an installed package has an entry point of that name, ignoring case."""
     return bool(group) and name.lower() in map(str.lower, entry_points(group))
 
 
@@ -44,7 +44,7 @@ def _all(folders: tuple[str, ...]) -> tuple[tuple[str, str, str], ...]:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """Yield the texts that declare entry points of ours in one folder of `sys.path`."""
+    """Yield the contents of files in one folder of `sys.path` that declare entry points for us."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith((".dist-info", ".egg-info")))
     except OSError:  # no folder

@@ -1,4 +1,4 @@
-"""A function that runs in processes which are started for it, as `notebook_launcher` does."""
+"""A function that runs in started processes, as for `notebook_launcher`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.utils.launch.PrepareForLaunch")
 class PrepareForLaunch:
-    """A function that first tells its process who it is; what starts processes calls it with their number.
+    """A picklable function that sets the rank of its process before it calls another function.
 
     Args:
         launcher: The function to call.
-        distributed_type: How the processes work together.
-        debug: Whether to join a gloo group through the file that `ACCELERATE_DEBUG_RDV_FILE` names.
+        distributed_type: The kind of the distributed run.
+        debug: Whether to join a gloo process group through the file named by `ACCELERATE_DEBUG_RDV_FILE`.
     """
 
     launcher: Callable[..., Any]
@@ -42,9 +42,7 @@ class PrepareForLaunch:
         if not self.debug:
             self.launcher(*args)
             return
-        signal.signal(
-            signal.SIGTERM, signal.SIG_DFL
-        )  # a launcher that ran here before may have left a handler to the fork
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the fork may have inherited a handler of an earlier launch
         self._join(index)
         self.launcher(*args)
         self._leave()
@@ -57,11 +55,11 @@ class PrepareForLaunch:
         dist.init_process_group("gloo", rank=index, store=store, world_size=world_size)
 
     def _leave(self) -> None:
-        """Leave the group together: one that goes first takes the others' connections with it."""
+        """Destroy the process group on all ranks together, since the connections of others break when one leaves."""
         import torch.distributed as dist
 
         from accel_state.shutdown import close_process_group
 
         if dist.is_initialized():
-            with suppress(RuntimeError):  # another process failed, and its error is the one to show
+            with suppress(RuntimeError):  # another process failed, and its error is shown instead
                 close_process_group()

@@ -1,4 +1,4 @@
-"""The program `accelerate`: finds the command and lets it run."""
+"""The program `accelerate`: finds the command and runs it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Command:
     """One command of the program.
 
     Attributes:
-        name: What is typed.
+        name: Its name on the command line.
         module: Where it is defined, with `add_arguments(parser)` and `run(args)`; imported only when the command is
-            asked for.
+            used.
         help: What it does, in a few words.
     """
 
@@ -31,7 +31,7 @@ class Command:
     help: str
 
     def make_parser(self, subparsers: Any = None) -> Any:
-        """Build the parser, as a command of a program with all options, or of its own."""
+        """Build the parser: as a command of a program with all options, or a separate one."""
         from accel_cli.arguments import make_parser
 
         module = import_module(self.module)
@@ -43,7 +43,7 @@ class Command:
         return parser
 
     def execute(self, args: Namespace) -> int:
-        """Carry the command out and return the exit status."""
+        """Run the command and return the exit status."""
         result = import_module(self.module).run(args)
         return result if isinstance(result, int) else 0
 
@@ -80,11 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Args:
-        argv: The words of the command line without the program's name; those of this process when None.
+        argv: The command line without the program's name; that of this process when None.
 
     Returns:
-        The exit status for the shell: 0 when all went well, 1 without a command, 2 for what cannot be done,
-        otherwise that of the script.
+        The exit status for the shell: 0 on success, 1 without a command, 2 for a usage error, otherwise that of the
+        script.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in COMMANDS:
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[0] in foreign_commands():
             return run_command(words[0], words[1:])
         print(f"accelerate: error: {_no_command(words[0])}", file=sys.stderr)
-        sys.exit(2)  # as for other words that cannot be parsed
+        sys.exit(2)  # as argparse does for other errors
     parser = full_parser(with_options=not words)
     parser.parse_args(words)  # exits for --help and for an unknown flag
     parser.print_help()
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _versions() -> str:
-    """What is installed: the umbrella where it is there, and the package that runs the commands."""
+    """The installed versions of the umbrella package, if there is one, and of the package of the commands."""
     from importlib.metadata import PackageNotFoundError, version
 
     own = f"accel-cli {version('accel-cli')}"
@@ -115,18 +115,18 @@ def _versions() -> str:
 
 
 def _no_command(word: str) -> str:
-    """Say what somebody may have meant who named no command."""
+    """The message for an unknown command, with a suggestion."""
     if word.endswith(".py"):
-        return f"{word!r} is no command. Run a script with: accelerate launch {word}"
+        return f"{word!r} is not a command. To run a script, write: accelerate launch {word}"
     from accel_cli.errors import did_you_mean
 
     known = [*COMMANDS, *foreign_commands()]
-    hint = did_you_mean(word, known) or f" There are {', '.join(known)}."
-    return f"{word!r} is no command.{hint}"
+    hint = did_you_mean(word, known) or f" The commands are {', '.join(known)}."
+    return f"{word!r} is not a command.{hint}"
 
 
 def run_command(name: str, words: Sequence[str] | None = None) -> int:
-    """Parse the words that belong to one command and carry it out; those of this process when None."""
+    """Parse the arguments of one command and run it; by default those of this process."""
     command = COMMANDS.get(name) or foreign_commands()[name]
     args = command.make_parser().parse_args(words)
     try:
@@ -143,7 +143,7 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _siblings_named() -> Iterator[None]:
-    """Say which of our packages a command needs, where this one was installed without it."""
+    """Name the package that a command needs, if it is not installed beside this one."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -160,7 +160,7 @@ def full_parser(*, with_options: bool = True) -> Any:
     """Build the parser of the whole program.
 
     Args:
-        with_options: Whether the commands have their options; the names are enough for the list in `--help`.
+        with_options: Whether to add the options of the commands; `--help` needs only their names.
     """
     from accel_cli.arguments import CommandParser, make_parser
 
@@ -179,7 +179,7 @@ def full_parser(*, with_options: bool = True) -> Any:
 
 
 def console(name: str) -> Callable[[], int]:
-    """Make the entry point of a program that is one command only."""
+    """Make the entry point of a program that runs a single command."""
 
     def entry() -> int:
         return run_command(name)

@@ -10,17 +10,17 @@ from accel_cli.errors import UsageError, without_traceback
 
 HELP = "Merge the weights of a sharded checkpoint."
 
-# the name and the value are interface; the words are ours
+# its name is public interface of 1.15; the text is ours
 description = (
     "Merge the weights that FSDP saved in shards (`SHARDED_STATE_DICT`) into a model folder that loads anywhere. "
     "Tensors are read and written one by one, so that little memory is needed."
 )
 
 OPTIONS = (
-    Option("checkpoint_directory", "Folder with the sharded weights, or a checkpoint that holds one."),
+    Option("checkpoint_directory", "Folder with the sharded weights, or a checkpoint that contains one."),
     Option("output_path", "Folder for the merged weights."),
     switch("--unsafe_serialization", "Write pytorch_model.bin, a pickle file, instead of safetensors."),
-    switch("--remove_checkpoint_dir", "Remove the sharded weights once the merged ones are on the disk."),
+    switch("--remove_checkpoint_dir", "Remove the sharded weights after the merged ones are written to disk."),
 )
 
 
@@ -34,7 +34,7 @@ def merge_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate merge-weights`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+        subparsers: What `ArgumentParser.add_subparsers` returned, or None for a separate parser.
     """
     return command_parser(subparsers, "merge-weights", HELP, add_arguments, merge_command)
 
@@ -43,10 +43,10 @@ def merge_command(args: Namespace) -> None:
     """Merge sharded weights.
 
     Args:
-        args: What the parser of `merge_command_parser` gave.
+        args: The parsed arguments of `merge_command_parser`.
 
     Raises:
-        ValueError: The checkpoint cannot be merged, or the result not be written.
+        ValueError: The checkpoint cannot be merged, or the result cannot be written.
     """
     from accel_integrations.checkpoints.merge import merge_fsdp_weights
 
@@ -61,5 +61,5 @@ def merge_command(args: Namespace) -> None:
 
 
 def run(args: Namespace) -> None:
-    """Carry out `accelerate merge-weights`."""
+    """Run `accelerate merge-weights`."""
     merge_command(args)

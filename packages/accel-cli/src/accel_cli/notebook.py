@@ -1,4 +1,4 @@
-"""Starting processes from a running program: notebooks, debugging, tests."""
+"""Starting processes from a running program: `notebook_launcher` and `debug_launcher`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from accel_cli.launch.settings import PRECISIONS
 from accel_cli.launched_function import PrepareForLaunch as PrepareForLaunch
 from accel_state.environment import are_libraries_initialized, parse_flag_from_env, patch_environment
 
-ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import starts CUDA
-USUAL_PORT = "29500"
+ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import initializes CUDA
+DEFAULT_PORT = "29500"
 
 
 def notebook_launcher(
@@ -24,7 +24,7 @@ def notebook_launcher(
     args: Iterable[Any] = (),
     num_processes: int | None = None,
     mixed_precision: str = "no",
-    use_port: str = USUAL_PORT,
+    use_port: str = DEFAULT_PORT,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
@@ -38,33 +38,33 @@ def notebook_launcher(
 ) -> None:
     """Run a training function on several processes from inside a notebook.
 
-    The processes are forked, so the function may use everything the notebook has defined. It must create its
-    `Accelerator` itself. On a machine without accelerators the processes train on the CPU.
+    The processes are forked, so that the function may use everything defined in the notebook. It must create its
+    `Accelerator` itself. On a machine without accelerators, the processes train on the CPU.
 
     Args:
         function: The training function.
         args: Its positional arguments.
         num_processes: How many processes to start on this machine. May be left out on Colab, where it is 1.
-        mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        use_port: Port at which the processes meet; `"0"` for any free one.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        use_port: Port of the rendezvous; `"0"` for any free one.
         master_addr: Address of machine 0.
         node_rank: Number of this machine, from 0.
         num_nodes: How many machines take part.
-        rdzv_backend: How processes find one another.
-        rdzv_endpoint: Where they do; `master_addr:use_port` when empty.
-        rdzv_conf: More on that.
+        rdzv_backend: Rendezvous backend.
+        rdzv_endpoint: Rendezvous endpoint; `master_addr:use_port` when empty.
+        rdzv_conf: Further rendezvous configuration.
         rdzv_id: Name of the job.
-        max_restarts: How often to start all processes again after a failure.
-        monitor_interval: Seconds between looks at the processes.
-        log_line_prefix_template: What stands before each line of output.
+        max_restarts: How often to restart all processes after a failure.
+        monitor_interval: Seconds between two checks of the processes.
+        log_line_prefix_template: Prefix of each line of output.
 
     Raises:
-        ValueError: For arguments that cannot be carried out, or when an `Accelerator` exists already.
-        RuntimeError: When CUDA was used before: it does not survive a fork.
-        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: When a process fails; its message is the
+        ValueError: An argument is not valid, or an `Accelerator` already exists.
+        RuntimeError: CUDA was initialized before, which does not survive a fork.
+        torch.distributed.elastic.multiprocessing.errors.ChildFailedError: A process failed; the message is the
             traceback of the one that failed first.
 
-    With `ACCELERATE_DEBUG_MODE` set, processes that only find their place are tried before the function is called.
+    With `ACCELERATE_DEBUG_MODE` set, a trial run that only initializes the process state comes before the function.
 
     Example:
         ```python
@@ -83,7 +83,7 @@ def notebook_launcher(
         _run_on_tpu(function, args, num_processes, mixed_precision)
         return
     if num_processes is None and not _in_colab():
-        raise UsageError("num_processes is missing: say how many processes to start.")
+        raise UsageError("notebook_launcher needs num_processes. Pass how many processes to start.")
     num_processes = 1 if num_processes is None else num_processes
     _check_arguments(num_processes, mixed_precision, node_rank, num_nodes)
     if num_processes <= 1 and num_nodes == 1:
@@ -101,7 +101,7 @@ def notebook_launcher(
     variables = _group_variables(num_processes, node_rank, num_nodes, master_addr, port, mixed_precision)
     variables |= {"ACCELERATE_USE_CPU": "true"} if kind.name == "cpu" else network_variables()
     rdzv_endpoint = rdzv_endpoint or f"{master_addr}:{port}"
-    if max_restarts > 0 and num_nodes == 1 and rdzv_backend == "static":  # which brings processes together only once
+    if max_restarts > 0 and num_nodes == 1 and rdzv_backend == "static":  # which does not support restarts
         rdzv_backend, rdzv_endpoint = "c10d", "localhost:0"
         variables[OWN_STORE] = "1"
     rendezvous = dict(rdzv_conf or {})
@@ -137,8 +137,8 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         num_processes: How many processes to start.
 
     Raises:
-        ValueError: When `num_processes` is below 1.
-        torch.multiprocessing.ProcessRaisedException: When a process fails; it shows the traceback.
+        ValueError: `num_processes` is below 1.
+        torch.multiprocessing.ProcessRaisedException: A process failed; the message has its traceback.
 
     Example:
         ```python
@@ -156,14 +156,14 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         raise UsageError(f"num_processes must be at least 1, got {num_processes}.")
     from torch.multiprocessing import start_processes
 
-    with tempfile.NamedTemporaryFile() as meeting_point:
+    with tempfile.NamedTemporaryFile() as rendezvous_file:
         variables = {
             "WORLD_SIZE": str(num_processes),
             "LOCAL_WORLD_SIZE": str(num_processes),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": USUAL_PORT,
+            "MASTER_PORT": DEFAULT_PORT,
             "ACCELERATE_MIXED_PRECISION": "no",
-            "ACCELERATE_DEBUG_RDV_FILE": meeting_point.name,
+            "ACCELERATE_DEBUG_RDV_FILE": rendezvous_file.name,
             "ACCELERATE_USE_CPU": "yes",
             "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
         }
@@ -173,17 +173,17 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 
 def test_launch() -> None:  # not a test: the name is public interface
-    """Check that a process knows who it is."""
+    """Initialize the state of a process, as a trial."""
     from accel_state.processes import PartialState
 
     PartialState()
 
 
 def _try_processes(config: Any) -> None:
-    """Start processes that only find their place, so that what is wrong with the notebook is not taken for the function.
+    """Start processes that only initialize their state, to tell errors of the notebook from those of the function.
 
     Raises:
-        RuntimeError: When one of them fails.
+        RuntimeError: One of them failed.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -195,8 +195,8 @@ def _try_processes(config: Any) -> None:
             elastic_launch(config, shown)()
     except ChildFailedError as error:
         raise RuntimeError(
-            "Processes cannot work in this notebook: a trial (ACCELERATE_DEBUG_MODE) failed before the function was "
-            f"called. Restart the notebook, and import less before launching. In the trial, {error}"
+            "notebook_launcher: the trial run (ACCELERATE_DEBUG_MODE) failed before the function was called. Restart "
+            f"the notebook, and import less before launching. In the trial run, {error}"
         ) from None
 
 
@@ -213,7 +213,7 @@ def _run_here(function: Callable[..., Any], args: Iterable[Any], mixed_precision
 
 
 def _variables(mixed_precision: str) -> dict[str, str]:
-    """Name the precision, unless it is the default: then a variable that the user set still counts."""
+    """The variable of the precision, unless it is the default: then a variable that the user set is kept."""
     return {} if mixed_precision == "no" else {"ACCELERATE_MIXED_PRECISION": mixed_precision}
 
 
@@ -232,7 +232,7 @@ def _check_arguments(num_processes: int, mixed_precision: str, node_rank: int, n
 def _group_variables(
     num_processes: int, node_rank: int, num_nodes: int, master_addr: str, port: str, mixed_precision: str
 ) -> dict[str, str]:
-    """What processes on several devices or machines must know of one another."""
+    """The environment variables of a run on several devices or machines."""
     return _variables(mixed_precision) | {
         "NPROC": str(num_processes),
         "NODE_RANK": str(node_rank),
@@ -253,15 +253,15 @@ def _check_no_state() -> None:
 
 
 def _check_unused(kind: Any) -> None:
-    """Refuse what a fork would copy in a state that cannot be used."""
+    """Check that nothing is initialized that does not survive a fork."""
     _check_no_state()
     if kind.name == "cpu":
         return
     started = are_libraries_initialized(*ON_CUDA_WHEN_IMPORTED)
     if started:
         raise RuntimeError(
-            f"{' and '.join(started)} was imported and has started CUDA, which does not survive a fork. Restart the "
-            "notebook, and import it only inside the function that is launched."
+            f"{' and '.join(started)} was imported and has initialized CUDA, which does not survive a fork. Restart "
+            "the notebook, and import it only inside the function that is launched."
         )
     if getattr(kind.module(), "is_initialized", bool)():
         raise RuntimeError(
@@ -272,7 +272,7 @@ def _check_unused(kind: Any) -> None:
 
 def _port(wanted: str | int, num_nodes: int) -> str:
     port = int(wanted)
-    if port == 0 or (str(wanted) == USUAL_PORT and num_nodes == 1 and not is_free(port)):
+    if port == 0 or (str(wanted) == DEFAULT_PORT and num_nodes == 1 and not is_free(port)):
         return str(free_port())
     return str(port)
 
@@ -282,7 +282,7 @@ def _in_colab() -> bool:
 
 
 def _on_tpu() -> bool:
-    """Whether this is one of the notebooks that are given TPUs."""
+    """Whether this is a notebook on Colab or Kaggle with a TPU."""
     in_notebook = _in_colab() or any(name.startswith("KAGGLE") for name in os.environ)
     return in_notebook and (os.environ.get("TPU_NAME") is not None or os.environ.get("PJRT_DEVICE", "") == "TPU")
 
@@ -290,13 +290,13 @@ def _on_tpu() -> bool:
 def _run_on_tpu(
     function: Callable[..., Any], args: Iterable[Any], num_processes: int | None, mixed_precision: str
 ) -> None:
-    """Let torch_xla start a process on every core, or on one."""
+    """Start a process on every TPU core, or on one, with torch_xla."""
     from accel_cli.launch.runners.tpu import spawner
 
     _check_arguments(num_processes or 1, mixed_precision, 0, 1)
     _check_no_state()
     spawn = spawner()
-    nprocs = 1 if num_processes == 1 else None  # torch_xla takes one, or as many as there are cores
+    nprocs = 1 if num_processes == 1 else None  # torch_xla starts one process, or one for each core
     print(f"Starting on {'one TPU core' if nprocs == 1 else 'all TPU cores'}.")
     with patch_environment(**_variables(mixed_precision)):
         spawn(PrepareForLaunch(function, distributed_type="XLA"), args=tuple(args), nprocs=nprocs, start_method="fork")

@@ -1,4 +1,4 @@
-"""The command `accelerate test`: launches a script that checks whether the processes work together."""
+"""The command `accelerate test`: launches a script that checks training and collectives on this machine."""
 
 from __future__ import annotations
 
@@ -31,43 +31,45 @@ def test_command_parser(subparsers: Any = None) -> CommandParser:  # noqa: PT028
 
 
 def test_command(args: Namespace) -> int:
-    """Launch the checks as `accelerate launch` launches any script, and say how they went.
+    """Launch the checks as `accelerate launch` launches any script, and print the result.
 
     Args:
         args: With `config_file`, the config file, or None for the default one.
 
     Returns:
-        The exit status for the shell: 0 when nothing failed.
+        The exit status for the shell: 0 if nothing failed.
 
     Raises:
-        ValueError: When the settings cannot be carried out.
-        FileNotFoundError: When the config file that was named does not exist.
+        ValueError: The settings are not valid.
+        FileNotFoundError: The config file of `--config_file` does not exist.
     """
     from accel_cli.launch.command import launch_command_parser, run_plan, settle
 
     named = ["--config_file", args.config_file] if args.config_file is not None else []
     status = run_plan(settle(launch_command_parser().parse_args([*named, "--quiet", script_path()]))[1])
     if status:
-        print(f"accelerate test: something failed (exit status {status}).", file=sys.stderr)
+        print(f"accelerate test: failed with exit status {status}.", file=sys.stderr)
     else:
         print("Launching works on this machine.")
     return status
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate test`."""
+    """Run `accelerate test`."""
     return test_command(args)
 
 
 def script_path() -> str:
-    """Find the script, without importing what surrounds it.
+    """Find the script, without importing its package.
 
     Raises:
-        ValueError: Where `accelerate`, which has it, is not installed.
+        ValueError: The package `accelerate`, which has it, is not installed.
     """
     from importlib.util import find_spec
 
     found = find_spec("accelerate")
     if found is None or not found.submodule_search_locations:
-        raise UsageError("`accelerate test` needs the package accelerate: install it.")
+        raise UsageError(
+            "`accelerate test` needs the package accelerate, which is not installed. Run: pip install accelerate"
+        )
     return os.path.join(found.submodule_search_locations[0], *SCRIPT)

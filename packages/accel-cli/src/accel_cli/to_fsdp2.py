@@ -1,4 +1,4 @@
-"""The command `accelerate to-fsdp2`: a config file for FSDP 1 becomes one for FSDP 2."""
+"""The command `accelerate to-fsdp2`: converts a config file from FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ConversionStatus(Enum):
     REMOVED = -1
 
 
-# setting of version 1 -> that of version 2, or why there is none
+# option of version 1 -> that of version 2, or why there is none
 ARGUMENT_KEY_MAPPING: dict[str, str | ConversionStatus] = {
     "fsdp_version": "fsdp_version",
     "fsdp_reshard_after_forward": "fsdp_reshard_after_forward",
@@ -63,10 +63,10 @@ ARGUMENT_VALUE_MAPPING: dict[str, dict[str, bool]] = {
     "fsdp_reshard_after_forward": FREES_PARAMETERS,
 }
 
-REPLICAS = "FSDP 2 shards over all processes; for replicas set parallelism_config_dp_replicate_size"
+REPLICAS = "FSDP 2 shards over all ranks; for replicas set parallelism_config_dp_replicate_size"
 REMARKS = {
-    ConversionStatus.REMOVED: "FSDP 2 needs no such setting",
-    ConversionStatus.NOT_YET_IMPLEMENTED: "FSDP 2 cannot do it yet",
+    ConversionStatus.REMOVED: "FSDP 2 does not need it",
+    ConversionStatus.NOT_YET_IMPLEMENTED: "FSDP 2 does not support it yet",
     "HYBRID_SHARD": REPLICAS,
     "HYBRID_SHARD_ZERO2": REPLICAS,
     "NO_SHARD": "FSDP 2 always shards; plain data parallelism (MULTI_GPU) does not",
@@ -77,14 +77,14 @@ NO_LOCAL_STATE_DICT = {"fsdp_state_dict_type": {"LOCAL_STATE_DICT": "SHARDED_STA
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one setting.
+    """The conversion of one option.
 
     Attributes:
         old: Its name in version 1; empty for one that was added.
         before: Its value there.
         new: Its name in version 2; empty where it was dropped.
         after: Its value there.
-        remark: What the user should know, or nothing.
+        remark: A note for the user; may be empty.
     """
 
     old: str
@@ -120,18 +120,18 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> CommandParser:
 
 
 def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | None = None) -> None:
-    """Convert a config file, and print what became of each FSDP setting.
+    """Convert a config file, and print the conversion of each FSDP option.
 
-    One that is for FSDP 2 already is copied as it is, with a warning in the log.
+    A file that is for FSDP 2 already is copied unchanged, with a logged warning.
 
     Args:
-        args: What the parser of `to_fsdp2_command_parser` gave.
+        args: The parsed arguments of `to_fsdp2_command_parser`.
         load: Reads the config file; `load_config` when None.
 
     Raises:
-        ValueError: When the file is not for FSDP, or no output is named.
-        FileNotFoundError: When there is no such file.
-        FileExistsError: When the output exists and may not be replaced.
+        ValueError: The file is not for FSDP, or no output is named.
+        FileNotFoundError: There is no such file.
+        FileExistsError: The output exists and may not be replaced.
     """
     from accel_cli.configfile.write import check_target
 
@@ -156,19 +156,19 @@ def to_fsdp2_command(args: Namespace, load: Callable[[str], dict[str, Any]] | No
 
 
 def run(args: Namespace) -> None:
-    """Carry out `accelerate to-fsdp2`."""
+    """Run `accelerate to-fsdp2`."""
     to_fsdp2_command(args)
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a config file as it is.
+    """Read a config file without checking it.
 
     Args:
         config_file: YAML, or JSON where the name ends in `.json`.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it cannot be read.
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read.
     """
     from accel_cli.configfile.values import read_values
 
@@ -177,10 +177,10 @@ def load_config(config_file: str) -> dict[str, Any]:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Convert what a config file says.
+    """Convert the content of a config file.
 
     Args:
-        config: The content of a config file; it is not changed. One that is not for FSDP 1 is given back as it is.
+        config: The content of a config file; it is not changed. One that is not for FSDP 1 is returned unchanged.
 
     Returns:
         The content for FSDP 2.
@@ -197,13 +197,13 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome], list[str]]:
-    """Convert what a config file for FSDP 1 says, in today's or older words.
+    """Convert the content of a config file for FSDP 1, of this or an older version.
 
     Args:
         config: The content of the file; it is not changed.
 
     Returns:
-        The content for FSDP 2, what became of each FSDP setting, and what else was brought up to date, one line each.
+        The content for FSDP 2, the conversion of each FSDP option, and one line for each other key that was updated.
     """
     from accel_cli.configfile.migrate import migrate
 
@@ -215,7 +215,7 @@ def convert(config: dict[str, Any]) -> tuple[dict[str, Any], list[Outcome], list
 
 
 def report(outcomes: list[Outcome]) -> str:
-    """Make a table of what became of each setting."""
+    """Make a table of the conversion of each option."""
     rows = [("setting", "was", "", "setting", "is")]
     rows += [(row.old, _spelled(row.before), row.what, row.new, _spelled(row.after)) for row in outcomes]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -225,7 +225,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def _outcomes(section: dict[str, Any]) -> Iterator[Outcome]:
-    """Say what becomes of each setting of version 1, and that the version is new."""
+    """Yield the conversion of each option of version 1, and the new version."""
     for key, value in section.items():
         if key == "fsdp_version":
             continue
@@ -241,14 +241,14 @@ def _outcomes(section: dict[str, Any]) -> Iterator[Outcome]:
 
 
 def _value(key: str, value: Any) -> Any:
-    """Say a value in the words of version 2."""
+    """Convert a value to version 2."""
     words: dict[str, Any] = ARGUMENT_VALUE_MAPPING.get(key) or NO_LOCAL_STATE_DICT.get(key) or {}
     return words.get(str(value).upper(), value)
 
 
 def _remark(key: str, value: Any) -> str:
     if not is_option(key):
-        return "no setting of FSDP, has no effect"
+        return "it is not an option of FSDP and has no effect"
     return REMARKS.get(str(value).upper(), "") if _value(key, value) != value else ""
 
 
@@ -265,21 +265,21 @@ def _version(config: dict[str, Any]) -> str:
 
 
 def _target(args: Namespace) -> str:
-    """Find out what to write, and whether we may."""
+    """The file to write, after checking that it may be written."""
     from pathlib import Path
 
     if not Path(args.config_file).expanduser().exists():
         raise MissingFileError(f"Config file {args.config_file!r} does not exist.")
     if not args.output_file and not args.overwrite:
-        raise UsageError("There is no file to write: give --output_file, or --overwrite to replace the config file.")
+        raise UsageError("No output file is named. Give --output_file, or --overwrite to replace the config file.")
     target = os.path.expanduser(args.output_file or args.config_file)
     if not args.overwrite and (Path(target).exists() or Path(target).is_symlink()):
-        raise ExistingFileError(f"The output file {target!r} exists already: name another, or give --overwrite.")
+        raise ExistingFileError(f"The output file {target!r} already exists. Name another, or give --overwrite.")
     return target
 
 
 def _write(target: str, values: dict[str, Any]) -> None:
-    """Write settings; missing folders are made."""
+    """Write settings; missing folders are created."""
     from accel_cli.configfile.values import write_json, write_yaml
 
     with without_traceback():
@@ -288,19 +288,19 @@ def _write(target: str, values: dict[str, Any]) -> None:
 
 
 def _keep(values: dict[str, Any], source: Source, target: str) -> None:
-    """Copy settings for version 2, unless they are to replace themselves: whoever converts many files goes on."""
+    """Copy settings for version 2, unless source and target are one file. A script that converts many files continues."""
     import logging
 
     where = source.at("fsdp_config.fsdp_version", "fsdp_config.version")
     logging.getLogger("accelerate.commands.to_fsdp2").warning(
-        "%s: fsdp_version is 2 already, there is nothing to convert.", where
+        "%s: fsdp_version is 2 already. Nothing was converted.", where
     )
     if not (os.path.exists(target) and os.path.samefile(source.path, target)):
         _write(target, values)
 
 
 def _source(path: str) -> Source:
-    """Read the text of a config file, of which messages name the lines."""
+    """Read the text of a config file, for the line numbers in messages."""
     from accel_cli.configfile.source import read_source
 
     with without_traceback():
@@ -308,7 +308,7 @@ def _source(path: str) -> Source:
 
 
 def _check(values: dict[str, Any], source: Source) -> None:
-    """Refuse a file that is wrong, or not for FSDP."""
+    """Check that a file is valid and for FSDP."""
     from accel_cli.configfile.read import config_class
 
     with without_traceback():

@@ -44,18 +44,18 @@ def tpu_command_parser(subparsers: Any = None) -> CommandParser:
 
 
 def tpu_command_launcher(args: Namespace) -> None:
-    """Run commands on a TPU pod, or print how.
+    """Run commands on a TPU pod, or print the gcloud command.
 
     Args:
-        args: What the parser of `tpu_command_parser` gave.
+        args: The parsed arguments of `tpu_command_parser`.
 
     Raises:
-        ValueError: When the name, the zone or the commands are missing, or gcloud is.
-        subprocess.CalledProcessError: When gcloud fails.
+        ValueError: The name, the zone, the commands or gcloud are missing.
+        subprocess.CalledProcessError: gcloud failed.
     """
     command = gcloud_command(args)
     if args.debug:
-        # the first line is what programs look for, the second one what a shell understands
+        # programs look for the first line; the second one is for a shell
         print(f"Running {' '.join(command)}")
         print(shlex.join(command))
         return
@@ -64,14 +64,14 @@ def tpu_command_launcher(args: Namespace) -> None:
 
     if shutil.which(command[0]) is None:
         raise UsageError(
-            "There is no program 'gcloud': install the Google Cloud CLI, or print the command with --debug."
+            "The program 'gcloud' is not installed. Install the Google Cloud CLI, or print the command with --debug."
         )
     subprocess.run(command, check=True)
     print("The commands have run on every machine of the pod.")
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate tpu-config`.
+    """Run `accelerate tpu-config`.
 
     Returns:
         The exit status for the shell: that of gcloud.
@@ -86,13 +86,13 @@ def run(args: Namespace) -> int:
 
 
 def gcloud_command(args: Namespace) -> list[str]:
-    """Return the command of Google's program.
+    """Return the gcloud command.
 
     Args:
-        args: What the parser gave. What it lacks is taken from the config file.
+        args: The parsed arguments. Missing ones are read from the config file.
 
     Raises:
-        ValueError: When the name, the zone or the commands are missing.
+        ValueError: The name, the zone or the commands are missing.
     """
     settings = _settings(args.config_file)
     name = args.tpu_name or settings.get("tpu_name")
@@ -100,9 +100,9 @@ def gcloud_command(args: Namespace) -> list[str]:
     commands = _commands(args, settings)
     for flag, value in {"--tpu_name": name, "--tpu_zone": zone}.items():
         if not value:
-            raise UsageError(f"{flag} is missing: give it, or set it in the config file.")
+            raise UsageError(f"{flag} is missing. Give it, or set it in the config file.")
     if not commands:
-        raise UsageError("There is nothing to run: give --command or --command_file.")
+        raise UsageError("There are no commands to run. Give --command or --command_file.")
     if args.install_accelerate:
         commands.insert(0, f"pip install {_distribution(args.accelerate_version)}")
     alpha = ["alpha"] if args.use_alpha else []
@@ -112,7 +112,7 @@ def gcloud_command(args: Namespace) -> list[str]:
 
 
 def _settings(path: str | None) -> dict[str, Any]:
-    """Read the config file that was named, or the default one if there is one."""
+    """Read the config file of `--config_file`, or the default one if it exists."""
     if path is None and not os.path.isfile(default_config_path(os.environ)):
         return {}
     from accel_cli.configfile.read import load_config_from_file
@@ -138,7 +138,7 @@ def _commands(args: Namespace, settings: dict[str, Any]) -> list[str]:
 
 
 def _distribution(version: str) -> str:
-    """Spell what pip is to install."""
+    """The argument of `pip install`."""
     if version == "latest":
         return "accelerate -U"
     return REPOSITORY if version == "dev" else shlex.quote(f"accelerate=={version}")

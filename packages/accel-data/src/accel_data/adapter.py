@@ -1,4 +1,4 @@
-"""What our data loaders share: a torch loader inside, and a place in the gradient state while they are iterated."""
+"""The base of prepared data loaders: they wrap a torch loader, and register with the gradient state while iterated."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ LOADER_ARGUMENTS: dict[str, Any] = {
     "in_order": True,
 }
 ORDER_KEY = "_epoch_order"
-"""What we add to torchdata's state, which it passes over."""
+"""The key that prepared loaders add to torchdata's state, which torchdata ignores."""
 ORDER_ARGUMENTS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
 def copied_arguments(dataloader: Any) -> dict[str, Any]:
-    """The arguments of a loader that have nothing to do with which samples it reads."""
+    """The arguments of a loader that do not affect which samples it reads."""
     return {
         name: getattr(dataloader, name, default)
         for name, default in LOADER_ARGUMENTS.items()
@@ -48,7 +48,7 @@ def copied_arguments(dataloader: Any) -> dict[str, Any]:
 
 @known_as("accelerate.data_loader.DataLoaderAdapter")
 class DataLoaderAdapter(DataLoader[Any]):
-    """A loader that reads through another one and passes all its attributes on.
+    """A loader that wraps another one and forwards attribute access to it.
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
@@ -57,27 +57,27 @@ class DataLoaderAdapter(DataLoader[Any]):
         kwargs: Likewise.
 
     Attributes:
-        base_dataloader: The loader inside.
+        base_dataloader: The wrapped loader.
 
     Raises:
         ImportError: When torchdata is needed and missing.
     """
 
     epoch_order: Any = None
-    """What the order of an epoch follows from, an `EpochOrder`, for loaders that have epochs."""
+    """The `EpochOrder` with the random states of an epoch, for loaders that have epochs."""
     _loaded_position: dict[str, Any] | None = None
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
-        # no call of super: all that torch's class would set is found through __getattr__
+        # no call of super().__init__: all attributes of torch's class are found through __getattr__
         make: Any = _stateful_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class that `isinstance` sees beside the object's own: torchdata's, for a loader that reads through it."""
+        """The class for `isinstance`, besides the object's own: torchdata's, for a loader that wraps a stateful one."""
         return type(self.base_dataloader) if self.__dict__.get("use_stateful_dataloader") else type(self)
 
     def __getattr__(self, name: str) -> Any:
@@ -101,11 +101,11 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def keeps_position(self) -> bool:
-        """Whether this process knows how far it has come within an epoch."""
+        """Whether this process keeps the position within an epoch."""
         return self.use_stateful_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last batch was read, and what the order of the epoch follows from; only with a stateful loader."""
+        """The position after the last batch, and the random states of the epoch's order; only with a stateful loader."""
         if self.epoch_order is None:
             return self.dl_state_dict
         return {**self.dl_state_dict, ORDER_KEY: self.epoch_order.state_dict(self)}
@@ -118,19 +118,19 @@ class DataLoaderAdapter(DataLoader[Any]):
             self.epoch_order.restore(self, state_dict[ORDER_KEY])
 
     def forget_position(self) -> None:
-        """Begin the next iteration with a whole epoch, whatever position was loaded."""
+        """Start the next iteration with a full epoch, whatever position was loaded."""
         if self._loaded_position is not None:
             self._loaded_position = None
             self._forget_base_position()
 
     def _state_before_reading(self) -> dict[str, Any]:
-        """The position before the first batch, for which torchdata starts to read: nothing may notice that."""
+        """The position before the first batch; torchdata starts an iteration for it, which must have no side effects."""
         with undisturbed(self):
             state = self.base_dataloader.state_dict()
             self.base_dataloader.load_state_dict(state)  # and ends that; reads anew when it is iterated
         return state
 
-    def _take_up_position(self) -> bool:
+    def _consume_position(self) -> bool:
         """Whether the iteration that begins now does so mid-epoch, because a position was loaded."""
         loaded, self._loaded_position = self._loaded_position, None
         if not loaded:
@@ -141,7 +141,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return not is_finished
 
     def _read_end(self) -> None:
-        """Give data and samplers that have a state the one of the end, which was loaded; for the others, forget it.
+        """Load the state of an epoch's end into datasets and samplers that have a state; for the others, discard it.
 
         torchdata would start to read for that, with workers, and draw random numbers of the epoch that begins.
         """
@@ -179,7 +179,7 @@ class DataLoaderAdapter(DataLoader[Any]):
 
 @known_as("accelerate.data_loader.DataLoaderStateMixin")
 class DataLoaderStateMixin:
-    """Tells the gradient state that a loader is being iterated, and when its last batch comes.
+    """Registers a loader with the gradient state while it is iterated, and marks its last batch.
 
     Attributes:
         end_of_dataloader (`bool`): Whether the current batch is the last one.
@@ -206,7 +206,7 @@ class DataLoaderStateMixin:
         cls.remainder = -1
 
     def reset(self) -> None:
-        """Forget where the last iteration ended."""
+        """Reset `end_of_dataloader` and `remainder`."""
         self.end_of_dataloader = False
         self.remainder = -1
 

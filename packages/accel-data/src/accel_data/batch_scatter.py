@@ -1,4 +1,4 @@
-"""How the main process scatters batches: each rank is sent its local batch, and nothing of the others.
+"""Scattering batches from the main process: each rank receives its local batch only.
 
 For every global batch the main process sends each rank one message: a header, then that rank's packed tensors. Both ends
 know how long it is, because the spec (structure, dtypes and shapes) was broadcast before; when it changes, the new one is
@@ -31,7 +31,7 @@ MAX_IN_FLIGHT = 2  # global batches that the main process may be ahead of a slow
 
 @dataclass(frozen=True, slots=True)
 class ScatteredBatch:
-    """What one process gets of a global batch."""
+    """The local batch of one rank, out of a global batch."""
 
     batch: Any
     is_last: bool
@@ -40,17 +40,17 @@ class ScatteredBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
-    """What ranks must know to unpack: the structure around the tensors, and dtype and shape of each, per rank."""
+    """What ranks need to unpack a batch: the structure around the tensors, and dtype and shape of each, per rank."""
 
     skeleton: Any
     signatures: tuple[Signature, ...]
 
 
 class BatchScatter:
-    """Both ends of the scatter; every process makes one for each iteration.
+    """Sender and receiver of scattered batches; every process creates one for each iteration.
 
     Args:
-        state: The process; the main one reads.
+        state: The process state; the main process reads.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -63,11 +63,11 @@ class BatchScatter:
     # ---- sending side -------------------------------------------------------------------------------------------
 
     def send(self, local_batches: Sequence[Any], is_last: bool, num_samples: int) -> ScatteredBatch:
-        """Send every process its local batch; returns that of this one.
+        """Send every rank its local batch; returns that of this rank.
 
         Args:
             local_batches: Nested tensors, one for each rank.
-            is_last: Whether the data end with this global batch.
+            is_last: Whether this is the last global batch.
             num_samples: Samples of all local batches together, without padding.
 
         Raises:
@@ -96,12 +96,12 @@ class BatchScatter:
         self._signatures = signatures
 
     def send_end(self) -> None:
-        """Tell the other ranks that the data have ended."""
+        """Send the other ranks the message that there are no more batches."""
         self._announce(END)
 
     @contextmanager
     def errors_for_all(self) -> Iterator[None]:
-        """Raise an exception from inside on the other ranks too: they are waiting to receive."""
+        """A context whose exceptions are raised on the other ranks too, because they wait to receive."""
         try:
             yield
         except Exception as error:
@@ -120,7 +120,7 @@ class BatchScatter:
         self._start(messages)
 
     def _start(self, messages: dict[int, torch.Tensor]) -> None:
-        """Begin to send asynchronously, so that reading overlaps with it."""
+        """Start sending asynchronously, so that reading overlaps with it."""
         self._in_flight.append([dist.isend(message, dst=rank) for rank, message in messages.items()])
         while len(self._in_flight) > MAX_IN_FLIGHT:
             self._wait_for_oldest()
@@ -134,20 +134,20 @@ class BatchScatter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for all sends, also after a `break` out of the loop over the batches."""
-        with nullcontext() if kind is None else suppress(RuntimeError):  # the others may be gone by then
+        with nullcontext() if kind is None else suppress(RuntimeError):  # the other ranks may have exited by then
             while self._in_flight:
                 self._wait_for_oldest()
 
     # ---- receiving side -----------------------------------------------------------------------------------------
 
     def receive(self, reader: int = 0) -> ScatteredBatch | None:
-        """This process's local batch of the next global one; None at the end of the data.
+        """Receive this rank's local batch of the next global batch; None at the end of the data.
 
         Args:
             reader: The rank that sends.
 
         Raises:
-            Exception: What that rank raised while reading.
+            Exception: The exception that the reader raised.
         """
         while True:
             signature = self._spec.signatures[self._state.process_index]
@@ -177,7 +177,7 @@ def _length(signature: Signature) -> int:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The exception, or a RuntimeError with its text where it cannot be unpickled, as with constructors of their own."""
+    """The exception, or a RuntimeError with its message if it cannot be pickled and unpickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -186,7 +186,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def _fill(skeleton: Any, leaves: list[torch.Tensor]) -> Any:
-    """Replace the numbers in the skeleton by the leaves."""
+    """Replace the indices in the skeleton by the leaves."""
     from accel_ops.nested import recursively_apply
 
-    return recursively_apply(lambda number: leaves[number], skeleton, test_type=lambda item: isinstance(item, int))
+    return recursively_apply(lambda index: leaves[index], skeleton, test_type=lambda item: isinstance(item, int))

@@ -13,7 +13,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.data_loader.BatchSamplerShard")
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process out of many.
+    """The batches of one process, out of those of a batch sampler.
 
     A global batch is one batch per process; with `split_batches` it is one batch, sliced into a local one per process.
     When the last global batch is not full, and `even_batches` is set, it is padded with the first samples, so that all
@@ -23,13 +23,13 @@ class BatchSamplerShard(BatchSampler):
 
     Args:
         batch_sampler (`torch.utils.data.Sampler`): Yields lists of indices.
-        num_processes (`int`): Over how many processes.
-        process_index (`int`): Which of them.
+        num_processes (`int`): The number of processes.
+        process_index (`int`): The index of this process.
         split_batches (`bool`): Slice each batch instead of yielding every `num_processes`-th one.
-        even_batches (`bool`): Pad what is not full.
+        even_batches (`bool`): Pad the last global batch if it is not full.
 
     Raises:
-        ValueError: When a batch cannot be sliced evenly, or its size is unknown and it is to be sliced.
+        ValueError: With `split_batches`, when a batch cannot be sliced evenly or its size is unknown.
     """
 
     batch_sampler: Any
@@ -58,13 +58,13 @@ class BatchSamplerShard(BatchSampler):
         if split_batches and (self.batch_size is None or self.batch_size % num_processes != 0):
             size = "unknown size (the sampler has no batch_size)" if self.batch_size is None else str(self.batch_size)
             raise ValueError(
-                f"split_batches=True cannot split batches of {size} evenly over {num_processes} processes: choose a batch "
+                f"split_batches=True cannot split batches of {size} evenly over {num_processes} processes. Choose a batch "
                 f"size that is a multiple of {num_processes}."
             )
 
     @property
     def total_length(self) -> int:
-        """How many batches there are over all processes."""
+        """The number of batches of all processes together."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -98,30 +98,30 @@ class BatchSamplerShard(BatchSampler):
     def _own_batches(self) -> Iterator[list[int]]:
         """This process's batch of every global batch."""
         first: list[list[int]] = []  # the batches of the first global batch
-        waiting: list[list[int]] = []  # the batches of a global batch, until all of them are known
+        pending: list[list[int]] = []  # the batches of a global batch, until all of them are known
         for batch in self.batch_sampler:
-            if len(waiting) == self.num_processes:  # its last batch was short, but not the last of all
-                yield waiting[self.process_index]
-                waiting = []
+            if len(pending) == self.num_processes:  # its last batch was short, but not the last of all
+                yield pending[self.process_index]
+                pending = []
             if len(first) < self.num_processes and not self.drop_last:
                 first.append(list(batch))
-            waiting.append(batch)
-            if len(waiting) == self.num_processes and len(batch) == (self.batch_size or len(batch)):
-                yield waiting[self.process_index]
-                waiting = []
-        if self.drop_last or not any(first) or not waiting:
+            pending.append(batch)
+            if len(pending) == self.num_processes and len(batch) == (self.batch_size or len(batch)):
+                yield pending[self.process_index]
+                pending = []
+        if self.drop_last or not any(first) or not pending:
             return
         if self.even_batches:
-            yield self._pad_global_batch(waiting, first)
-        elif self.process_index < len(waiting):
-            yield waiting[self.process_index]
+            yield self._pad_global_batch(pending, first)
+        elif self.process_index < len(pending):
+            yield pending[self.process_index]
 
-    def _pad_global_batch(self, waiting: list[list[int]], first: list[list[int]]) -> list[int]:
+    def _pad_global_batch(self, pending: list[list[int]], first: list[list[int]]) -> list[int]:
         if self.batch_size is None:
-            return [*waiting, *islice(cycle(first), self.num_processes)][self.process_index]
+            return [*pending, *islice(cycle(first), self.num_processes)][self.process_index]
         padding = cycle(chain.from_iterable(first))
         for position in range(self.process_index + 1):
-            batch = list(waiting[position]) if position < len(waiting) else []
+            batch = list(pending[position]) if position < len(pending) else []
             batch = _padded(batch, self.batch_size, padding)
         return batch
 

@@ -1,4 +1,4 @@
-"""A loader of which only the main process reads; it scatters the batches to the others."""
+"""A loader that only the main process reads; it scatters the batches to the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DataLoaderDispatcher(PreparedLoader):
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
         split_batches (`bool`): Slice each batch instead of reading one for each process.
-        skip_batches (`int`): How many global batches to read without yielding them.
+        skip_batches (`int`): The number of global batches that are read and not yielded.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         slice_fn (*optional*): Slices a global batch, called as `slice_fn(batch, slice, process_index=..., num_processes=...)`.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension get the
@@ -43,7 +43,7 @@ class DataLoaderDispatcher(PreparedLoader):
     """
 
     keeps_first: Any = None
-    """A `SkipBatchSampler` that knows the first batches of an epoch, also where an iteration begins after them."""
+    """A `SkipBatchSampler` that keeps the first batches of an epoch, even if an iteration starts after them."""
 
     def __init__(
         self,
@@ -73,21 +73,21 @@ class DataLoaderDispatcher(PreparedLoader):
         self.state = PartialState()
 
     def _synchronize(self) -> Callable[[], None] | None:
-        # one generator state for all, because each process may draw numbers of its own in between
+        # synchronize the generator state, because each process may draw its own numbers in between
         synchronize_rng_states(["torch"])
         return None
 
-    def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
+    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         state = self.state
         scattered: Iterator[ScatteredBatch]
         if state.num_processes == 1:
-            scattered = self._read_alone(settle)
+            scattered = self._read_alone(restore_rng)
         elif state.process_index == 0:
-            scattered = self._read_and_send(BatchScatter(state), settle)
+            scattered = self._read_and_send(BatchScatter(state), restore_rng)
         else:
             scattered = iter(BatchScatter(state).receive, None)
-            if settle is not None:
-                settle()
+            if restore_rng is not None:
+                restore_rng()
         for index, own in enumerate(scattered):
             report_progress()
             batch = send_to_device(own.batch, state.device, non_blocking=self._non_blocking)
@@ -99,18 +99,20 @@ class DataLoaderDispatcher(PreparedLoader):
             if own.is_last:
                 return
 
-    def _read_alone(self, settle: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
-        for current, is_last in self._read_ahead(settle):
+    def _read_alone(self, restore_rng: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
+        for current, is_last in self._read_ahead(restore_rng):
             yield ScatteredBatch(current[0], is_last, ignorant_find_batch_size(current[0]) or 0)
 
     # ---- the main process ---------------------------------------------------------------------------------------
 
-    def _read_and_send(self, scatter: BatchScatter, settle: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
+    def _read_and_send(
+        self, scatter: BatchScatter, restore_rng: Callable[[], None] | None
+    ) -> Iterator[ScatteredBatch]:
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
         first: Any = None
         with scatter:
-            ahead = self._read_ahead(settle)
+            ahead = self._read_ahead(restore_rng)
             while True:
                 with scatter.errors_for_all():
                     current, is_last = next(ahead, (None, True))
@@ -126,22 +128,22 @@ class DataLoaderDispatcher(PreparedLoader):
                 if local_batches is None:
                     scatter.send_end()
                     return
-                yield scatter.send([local_batches[place] for place in data_ranks], is_last, num_samples)
+                yield scatter.send([local_batches[index] for index in data_ranks], is_last, num_samples)
                 if is_last:
                     return
 
-    def _read_ahead(self, settle: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
-        """The batches of each global batch, and whether they are the last: the next ones are read before.
+    def _read_ahead(self, restore_rng: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
+        """The batches of each global batch, read one ahead, and whether they are the last.
 
-        A stateful loader shows the position of the global batch that is yielded meanwhile, or its end after the last.
+        Meanwhile a stateful loader has the position after the global batch that is yielded; after the last one, the end.
         """
         reader = self._read_global_batches()
         current = next(reader, None)
         for index in itertools.count():
             position = self._position()
-            if settle is not None and (index == self.skip_batches or current is None):
-                settle()
-                settle = None
+            if restore_rng is not None and (index == self.skip_batches or current is None):
+                restore_rng()
+                restore_rng = None
             if current is None:
                 return
             following = next(reader, None)
@@ -153,11 +155,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def keeps_position(self) -> bool:
-        """Whether this process knows its position within an epoch: only the main process does, which reads."""
+        """Whether this process keeps the position within an epoch: only the main process does, because it reads."""
         return self.use_stateful_dataloader and self.state.process_index == 0
 
     def _position(self) -> Any:
-        """Where the base loader stands; only a stateful one knows."""
+        """The position of the base loader, if it is a stateful one."""
         return self.dl_state_dict if self.use_stateful_dataloader else None
 
     def _show_position(self, position: Any) -> None:
@@ -179,7 +181,7 @@ class DataLoaderDispatcher(PreparedLoader):
             yield waiting
 
     def _first_of_epoch(self, first: Any) -> Any:
-        """The samples that the epoch began with, where this iteration began after them; `first` otherwise."""
+        """The first samples of the epoch, if this iteration started after them; `first` otherwise."""
         batches = self.keeps_first.kept if self.epoch_start.is_mid_epoch and self.keeps_first is not None else []
         if not batches:
             return first
@@ -212,18 +214,18 @@ class DataLoaderDispatcher(PreparedLoader):
         elif size == 0:
             raise ValueError(
                 f"A global batch of {num_samples} samples in the middle of the data cannot be split over {count} "
-                "processes: let the batch sampler yield at least one sample for each process, short batches last."
+                "processes. Let the batch sampler yield at least one sample for each process, and short batches last."
             )
         # a global batch that does not divide evenly, and is not the last, gives the first processes one sample more
-        ends = [place * size + min(place, left) for place in range(count + 1)]
+        ends = [index * size + min(index, left) for index in range(count + 1)]
         local_batches = [
-            self.slice_fn(data, slice(ends[place], ends[place + 1]), process_index=place, num_processes=count)
-            for place in range(count)
+            self.slice_fn(data, slice(ends[index], ends[index + 1]), process_index=index, num_processes=count)
+            for index in range(count)
         ]
         return local_batches, num_samples
 
     def _data_ranks(self) -> list[int]:
-        """Which local batch each rank gets."""
+        """The index of the local batch of each rank."""
         if self.torch_device_mesh is None:
             return list(range(self.state.num_processes))
         return _data_ranks_of(self.torch_device_mesh)
@@ -282,16 +284,16 @@ def rows_differ(batches: Sequence[Any]) -> bool:
 
 
 def pad_ragged(batches: Sequence[Any], count: int, is_last: bool, drop_last: bool) -> list[Any] | None:
-    """One batch for each of `count` processes, of batches that cannot be concatenated.
+    """One batch for each of `count` processes, from batches that cannot be concatenated.
 
     At the end of the data a short batch is padded with its own samples and a missing one replaced by the first, so that
     the real samples come first; with `drop_last` all are truncated to the shortest instead.
 
     Args:
-        batches: Those of a global batch, nested tensors; fewer than `count` only at the end of the data.
-        count: Processes.
-        is_last: Whether the data end with this global batch.
-        drop_last: Leave out what would have to be padded.
+        batches: The batches of a global batch, nested tensors; fewer than `count` only at the end of the data.
+        count: The number of processes.
+        is_last: Whether this is the last global batch.
+        drop_last: Drop the remainder instead of padding it.
 
     Returns:
         The batches, or None when nothing is left.
@@ -308,7 +310,7 @@ def pad_ragged(batches: Sequence[Any], count: int, is_last: bool, drop_last: boo
     if any(other != size for other in sizes[:-1]) or sizes[-1] > size:
         raise ValueError(
             f"The last global batch is made of batches of {sizes} samples whose rows differ in length, so they cannot be "
-            "concatenated and split evenly: let only the very last batch be short, or pad all batches to one length."
+            "concatenated and split evenly. Let only the very last batch be short, or pad all batches to one length."
         )
     repeated = concatenate([batches[-1]] * -(-size // sizes[-1]))
     padded = [*batches[:-1], slice_tensors(repeated, slice(0, size))]

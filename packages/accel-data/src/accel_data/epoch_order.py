@@ -1,4 +1,4 @@
-"""What the order of an epoch follows from, so that its rest can be read after a restart."""
+"""The random states from which the order of an epoch is drawn, so that its rest can be read after a restart."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ class Rewound:
     """Random generators that were set back to the start of an epoch, until the order has been drawn again.
 
     Attributes:
-        states: Where the process's own generators stood before.
-        lent: Samplers that drew from torch's own generator when the epoch began, with the generator they have now.
+        states: The earlier states of the process's generators.
+        replaced_generators: Samplers that drew from torch's global generator when the epoch began, with the generator they
+            have now.
     """
 
     states: dict[str, Any]
-    lent: list[tuple[Any, torch.Generator]]
+    replaced_generators: list[tuple[Any, torch.Generator]]
 
-    def settle(self) -> None:
+    def restore(self) -> None:
         """Restore the random states from before: call this once the first batch has been read."""
         restore_rng_state(self.states)
-        for sampler, generator in self.lent:
+        for sampler, generator in self.replaced_generators:
             sampler.generator = generator
 
 
@@ -60,7 +61,7 @@ class EpochOrder:
     # ---- an epoch -----------------------------------------------------------------------------------------------
 
     def begin(self, loader: Any) -> None:
-        """Note from which states a new epoch of `loader` is drawn."""
+        """Record the states from which a new epoch of `loader` is drawn."""
         from_torch = type(index_sampler(loader)) in TORCH_SAMPLERS
         states = {"torch_manual_seed": torch.get_rng_state()} if from_torch else capture_cpu_rng_state()
         self.start = {**states, "generators": generator_states(loader)}
@@ -68,7 +69,7 @@ class EpochOrder:
         self.is_restored = self.at_end = False
 
     def rewind(self, loader: Any) -> Rewound:
-        """Set random generators back to the start of the restored epoch; see `Rewound.settle`."""
+        """Set random generators back to the start of the restored epoch; see `Rewound.restore`."""
         assert self.start is not None
         rewound = Rewound(capture_cpu_rng_state(), [])
         generators = self.start.get("generators", {})
@@ -78,24 +79,24 @@ class EpochOrder:
             if generators[name] is not None:
                 _set_generator(owner, generators[name])
             elif owner.generator is not None and name == "sampler":  # saved by one process, which needs none
-                rewound.lent.append((owner, owner.generator))
+                rewound.replaced_generators.append((owner, owner.generator))
                 owner.generator = None
         restore_rng_state({key: self.start[key] for key in RNG_KEYS if key in self.start})
         self.is_restored = self.at_end = False
         return rewound
 
     def finish(self) -> None:
-        """The epoch has been read to its end."""
+        """Discard the states, because the epoch was read to its end."""
         self.start = None
         self.is_restored = self.at_end = False
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """The number of the next epoch to begin, where generators of its own stand, and the epoch under way.
+        """The number of the next epoch, the states of the loader's own generators, and the current epoch.
 
         Args:
-            loader: Whose order this is.
+            loader: The loader with this order.
 
         Returns:
             Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch.
@@ -109,7 +110,7 @@ class EpochOrder:
 
     @classmethod
     def restore(cls, loader: Any, state: dict[str, Any]) -> None:
-        """Have `loader` read on as the one did whose `state_dict` this is; the order that it had is left as it is."""
+        """Restore `state_dict` into the order of `loader`; the order object that it had is not changed."""
         order = cls()
         order.start = dict(state["epoch_start"]) if state.get("epoch_start") is not None else None
         order.epoch = state["iteration"] if order.start is None else order.start.pop("epoch")
@@ -125,7 +126,7 @@ class EpochOrder:
 
 @contextmanager
 def undisturbed(loader: Any) -> Iterator[None]:
-    """Put all random generators that a loader draws from back to where they were."""
+    """A context after which all random generators that a loader draws from have their earlier states."""
     states, generators = capture_cpu_rng_state(), generator_states(loader)
     try:
         yield
@@ -138,7 +139,7 @@ def undisturbed(loader: Any) -> Iterator[None]:
 
 
 def generator_states(loader: Any) -> dict[str, torch.Tensor | None]:
-    """Where the generators of a loader's own stand; None for what draws from torch's."""
+    """The states of a loader's own generators; None for samplers that draw from torch's."""
     return {
         name: None if owner.generator is None else owner.generator.get_state()
         for name, owner in _owners(loader).items()
@@ -146,7 +147,7 @@ def generator_states(loader: Any) -> dict[str, torch.Tensor | None]:
 
 
 def _owners(loader: Any) -> dict[str, Any]:
-    """What draws the order of a loader's samples, where it may have a generator of its own."""
+    """The samplers and datasets that draw the order of a loader's samples, and may have a generator of their own."""
     batches = innermost(batch_sampler_of(loader))
     found = {
         "sampler": index_sampler(loader),
@@ -162,7 +163,7 @@ def _owners(loader: Any) -> dict[str, Any]:
 
 
 def _set_generator(owner: Any, state: torch.Tensor) -> None:
-    """Set a generator to a saved state; one is made where the number of processes that saved it called for one."""
+    """Set a generator to a saved state; it is created where the run that saved it had one and this one does not."""
     if owner.generator is None:
         owner.generator = torch.Generator()
     owner.generator.set_state(state.cpu())

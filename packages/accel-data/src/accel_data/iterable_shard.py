@@ -1,4 +1,4 @@
-"""Sharding a stream that every process reads in full."""
+"""Sharding an iterable dataset that every process reads completely."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.data_loader.IterableDatasetShard")
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process out of a stream that each process reads from the start.
+    """The samples of one process, out of an iterable dataset that each process reads from the start.
 
     Of every global batch of `num_processes * batch_size` samples (or of `batch_size`, with `split_batches`) each
     process yields its consecutive shard. The last one is padded with the first samples, unless `drop_last` leaves it out.
 
     Args:
         dataset (`torch.utils.data.IterableDataset`): The stream; must be the same on all processes.
-        batch_size (`int`): Of each process, or of all together with `split_batches`.
+        batch_size (`int`): The batch size of each process, or of all together with `split_batches`.
         drop_last (`bool`): Leave the last global batch out when it is not full.
-        num_processes (`int`): Over how many processes.
-        process_index (`int`): Which of them.
+        num_processes (`int`): The number of processes.
+        process_index (`int`): The index of this process.
         split_batches (`bool`): Whether `batch_size` is that of all processes together.
 
     Raises:
@@ -68,7 +68,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return len(self.dataset)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch it is in, so that it shuffles anew."""
+        """Set the epoch of the stream, which changes its shuffling."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

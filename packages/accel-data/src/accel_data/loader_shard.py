@@ -1,4 +1,4 @@
-"""A loader that reads this process's shard of the dataset by itself."""
+"""A loader with which each process reads its own shard of the dataset."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from accel_state.supervision import report_progress
 
 @known_as("accelerate.data_loader.DataLoaderShard")
 class DataLoaderShard(PreparedLoader):
-    """Reads this process's shard, moves it to the device, and knows the last batch before yielding it.
+    """Reads this process's shard, moves batches to the device, and marks the last batch before yielding it.
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
-        device (`torch.device`, *optional*): Where batches go; they are not moved when None.
-        rng_types (list of `str` or `RNGType`, *optional*): Random generators to synchronise at every beginning.
-        synchronized_generator (`torch.Generator`, *optional*): The one meant by "generator".
-        skip_batches (`int`): How many batches to read without yielding them.
+        device (`torch.device`, *optional*): Device of batches; they are not moved when None.
+        rng_types (list of `str` or `RNGType`, *optional*): Random generators to synchronize when an iteration starts.
+        synchronized_generator (`torch.Generator`, *optional*): The generator for the type "generator".
+        skip_batches (`int`): The number of batches that are read and not yielded.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         torch_device_mesh (*optional*): Not used here.
         iteration (`int`): The epoch of the next iteration.
@@ -35,7 +35,7 @@ class DataLoaderShard(PreparedLoader):
     """
 
     num_real_samples: int | None = None
-    """How many samples of the current batch are not repeated ones; None for all."""
+    """The number of samples of the current batch that are not padding; None for all."""
     draws_together: bool = False
     """Whether the sampler draws from torch's own generator, whose state must then be the same on all processes."""
 
@@ -75,7 +75,7 @@ class DataLoaderShard(PreparedLoader):
         synchronize_rng_states(["torch"])
         return None if torch.equal(own, torch.get_rng_state()) else partial(torch.set_rng_state, own)
 
-    def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
+    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         device, non_blocking = self.device, self._non_blocking
         uneven = isinstance(self.dataset, SplitStream)
         batches: Iterator[Any] = iter(self.base_dataloader)
@@ -89,14 +89,14 @@ class DataLoaderShard(PreparedLoader):
             if current is nothing:
                 self._end_reached()
                 break
-        if settle is not None:
-            settle()
+        if restore_rng is not None:
+            restore_rng()
         while current is not nothing:
             report_progress()
             if device is not None:
                 current = send_to_device(current, device, non_blocking=non_blocking)
             self._update_state_dict(finished=False)
-            following = next(batches, nothing)  # so that the last batch is known to be the last
+            following = next(batches, nothing)  # one batch ahead, to mark the last one
             if following is nothing:
                 self._end_reached()
             if uneven:
@@ -113,8 +113,8 @@ class DataLoaderShard(PreparedLoader):
     @property
     def total_batch_size(self) -> int:
         """Samples of one batch over all processes."""
-        knows = isinstance(self.dataset, (IterableDatasetShard, SplitStream))
-        batches: Any = self.dataset if knows else batch_sampler_of(self)
+        is_iterable = isinstance(self.dataset, (IterableDatasetShard, SplitStream))
+        batches: Any = self.dataset if is_iterable else batch_sampler_of(self)
         if getattr(batches, "split_batches", False):
             return batches.batch_size
         return batches.batch_size * getattr(batches, "num_processes", 1)

@@ -1,4 +1,4 @@
-"""How a loader is to be prepared: everything that was asked for and what follows from it, decided once."""
+"""`LoaderPlan`: the arguments of `prepare_data_loader` with their defaults resolved, and what follows from them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from accel_state.processes import PartialState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderPlan:
-    """What `prepare_data_loader` was asked for, its defaults filled in.
+    """The arguments of `prepare_data_loader`, with defaults resolved.
 
     Attributes:
         dataloader: The loader, as for one process.
-        device: Where batches go; None leaves them where they are.
-        num_processes: Over how many processes the dataset is sharded.
-        process_index: Which of these shards this process reads.
+        device: Device of batches; None does not move them.
+        num_processes: The number of shards of the dataset.
+        process_index: The index of this process's shard.
         split_batches: Whether a batch of `dataloader` is the global batch, of all processes together.
         rng_types: Kinds of random generators to synchronize when an iteration begins.
         is_dispatched: Whether only the main process reads and the others receive.
-        even_batches: Whether all processes get equally many batches, with repeated samples if need be.
+        even_batches: Whether all processes get the same number of batches, padded with repeated samples if necessary.
         slice_fn: Slices a global batch into local ones; None for the default.
-        sampler: The sampler of single indices, made seedable where that was asked for.
+        sampler: The sampler of single indices, seedable if that was asked for.
         is_seedable: Whether a seedable sampler was asked for.
         non_blocking: Whether copies to the device overlap with other work.
         use_stateful_dataloader: Whether to read through torchdata's `StatefulDataLoader`.
@@ -36,7 +36,7 @@ class LoaderPlan:
         split: The shard of a stream that can be sharded at its source; None for other data.
 
     Raises:
-        ValueError: For what cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
+        ValueError: For arguments that cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
     """
 
     dataloader: DataLoader[Any]
@@ -59,7 +59,7 @@ class LoaderPlan:
         if self.is_dispatched and self.device is None:
             raise ValueError(
                 "dispatch_batches=True sends batches to the devices, so it cannot be combined with "
-                "put_on_device=False: leave device_placement on, or set dispatch_batches=False."
+                "put_on_device=False. Leave device_placement on, or set dispatch_batches=False."
             )
         if not self.is_stream:
             _check_indexed(self)
@@ -84,7 +84,7 @@ class LoaderPlan:
 
 
 def shard_position(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """Over how many processes the dataset is sharded, and which shard is this process's."""
+    """The number of shards of the dataset, and the index of this process's shard."""
     if mesh is not None and num_processes is None:
         place = data_place_of(mesh)
         return place.count, place.index
@@ -96,7 +96,7 @@ def shard_position(num_processes: int | None, process_index: int | None, mesh: A
 
 
 def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:
-    """The sampler of single indices, made seedable if that is wanted."""
+    """The sampler of single indices, made seedable if asked for."""
     sampler = get_sampler(dataloader)
     if not isinstance(sampler, RandomSampler) or not use_seedable_sampler:
         return sampler
@@ -110,19 +110,19 @@ def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data
 
 
 def _check_indexed(plan: LoaderPlan) -> None:
-    """Raise for an indexed dataset without samples, or, unless one process alone reads it, without batches."""
+    """Raise an error for an indexed dataset without samples, or, unless one process alone reads it, without batches."""
     dataset: Any = plan.dataloader.dataset
-    reads_alone = plan.num_processes == 1 or plan.is_dispatched
+    reads_on_one = plan.num_processes == 1 or plan.is_dispatched
     kind = type(dataset).__name__
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ValueError(
-            f"{kind} has length 0, so there is nothing to shard: check how it was read, or do not prepare a data loader "
+            f"{kind} has length 0, so there is nothing to shard. Check how it was read, or do not prepare a data loader "
             "for it."
         )
-    if not reads_alone and batch_sampler_of(plan.dataloader) is None:
+    if not reads_on_one and batch_sampler_of(plan.dataloader) is None:
         raise ValueError(
             f"batch_size=None yields the items of {kind} one by one, without batches to shard over "
-            f"{plan.num_processes} processes: give the data loader a batch_size, or read on one process for all with "
+            f"{plan.num_processes} processes. Give the data loader a batch_size, or read on one process for all with "
             "dispatch_batches=True."
         )
 
@@ -134,10 +134,10 @@ def _check_divisible(dataloader: DataLoader[Any], count: int) -> None:
     if size is None:
         raise ValueError(
             "split_batches=True needs to know the batch size, but neither the data loader nor its batch sampler has "
-            "one: give the sampler the attribute batch_size, or set split_batches=False."
+            "one. Give the sampler the attribute batch_size, or set split_batches=False."
         )
     if size % count != 0:
         raise ValueError(
-            f"split_batches=True cannot split batches of {size} evenly over {count} processes: choose a batch size "
+            f"split_batches=True cannot split batches of {size} evenly over {count} processes. Choose a batch size "
             f"that is a multiple of {count}, or set split_batches=False."
         )

@@ -1,4 +1,4 @@
-"""From a `DataLoader` to one that reads its process's shard: a plan, then the sampler, the shard and the loader."""
+"""Preparing a `DataLoader` to read this process's shard: a plan, then the sampler, the shard and the loader."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ def prepare_data_loader(
 
     Args:
         dataloader (`torch.utils.data.DataLoader`): The loader, as for one process.
-        device (`torch.device`, *optional*): Where batches go; that of the process when None.
-        num_processes (`int`, *optional*): Over how many processes the dataset is sharded; as many as there
+        device (`torch.device`, *optional*): Device of batches; that of the process when None.
+        num_processes (`int`, *optional*): The number of shards of the dataset; as many as there
             are when None.
-        process_index (`int`, *optional*): Which of them; this one when None.
+        process_index (`int`, *optional*): The index of the shard; that of this process when None.
         split_batches (`bool`): Whether a batch of `dataloader` is the global batch, of all processes together.
         put_on_device (`bool`): Move batches to the device.
         rng_types (list of `str` or `RNGType`, *optional*): Random generators to synchronize when an iteration begins.
         dispatch_batches (`bool`, *optional*): Read on the main process only and send the others their batches; when
             None, for streams that are put on the device and cannot be sharded at their source.
-        even_batches (`bool`): Give all processes equally many batches, with repeated samples if need be.
+        even_batches (`bool`): Yield the same number of batches on all processes, padded with repeated samples if necessary.
         slice_fn_for_dispatch (*optional*): Slices a global batch into those of the processes.
         use_seedable_sampler (`bool`): Shuffle by seed and epoch alone.
-        data_seed (`int`, *optional*): That seed.
+        data_seed (`int`, *optional*): The seed of the seedable sampler.
         non_blocking (`bool`): Let copies to the device overlap with other work.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension read the
@@ -127,7 +127,7 @@ def _shard(plan: LoaderPlan) -> DataLoaderShard:
 
 
 def _loader_arguments(plan: LoaderPlan) -> dict[str, Any]:
-    """What both kinds of prepared loaders take, but for the order of the samples."""
+    """The arguments of both kinds of prepared loaders, except for the order of the samples."""
     return copied_arguments(plan.dataloader) | {
         "_drop_last": plan.dataloader.drop_last,
         "_non_blocking": plan.non_blocking,
@@ -137,7 +137,7 @@ def _loader_arguments(plan: LoaderPlan) -> dict[str, Any]:
 
 
 def _unsharded_order(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a loader that reads what the given one would."""
+    """The arguments of a loader that reads the same samples as the given one."""
     if isinstance(dataloader.dataset, IterableDataset):
         return {"batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     if dataloader.batch_sampler is None and not isinstance(dataloader.sampler, BatchSampler):
@@ -182,14 +182,14 @@ def _sharded_order(plan: LoaderPlan) -> dict[str, Any]:
 
 
 def _without_missing_generator(rng_types: list[Any] | None, generator: Any) -> list[Any] | None:
-    """The kinds of random generators to synchronize; the sampler's only if there is one to synchronize."""
+    """The kinds of random generators to synchronize; without "generator" if the sampler has none."""
     if rng_types is None or generator is not None:
         return rng_types
     return [kind for kind in rng_types if kind not in (RNGType.GENERATOR, RNGType.GENERATOR.value)]
 
 
 def _shared_generator(plan: LoaderPlan) -> Any:
-    """The generator that all processes must draw the same numbers from; one is made where the sampler has none."""
+    """The generator from which all processes must draw the same numbers; created if the sampler has none."""
     sampler = plan.sampler
     if plan.is_stream:
         return getattr(plan.dataloader.dataset, "generator", None)

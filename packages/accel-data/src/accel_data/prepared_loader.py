@@ -1,4 +1,4 @@
-"""What `prepare_data_loader` returns: a loader that counts epochs and can continue one in the order it began with."""
+"""The base of loaders that `prepare_data_loader` returns: they count epochs and can resume one in the same order."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from accel_state.gradient_state import GradientState
 
 @dataclass(eq=False, slots=True)
 class EpochStart:
-    """Where the next iteration of a loader begins.
+    """Where the next iteration of a loader starts.
 
     Attributes:
-        rest_of: The loader that `skip_first_batches` made this one from, to read the rest of its epoch.
+        rest_of: The loader from which `skip_first_batches` made this one, to read the rest of its epoch.
         continues: Whether the epoch began before: then starting leaves random numbers where they were, as continuing
             it would.
         is_mid_epoch: Whether the last iteration that was started began after the first batches of an epoch.
@@ -32,13 +32,13 @@ class EpochStart:
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """Base of the prepared loaders; a subclass says how its processes synchronize and how it reads an epoch.
+    """Base of the prepared loaders; a subclass defines how its processes synchronize and how it reads an epoch.
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
         drop_last (`bool`): Whether the remainder of the dataset is left out.
         non_blocking (`bool`): Let copies to the device overlap with other work.
-        skip_batches (`int`): How many batches of each iteration are read and not yielded.
+        skip_batches (`int`): The number of batches of each iteration that are read and not yielded.
         iteration (`int`): The epoch of the next iteration.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         loader_arguments: For `torch.utils.data.DataLoader`.
@@ -47,7 +47,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         epoch_order: The random states that the order of the current epoch was drawn from.
         epoch_start: Where the next iteration begins.
         sequence_shard: Called with each batch before it is yielded, for processes that hold shards of its sequences;
-            None for whole sequences.
+            None for full sequences.
     """
 
     iteration: int
@@ -77,13 +77,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         order, start = self.epoch_order, self.epoch_start
-        start.is_mid_epoch = self._take_up_position() or start.rest_of is not None
+        start.is_mid_epoch = self._consume_position() or start.rest_of is not None
         is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
-        settle = self._begin_order(is_restored)
+        restore_rng = self._begin_order(is_restored)
         self.set_epoch(self.iteration)
         self.begin()
         try:
-            batches = self._batches(settle)
+            batches = self._batches(restore_rng)
             yield from batches if self.sequence_shard is None else map(self.sequence_shard, batches)
         except BaseException:
             self.end()
@@ -98,35 +98,36 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             loader = loader.epoch_start.rest_of
 
     def _begin_order(self, is_restored: bool) -> Callable[[], None] | None:
-        """Bring the random generators to where the order of the epoch is drawn from.
+        """Set the random generators to the states from which the order of the epoch is drawn.
 
         Returns:
-            What sets this process's random numbers, to be called once the order is drawn; None for nothing.
+            A function that sets this process's random states, to be called once the order is drawn; None for nothing to set.
         """
-        settle: Callable[[], None] | None = None
+        restore_rng: Callable[[], None] | None = None
         if is_restored:
-            settle = self.epoch_order.rewind(self).settle
+            restore_rng = self.epoch_order.rewind(self).restore
         elif self.epoch_start.continues:
-            settle = partial(torch.set_rng_state, torch.get_rng_state())
+            restore_rng = partial(torch.set_rng_state, torch.get_rng_state())
         restore_own = self._synchronize()
         if not is_restored:
             self.epoch_order.begin(self)
-        return settle or restore_own
+        return restore_rng or restore_own
 
     def _synchronize(self) -> Callable[[], None] | None:
-        """Bring the random generators of all processes into one state.
+        """Synchronize the random generators of all processes.
 
         Returns:
-            What gives this process its own random numbers back once the order is drawn, where it had others.
+            A function that restores this process's own random states, to be called once the order is drawn; None where
+            they did not change.
         """
         raise NotImplementedError
 
-    def _batches(self, settle: Callable[[], None] | None) -> Iterator[Any]:
+    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         """Read the epoch.
 
         Args:
-            settle: To be called once the first batch to yield was read, before the next one is; resets random
-                numbers.
+            restore_rng: Restores random states; to be called once the first batch to yield was read, before the next
+                one is.
         """
         raise NotImplementedError
 

@@ -14,7 +14,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.data_loader.SeedableRandomSampler")
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler that shuffles by seed plus epoch: the same on all processes, and again after a restart.
+    """A random sampler that shuffles by seed plus epoch: in the same order on all processes, and after a restart.
 
     Args:
         args: For `RandomSampler`.
@@ -46,13 +46,13 @@ class SeedableRandomSampler(RandomSampler):
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of single indices behind a loader; None for an iterable data set."""
+    """The sampler of single indices behind a loader; None for an iterable dataset."""
     batches = batch_sampler_of(dataloader)
     return getattr(batches, "sampler", None)
 
 
 def batch_sampler_of(dataloader: Any) -> Any:
-    """What yields lists of indices: the batch sampler, or a sampler that does so itself."""
+    """The object that yields lists of indices: the batch sampler, or a sampler that does so itself."""
     return dataloader.sampler if isinstance(dataloader.sampler, BatchSampler) else dataloader.batch_sampler
 
 

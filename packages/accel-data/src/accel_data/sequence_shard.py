@@ -1,4 +1,4 @@
-"""This process's shard of the sequences of a batch, with right positions and labels."""
+"""Sharding a batch along its sequence dimension, with correct positions and shifted labels."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import torch
 
 from accel_ops.nested import recursively_apply
 
-LEADING = ("input_ids", "inputs_embeds", "labels")  # whose second dimension says how long the sequences are
+LEADING = ("input_ids", "inputs_embeds", "labels")  # their second dimension is the sequence length
 IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceShard:
-    """Shards batches along the sequence dimension, for sequence parallel processes, which share a batch.
+    """Shards batches along the sequence dimension, for context- or sequence-parallel ranks, which get the same batch.
 
     Tensors of shape (batch, sequence, ...) are sharded; those without a dimension as long as the sequence are replicated.
-    In a dictionary as transformers' models take it, two entries are made before: `position_ids`, because a shard does
-    not begin at position 0, and, from `labels`, `shift_labels`, of which each belongs to the token at its own place: the
-    label of a shard's last token is in the next shard. `labels` itself is left out, so that no model shifts it again. A
-    padding mask stays out too where it says nothing but that sequences are padded at their end.
+    In a dictionary as transformers' models take it, two entries are added first: `position_ids`, because a shard does
+    not begin at position 0, and `shift_labels`, made from `labels` and aligned with the tokens, because the label of a
+    shard's last token is in the next shard. `labels` itself is removed, so that no model shifts it again. A padding
+    mask is removed too, if sequences are only padded at their end.
 
     Args:
-        index: Which shard, from 0.
-        count: How many shards.
+        index: The index of the shard, from 0.
+        count: The number of shards.
 
     Example:
         ```python
@@ -49,7 +49,7 @@ class SequenceShard:
             return batch
         if length % self.count:
             raise ValueError(
-                f"Sequences of {length} tokens cannot be sharded into {self.count} equal parts: pad them, for example with "
+                f"Sequences of {length} tokens cannot be sharded into {self.count} equal shards. Pad them, for example with "
                 f"pad_to_multiple_of={self.count} of the tokenizer or collator."
             )
         if isinstance(batch, Mapping):
@@ -64,7 +64,7 @@ class SequenceShard:
 
 
 def _sequence_length(batch: Any) -> int | None:
-    """The second dimension of what leads the batch; None where nothing has one."""
+    """The sequence length: the second dimension of a leading tensor of the batch; None if there is none."""
     if isinstance(batch, Mapping):
         leading = [batch[name] for name in LEADING if name in batch] or list(batch.values())
     elif isinstance(batch, (list, tuple)):
@@ -93,7 +93,7 @@ def _with_positions_and_labels(batch: dict[str, Any], length: int) -> dict[str, 
         if bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise ValueError(
                 "The batch is padded at the beginning of sequences, or masks tokens in their middle, which attention "
-                "over shards of sequences cannot take into account: pad at the end (padding_side='right')."
+                "over shards of sequences cannot take into account. Pad at the end (padding_side='right')."
             )
         del batch["attention_mask"]
     return batch

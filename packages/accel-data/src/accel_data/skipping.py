@@ -1,4 +1,4 @@
-"""Starting in the middle of an epoch."""
+"""Skipping the first batches of an epoch, to resume in the middle of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: Yields lists of indices.
-        skip_batches (`int`): How many batches to leave out.
+        skip_batches (`int`): The number of batches to skip.
     """
 
     num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
@@ -50,7 +50,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """How many batches there are, those left out included."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -63,7 +63,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
-        skip_batches (`int`): How many batches to leave out.
+        skip_batches (`int`): The number of batches to skip.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         kwargs: For `torch.utils.data.DataLoader`.
     """
@@ -87,7 +87,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader like the one given, which begins later.
+    """A loader like the given one, without its first batches.
 
     Args:
         dataloader (`torch.utils.data.DataLoader`): A prepared loader, or any other.
@@ -96,8 +96,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     Returns:
         A new loader, of the same kind. After `load_state` of a checkpoint saved mid-epoch, it reads that epoch's
-        order, whatever drew it, and beginning it leaves all random numbers where `load_state` set them: dropout continues as
-        if nothing had happened. Without one, the order is the same where it does not depend on torch's own generator (a
+        order, from whichever generator it was drawn, and starting it does not change the random states that `load_state`
+        restored, such as those of dropout. Without one, the order is the same where it does not depend on torch's own generator (a
         seedable sampler with its epoch set, or no shuffling).
 
     Raises:
@@ -109,7 +109,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         ```
     """
     if num_batches < 0:
-        raise ValueError(f"num_batches={num_batches!r}: only 0 or more batches can be skipped.")
+        raise ValueError(f"num_batches={num_batches!r}: the number of batches to skip must be 0 or more.")
     kwargs = copied_arguments(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     kind = _kind(dataloader)
@@ -170,7 +170,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 def _has_at_most(dataloader: Any, num_batches: int) -> bool:
-    """Whether so many batches are all that a loader has; taken for granted where it does not know."""
+    """Whether a loader has at most so many batches; True if its length is not known."""
     try:
         return len(dataloader) <= num_batches
     except TypeError:
@@ -178,7 +178,7 @@ def _has_at_most(dataloader: Any, num_batches: int) -> bool:
 
 
 def _draws_for_itself(sampler: Any) -> bool:
-    """Whether a sampler leaves torch's own generator alone; others must not be given the same numbers twice."""
+    """Whether a sampler does not draw from torch's global generator."""
     return isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None
 
 

@@ -1,4 +1,4 @@
-"""Streams that can be sharded at their source, so that each sample is read once; shards may differ in length."""
+"""Iterable datasets that can be sharded at their source, so that each sample is read once; shards may differ in length."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def find_split(dataset: Any, index: int, count: int) -> Any:
 
     Three kinds can. One with a method `split_for_process(index, count)`, which returns the shard of process `index` of
     `count`. One made of at least `count` shards, a multiple of it, with `shard(num_shards, index)` and `num_shards`
-    (or `n_shards`), such as `datasets.IterableDataset`. And one that says `is_split_for_process = True`: it yields
-    each process's own shard already.
+    (or `n_shards`), such as `datasets.IterableDataset`. And one with `is_split_for_process = True`, which
+    yields each process's own shard already.
 
     Args:
         dataset: The stream.
-        index: Which process.
-        count: Over how many processes.
+        index: The index of the process.
+        count: The number of processes.
 
     Returns:
         The shard, or None when the stream cannot be sharded at its source.
@@ -42,8 +42,8 @@ class SplitStream(IterableDataset[Any]):
 
     Args:
         shard: What `find_split` returned.
-        batch_size (`int`): Of this process.
-        num_processes (`int`): Over how many processes the stream is sharded.
+        batch_size (`int`): The batch size of this process.
+        num_processes (`int`): The number of shards of the stream.
     """
 
     def __init__(self, shard: Any, batch_size: int, num_processes: int) -> None:
@@ -52,7 +52,7 @@ class SplitStream(IterableDataset[Any]):
         self.num_processes = num_processes
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch it is in, so that it shuffles anew."""
+        """Set the epoch of the stream, which changes its shuffling."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
@@ -61,9 +61,9 @@ class SplitStream(IterableDataset[Any]):
 
 
 class UnevenBatches:
-    """Batches of this process's shard, and when others have more, its first batch again.
+    """Batches of this process's shard, and its first batch again while other processes still have batches.
 
-    Before each batch the processes gather whether each has one. Yields pairs: the batch, and how many of
+    Before each batch the processes all-gather whether each has one. Yields pairs: the batch, and how many of
     its samples are real: None for all, 0 for a repeated batch, which `gather_for_metrics` leaves out.
 
     Args:
@@ -91,6 +91,6 @@ class UnevenBatches:
         if lacking:
             raise ValueError(
                 f"{lacking} of the processes got no sample of the sharded stream at all, so they cannot stay in step with "
-                "the others: use fewer processes, or a stream with more shards."
+                "the others. Use fewer processes, or a stream with more shards."
             )
         return (self._first, 0) if batch is None else (batch, None)

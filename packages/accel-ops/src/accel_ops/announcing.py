@@ -1,8 +1,8 @@
-"""What each rank says it is about to do, before data move: ranks that do different things all raise instead of hanging.
+"""The announcement of a collective before its data: ranks that call different collectives all raise instead of hanging.
 
 Every rank sends one slot of fixed size first, whatever the operation. It begins with a header - a digest of operation,
-structure, dtypes and sizes, the number of leaves, their first sizes - and holds the data too when they fit. So two
-ranks that call different collectives, or one collective with what does not fit together, still complete this one
+structure, dtypes and shapes, the number of leaves, their sizes in dimension 0 - and holds the data too when they fit. So two
+ranks that call different collectives, or one collective with shapes that do not match, still complete this one
 all-gather, and both see that the digests differ.
 """
 
@@ -19,18 +19,18 @@ from accel_ops.transport import Transport
 from accel_state.errors import DistributedOperationException
 
 SAME_SHAPES = "the same structure, dtypes and shapes on every rank"
-SAME_BUT_FIRST = "the same structure, dtypes and sizes (but for the first dimension) on every rank"
+SAME_BUT_FIRST = "the same structure, dtypes and shapes (except for dimension 0) on every rank"
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a rank calls, for the error on all ranks when another calls something else.
+    """The collective that a rank calls, for the error on all ranks when another rank calls something else.
 
     Args:
-        name: Of the collective, as users know it.
+        name: The public name of the collective.
         data: The data of this rank.
-        needs: What has to fit together, and is not said otherwise.
-        group: The ranks that take part; all of them when None.
+        needs: What has to be equal on all ranks, for the error.
+        group: The process group; the default one when None.
     """
 
     name: str
@@ -39,10 +39,10 @@ class Operation:
     group: Any = None
 
     def raise_mismatch(self, world: int) -> NoReturn:
-        """Raise the same error on all ranks, with what each of them called."""
+        """Raise the same error on all ranks, listing what each of them called."""
         calls: list[Any] = [None] * world
         dist.all_gather_object(calls, (self.name, describe(self.data)), group=self.group)
-        listed = "\n".join(f"  - process {rank}: {name}({text})" for rank, (name, text) in enumerate(calls))
+        listed = "\n".join(f"  - rank {rank}: {name}({text})" for rank, (name, text) in enumerate(calls))
         if len({name for name, _ in calls}) > 1:
             raise DistributedOperationException(
                 f"{self.name}: the ranks called different collectives:\n{listed}\n"
@@ -56,11 +56,11 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What all ranks said.
+    """The announcements of all ranks.
 
     Args:
         slots: uint8 of shape (world, SLOT_BYTES): the header, and the data of ranks whose data fit.
-        sizes: The first size of each leaf, per rank; None when there are too many leaves to list them in a slot.
+        sizes: The size of each leaf in dimension 0, per rank; None when there are too many leaves to list them in a slot.
         longest: The longest payload in bytes, header included, when sizes are not listed.
     """
 
@@ -81,18 +81,18 @@ def announce(
     world: int,
     device: torch.device,
 ) -> Announced:
-    """Exchange slots.
+    """All-gather the slots of all ranks.
 
     Args:
         leaves: The data of this rank, on `device`.
-        payload: Made of them and of the operation.
+        payload: What this rank sends, made from the leaves and the operation.
         operation: For the error.
-        transport: Moves the slots.
-        world: How many ranks take part.
-        device: Where the transport's buffers lie.
+        transport: Runs the all-gather.
+        world: The number of ranks.
+        device: The device of the transport's buffers.
 
     Raises:
-        DistributedOperationException: On all ranks, when they do not announce the same.
+        DistributedOperationException: On all ranks, when their announcements differ.
     """
     slots = transport.all_gather(payload.slot(leaves, device), world)
     words = words_of(slots, HEADER_WORDS + (payload.num_leaves if payload.lists_sizes else 1))
@@ -104,13 +104,13 @@ def announce(
 
 
 def words_of(rows: torch.Tensor, count: int) -> list[list[int]]:
-    """The first `count` words of each row as ints."""
+    """The first `count` int64 words of each row, as int."""
     words: list[list[int]] = rows[:, : count * WORD_BYTES].view(torch.int64).tolist()
     return words
 
 
 def describe(data: Any) -> str:
-    """A nested structure in words: shapes and dtypes in place of tensors."""
+    """A nested structure as a str, with dtypes and shapes in place of tensors."""
     if isinstance(data, torch.Tensor):
         return f"{str(data.dtype).removeprefix('torch.')}{list(data.shape)}"
     if isinstance(data, dict):

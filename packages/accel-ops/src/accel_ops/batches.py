@@ -14,24 +14,24 @@ def find_batch_size(data: Any) -> int | None:
     """The size of the first dimension of the first tensor in a nested structure.
 
     Raises:
-        ValueError: For an empty structure, or a tensor without dimensions.
+        ValueError: For an empty structure, or a 0-dimensional tensor.
         TypeError: When something other than a tensor comes first.
     """
     while not isinstance(data, torch.Tensor):
         if not isinstance(data, (list, tuple, Mapping)):
             raise TypeError(
-                f"A batch's size is that of its first tensor, but {data!r} of type {type(data).__name__} came first."
+                f"The batch size is read from the first tensor, but {data!r} of type {type(data).__name__} came first."
             )
         if not data:
             raise ValueError(f"An empty {type(data).__name__} has no batch size: {data!r}.")
         data = next(iter(data.values())) if isinstance(data, Mapping) else data[0]
     if data.ndim == 0:
-        raise ValueError(f"A tensor without dimensions has no batch size: {data!r}.")
+        raise ValueError(f"A 0-dimensional tensor has no batch size: {data!r}.")
     return data.shape[0]
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, or None where there is no answer."""
+    """`find_batch_size`, or None instead of an error."""
     try:
         return find_batch_size(data)
     except (ValueError, TypeError, IndexError):
@@ -41,26 +41,26 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Cut every tensor along its first dimension.
+    """Slice every tensor along dimension 0.
 
     Args:
         data: Nested tensors.
-        tensor_slice: What to keep.
-        process_index: For functions that take the place of this one; not used here.
+        tensor_slice: The slice to keep.
+        process_index: Not used here; for functions that replace this one (`slice_fn_for_dispatch`).
         num_processes: Likewise.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Join a list of structures of the same shape, leaf by leaf.
+    """Concatenate a list of nested structures, leaf by leaf.
 
     Args:
         data: A list or tuple of nested tensors. A single structure may hold other leaves, too.
-        dim: Along which dimension.
+        dim: The dimension.
 
     Raises:
-        TypeError: When a leaf of several structures is no tensor.
+        TypeError: When a leaf of several structures is not a tensor.
     """
     first = data[0]
     if isinstance(first, (tuple, list)):
@@ -76,12 +76,12 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Pad a batch with zeros so that it divides evenly over processes.
+    """Pad a batch with zeros so that it splits evenly over processes.
 
     Args:
-        tensor: Nested tensors whose dimension `dim` has `batch_size` elements; others are kept.
-        batch_size: Its size now.
-        num_processes: Its size becomes the next multiple of this.
+        tensor: Nested tensors; those whose dimension `dim` has another size than `batch_size` are not padded.
+        batch_size: Its current size.
+        num_processes: The padded size is the next multiple of this.
         dim: The dimension to pad.
     """
     missing = -batch_size % num_processes
@@ -97,11 +97,11 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def listify(data: Any) -> Any:
-    """Turn every tensor into nested lists of Python numbers."""
+    """Convert every tensor to nested lists of Python numbers."""
 
     def to_list(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().cpu()
-        # numpy-less conversions of bfloat16 lose nothing in float32
+        # bfloat16 converts to float32 without loss, and needs no NumPy
         return tensor.float().tolist() if tensor.dtype == torch.bfloat16 else tensor.tolist()
 
     return recursively_apply(to_list, data)
@@ -118,7 +118,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Make uninitialised tensors from what `get_data_structure` returned."""
+    """Create uninitialised tensors from the result of `get_data_structure`."""
     return recursively_apply(
         lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
     )

@@ -1,4 +1,4 @@
-"""Checksums that notice damage, fast enough to be taken of everything.
+"""Checksums that detect damage, fast enough to compute for all files.
 
 CRC-32 runs at several GB/s where SHA-256 runs at two, and any tool can repeat it. It guards against truncated, torn and
 rotten files, not against an attacker, who would write a fitting checksum.
@@ -26,7 +26,7 @@ def format_checksum(checksum: int) -> str:
 def checksum_file(path: str | os.PathLike[str]) -> str:
     """The checksum of a file's content, as eight hexadecimal digits.
 
-    Other threads can work meanwhile: reading and summing both release the interpreter.
+    Reading and computing the checksum both release the GIL.
 
     Raises:
         OSError: The file cannot be read.

@@ -1,4 +1,4 @@
-"""Collectives over nested structures: at most two messages, however many tensors there are."""
+"""Collectives over nested structures: at most two collectives of `torch.distributed`, however many tensors there are."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ HOW: dict[str, Reduction] = {"mean": "sum", "sum": "sum", "max": "max", "min": "
 
 @known_as("accelerate.utils.operations.CannotPadNestedTensorWarning")
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor cannot be padded and is kept as it is."""
+    """A nested tensor cannot be padded and is returned unchanged."""
 
 
 def gather(tensor: Any) -> Any:
-    """Join tensors of all processes along their first dimension, which may differ between processes.
+    """All-gather tensors, concatenated along dimension 0, whose size may differ between processes.
 
     Args:
         tensor: A tensor or nested structure of tensors. 0-dim tensors count as ones of shape (1,).
@@ -39,8 +39,8 @@ def gather(tensor: Any) -> Any:
         The same structure; with one process, `tensor` itself.
 
     Raises:
-        TypeError: When a leaf is no tensor.
-        DistributedOperationException: On all processes, when structures, dtypes or sizes other than the first differ.
+        TypeError: When a leaf is not a tensor.
+        DistributedOperationException: On all processes, when structures, dtypes or shapes (except for dimension 0) differ.
 
     Example:
         ```python
@@ -55,22 +55,22 @@ def gather(tensor: Any) -> Any:
 
 @verify_operation
 def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] = "mean", scale: float = 1.0) -> Any:
-    """Add tensors up over processes, average them, or take the largest or smallest values.
+    """All-reduce tensors: sum, mean, maximum or minimum over processes.
 
     Args:
-        tensor: A tensor or nested structure of tensors, of the same shapes everywhere; not changed.
-        reduction (`"mean"`, `"sum"`, `"max"`, `"min"` or `"none"`): "none" gives `tensor` back as it is.
+        tensor: A tensor or nested structure of tensors, of the same shapes on all processes; not changed.
+        reduction (`"mean"`, `"sum"`, `"max"`, `"min"` or `"none"`): "none" returns `tensor` itself.
         scale (`float`): A factor for the result; XLA only.
 
     Returns:
-        The same structure with results of the same dtypes; averages of integers become floats.
+        The same structure with results of the same dtypes; means of integers become floats.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf is not a tensor.
         ValueError: For another `reduction`.
         DistributedOperationException: On all processes, when shapes or dtypes differ or another one calls a different
-            collective; where buffers lie on an accelerator this is not checked, because reading what others announce
-            would wait for the device.
+            collective; with buffers on an accelerator this is not checked, because reading the announcements of others
+            would synchronize with the device.
     """
     if reduction == "none":
         return tensor
@@ -98,18 +98,18 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Give all processes the values of one.
+    """Broadcast the values of one process to all.
 
     Args:
-        tensor: A tensor or nested structure of tensors, of the same shapes everywhere; overwritten on the others.
-        from_process (`int`): Whose values.
+        tensor: A tensor or nested structure of tensors, of the same shapes on all processes; overwritten on the others.
+        from_process (`int`): The source rank.
 
     Returns:
         `tensor`, with those values.
 
     Raises:
         TypeError: When a leaf is no tensor and there are several processes.
-        ValueError: When there is no such process.
+        ValueError: When there is no such rank.
         DistributedOperationException: As for `reduce`, and when `from_process` differs.
     """
     state = PartialState()
@@ -127,7 +127,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if wire.type == "cpu":
         operation = Operation("broadcast", tensor, SAME_SHAPES)
         buffer = broadcast_payload(payload, (from_process, structure, signature), operation, from_process, state)
-    else:  # reading what others announce would make the host wait for the device
+    else:  # reading the announcements of others would synchronize with the device
         buffer = broadcast_buffer(payload, layout.num_bytes, transport, from_process, state.process_index)
     if not is_source:
         with torch.no_grad():
@@ -137,10 +137,10 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, int]:
-    """Tell every process the shape and dtype of a tensor that one process has.
+    """Broadcast the shape and dtype of a tensor that one process has.
 
     Args:
-        tensor: The tensor there, None elsewhere.
+        tensor: The tensor on that process, None on the others.
 
     Returns:
         Its shape, and its dtype as a number of `TENSOR_INT_TO_DTYPE`.
@@ -150,16 +150,16 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, int]:
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Give every process a tensor that one process has.
+    """Broadcast a tensor that one process has to all.
 
     Args:
-        tensor: The tensor there, None elsewhere; no process but that one needs to know its shape.
+        tensor: The tensor on that process, None on the others; these need not know its shape.
 
     Returns:
         The tensor, on each process's device.
 
     Raises:
-        ValueError: On all processes, when none or several have one.
+        ValueError: On all processes, when none or several pass one.
     """
     state = PartialState()
     if state.num_processes == 1:
@@ -177,9 +177,9 @@ def _find_holder(tensor: torch.Tensor | None) -> tuple[int, Sequence[int], torch
     holders = [rank for rank, found in enumerate(offered) if found is not None]
     if len(holders) != 1:
         raise ValueError(
-            f"One process must have the tensor and all others None, but processes {holders} have one."
+            f"copy_tensor_to_devices: ranks {holders} passed a tensor. One rank must pass the tensor and all others None."
             if holders
-            else "One process must have the tensor, but all have None."
+            else "copy_tensor_to_devices: all ranks passed None. One rank must pass the tensor."
         )
     return holders[0], *offered[holders[0]]
 
@@ -190,11 +190,11 @@ def _sizes_everywhere(tensor: torch.Tensor, state: PartialState) -> torch.Tensor
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Fill tensors up to the largest size that one dimension has on any process.
+    """Pad tensors to the largest size that one dimension has on any process.
 
     Args:
         tensor: A tensor or nested structure of tensors.
-        dim (`int`): The dimension; tensors without it are kept as they are.
+        dim (`int`): The dimension; tensors without it are returned unchanged.
         pad_index: The padding value.
         pad_first (`bool`): Pad at the beginning.
 
@@ -202,14 +202,14 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         The same structure; leaves that are large enough already are not copied.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf is not a tensor.
         DistributedOperationException: On all processes, when the numbers of tensors or of their dimensions differ.
     """
     state = PartialState()
     leaves, _ = flatten(tensor, "pad_across_processes")
     if any(leaf.is_nested for leaf in leaves):
         warn_user(
-            "A nested tensor cannot be padded and is kept as it is: turn it into a padded one first "
+            "A nested tensor cannot be padded and is returned unchanged: convert it to a padded tensor first "
             "(torch.nested.to_padded_tensor).",
             CannotPadNestedTensorWarning,
         )
@@ -221,7 +221,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     sizes, dimensions_everywhere = everywhere[:, : len(own)], everywhere[:, len(own) :]
     if (dimensions_everywhere != dimensions_everywhere[0]).any():
         raise DistributedOperationException(
-            "pad_across_processes cannot pad tensors with different numbers of dimensions; by process: "
+            "pad_across_processes cannot pad tensors with different numbers of dimensions; by rank: "
             f"{dimensions_everywhere.tolist()}. Give them the same number on all processes, for example with unsqueeze."
         )
     largest = iter(sizes.amax(0).tolist())
@@ -238,7 +238,7 @@ def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first
 
 
 def wait_for_everyone() -> None:
-    """Wait until all processes are here."""
+    """A barrier of all processes."""
     PartialState().wait_for_everyone()
 
 

@@ -1,4 +1,4 @@
-"""Half precision in, float32 out."""
+"""Converting half-precision outputs to float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Turn the float16 and bfloat16 tensors of a nested structure into float32; the rest is kept as it is."""
+    """Convert the float16 and bfloat16 tensors of a nested structure to float32; other leaves are returned unchanged."""
     if isinstance(tensor, torch.Tensor):
         return tensor.float() if tensor.dtype in HALF else tensor
     if isinstance(tensor, (tuple, list)):
@@ -29,10 +29,10 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 @known_as("accelerate.utils.operations.ConvertOutputsToFp32")
 class ConvertOutputsToFp32:
-    """A forward whose outputs are float32.
+    """A forward function whose outputs are converted to float32.
 
     Args:
-        model_forward: The forward to call.
+        model_forward: The forward function to call.
     """
 
     model_forward: Callable[..., Any]
@@ -42,14 +42,14 @@ class ConvertOutputsToFp32:
         update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it and convert what it returns."""
+        """Call it and convert its outputs."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
-        """Refuse.
+        """Raise an error.
 
         Raises:
-            pickle.PicklingError: Always: the context in which the forward runs cannot be stored.
+            pickle.PicklingError: Always, because the autocast context of the forward pass cannot be pickled.
         """
         import pickle
 
@@ -60,7 +60,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a forward so that its outputs are float32; `__wrapped__` leads back to it."""
+    """Wrap a forward function so that its outputs are converted to float32; `__wrapped__` is the original."""
     converting = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -74,13 +74,13 @@ def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., 
 def GatheredParameters(  # noqa: N802 - the name of the interface
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> Iterator[None]:
-    """Have parameters that DeepSpeed's stage 3 spread over processes in one piece; without it, do nothing.
+    """A context in which parameters that ZeRO stage 3 of DeepSpeed has sharded are full tensors; nothing without it.
 
     Args:
         params: The parameters.
-        modifier_rank (`int`, *optional*): The process whose changes are kept.
+        modifier_rank (`int`, *optional*): The rank whose changes are kept.
         fwd_module (`torch.nn.Module`, *optional*): As for `deepspeed.zero.GatheredParameters`.
-        enabled (`bool`): False does nothing.
+        enabled (`bool`): Whether to gather at all.
     """
     with _gathering(params, modifier_rank, fwd_module, enabled):
         yield

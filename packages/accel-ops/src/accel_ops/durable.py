@@ -1,4 +1,4 @@
-"""Files and folders that are on the disk, not only in memory, when a call returns."""
+"""Durable files and folders: written, checksummed and synced to the disk (fsync) when a call returns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RENAME_EXCHANGE = 2
 
 
 def fsync_file(path: StrPath) -> None:
-    """Wait until a file's content is on the disk."""
+    """Sync a file's content to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,14 +36,14 @@ def fsync_file(path: StrPath) -> None:
 
 
 def fsync_folder(path: StrPath) -> None:
-    """Wait until a folder's list of names is on the disk. Does nothing where folders cannot be opened (Windows)."""
+    """Sync a folder's directory entries to the disk (fsync). Does nothing where folders cannot be opened (Windows)."""
     if sys.platform == "win32":
         return
     fsync_file(path)
 
 
 def make_folder(path: StrPath) -> Path:
-    """Create a folder and its missing parents so that they survive a power cut; fine if it exists."""
+    """Create a folder and its missing parents and sync them; does nothing if it exists."""
     folder = Path(path)
     missing = [ancestor for ancestor in (folder, *folder.parents) if not ancestor.exists()]
     for ancestor in reversed(missing):
@@ -54,7 +54,7 @@ def make_folder(path: StrPath) -> Path:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Let errors of descriptors, a full disk's for instance, name the path."""
+    """Add the path to errors of file descriptors, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -63,7 +63,7 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class DurableFile:
-    """A new binary file whose size and checksum are known, and which is on the disk, once closed.
+    """A new binary file that is synced to the disk when closed, and whose size and checksum are then known.
 
     An error while writing is kept and raised by `close`, and what is written after it is dropped: serializers that call
     back from C++ turn an exception into one that no longer says that the disk was full.
@@ -106,14 +106,14 @@ class DurableFile:
         return len(view)
 
     def _write_small(self) -> None:
-        """Write what small writes have gathered."""
+        """Write the buffer of small writes."""
         if self._small and self.error is None:
             self._checksum = extend_checksum(self._checksum, self._small)
             self._append(memoryview(self._small))
         self._small = bytearray()
 
     def _write_large(self, view: memoryview) -> None:
-        """Write a buffer while another thread sums it; it belongs to the caller again afterwards."""
+        """Write a buffer while another thread computes its checksum; the caller may reuse it afterwards."""
         if self.error is not None:
             return
         self._summing = self._summing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
@@ -131,13 +131,13 @@ class DurableFile:
                 view = view[os.write(self._descriptor, view) :]
 
     def flush(self) -> None:
-        """Nothing to do before `close`; here because serializers call it."""
+        """Do nothing before `close`; serializers call it."""
 
     def close(self) -> None:
-        """Bring the content to the disk.
+        """Write and sync the content.
 
         Raises:
-            OSError: Something could not be written.
+            OSError: The file could not be written.
         """
         try:
             self._write_small()
@@ -158,7 +158,7 @@ class DurableFile:
             os.close(descriptor)
 
     def discard(self) -> None:
-        """Close without waiting for the disk; the caller removes the file."""
+        """Close without syncing; the caller removes the file."""
         if (descriptor := self._release()) >= 0:
             os.close(descriptor)
 
@@ -173,7 +173,7 @@ class DurableFile:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
         if error is None or self.error is not None:
-            self.close()  # an error it kept says more than what a serializer made of it
+            self.close()  # raises the kept OSError, which says more than the serializer's error
         else:
             self.discard()
 
@@ -183,7 +183,7 @@ _WRITING: set[Path] = set()  # temporary files of this process, so that leftover
 
 @contextlib.contextmanager
 def write_atomically(path: StrPath) -> Iterator[DurableFile]:
-    """Write a file that appears under its name, or replaces what has that name, only when it is complete.
+    """Write a file atomically: it appears under its name, or replaces the old file, only when it is complete.
 
     A link is followed, so what it points to is replaced. A pipe or device is written to directly.
 
@@ -191,7 +191,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
         The file to write to.
 
     Raises:
-        OSError: It could not be written; what had the name before is untouched.
+        OSError: It could not be written; the old file is unchanged.
 
     Example:
         ```python
@@ -226,7 +226,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what processes killed in `write_atomically(target)` left behind."""
+    """Remove temporary files of processes that were killed in `write_atomically(target)`."""
     name = re.compile(rf"\.{re.escape(target.name)}\.([\w-]+)\.[0-9a-f]{{8}}\.writing")
     for entry in os.listdir(target.parent):
         if match := name.fullmatch(entry):
@@ -236,7 +236,7 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def exchange_folders(first: StrPath, second: StrPath) -> None:
-    """Let two existing folders of one file system swap their names in one indivisible step.
+    """Swap the names of two existing folders of one file system atomically.
 
     Raises:
         OSError: The system or file system cannot do this (`ENOSYS`, `EINVAL`, `EBUSY`, `EXDEV`); nothing has changed.

@@ -1,4 +1,4 @@
-"""Saving and loading objects without ever executing what a file contains."""
+"""Saving and loading objects without ever executing code from a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLAIN_TYPES = frozenset({
 
 @cache
 def allowed_globals() -> list[Any]:
-    """What may be named in a loaded file beyond what torch allows: bytes, and numpy's plain arrays and numbers.
+    """Globals that a loaded file may name beyond those that torch allows: bytes, and NumPy's plain arrays and scalars.
 
     Random states of accelerate 1.15 hold such arrays. Arrays of objects are not among them.
     """
@@ -56,7 +56,7 @@ def allowed_globals() -> list[Any]:
     multiarray = importlib.import_module(f"numpy.{home}.multiarray")
     classes = [getattr(np.dtypes, f"{name}DType", None) for name in NUMPY_DTYPES]
     functions = [multiarray._reconstruct, multiarray.scalar]
-    named = [  # files name them as the numpy of who wrote them does
+    named = [  # files name them as the NumPy version that wrote them does
         (function, f"numpy.{package}.multiarray.{function.__name__}")
         for function in functions
         for package in ("core", "_core")
@@ -65,7 +65,7 @@ def allowed_globals() -> list[Any]:
 
 
 def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Save an object from the main process; a file appears only when it is complete and on the disk.
+    """Save an object from the main process, atomically: the file appears only when it is complete and synced.
 
     Args:
         obj: Anything that can be pickled; a dict of tensors for safetensors.
@@ -75,7 +75,7 @@ def save(obj: Any, f: FileLike, save_on_each_node: bool = False, safe_serializat
 
     Raises:
         TypeError: The object holds something that a safetensors file cannot.
-        OSError: The file could not be written; what had its name before is untouched.
+        OSError: The file could not be written; the old one is unchanged.
     """
     report_progress()
     state = PartialState()
@@ -106,11 +106,11 @@ def load(f: FileLike, map_location: Any = None, **kwargs: Any) -> Any:
 
     Args:
         f: Path or binary file.
-        map_location: Where tensors go, as `torch.load` takes it.
+        map_location: Device of the tensors, as for `torch.load`.
         kwargs: Further arguments of `torch.load`, such as `mmap=True`.
 
     Raises:
-        ValueError: The file is damaged, is compressed, or holds other than tensors, numbers, text and containers of these.
+        ValueError: The file is damaged, is compressed, or holds other than tensors, int, float, str and containers of these.
             `torch.serialization.add_safe_globals([...])` allows a class that you trust.
         OSError: It cannot be read.
 
@@ -126,34 +126,34 @@ def load(f: FileLike, map_location: Any = None, **kwargs: Any) -> Any:
             "torch.serialization.add_safe_globals([...])"
         )
     if unknown := set(kwargs) - LOAD_OPTIONS:
-        raise TypeError(f"Loading takes no option {sorted(unknown)[0]!r}: choose from {sorted(LOAD_OPTIONS)}")
+        raise TypeError(f"load() has no argument {sorted(unknown)[0]!r}: choose from {sorted(LOAD_OPTIONS)}")
     name = os.fspath(f) if isinstance(f, str | os.PathLike) else str(getattr(f, "name", f))
-    _refuse_bombs(f, name)
+    _check_not_compressed(f, name)
     try:
         with safe_globals(allowed_globals()):
             return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{name} holds more than plain data, and nothing of it was run ({_refused_part(error)}). If you trust "
+            f"{name} holds more than plain data, and nothing of it was executed ({_rejected_object(error)}). If you trust "
             "who wrote it, allow its classes with torch.serialization.add_safe_globals([...]) and load again"
         ) from error
     except (OSError, *READ_ERRORS) as error:
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which means a jump to before the beginning
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # EINVAL: a seek before the beginning
             raise
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name} cannot be loaded ({reason}): it is damaged or not from torch.save") from error
 
 
-def _refused_part(error: pickle.UnpicklingError) -> str:
-    """What torch refused to load, out of its long message."""
+def _rejected_object(error: pickle.UnpicklingError) -> str:
+    """The object that torch rejected, extracted from its long message."""
     if match := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it names {match[1]}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith("Check the")]
     return lines[-1].removeprefix("WeightsUnpickler error: ") if lines else "something unknown"
 
 
-def _refuse_bombs(f: FileLike, name: str) -> None:
-    """Refuse an archive that would grow on reading; torch stores everything once and as it is."""
+def _check_not_compressed(f: FileLike, name: str) -> None:
+    """Raise an error for an archive that is larger when read; torch stores everything once and uncompressed."""
     position = None if isinstance(f, str | os.PathLike) else f.tell()
     try:
         with zipfile.ZipFile(f) as archive:
@@ -166,20 +166,22 @@ def _refuse_bombs(f: FileLike, name: str) -> None:
             f.seek(position)  # type: ignore[union-attr]
     stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
     if not stored or sum(entry.file_size for entry in entries) > num_bytes:
-        raise ValueError(f"{name} would grow on reading, as nothing does that torch.save wrote: do not trust it")
+        raise ValueError(
+            f"{name} is larger when read than on the disk, which no file of torch.save is: do not trust it"
+        )
 
 
 def check_loadable(value: Any, what: str) -> None:
-    """See that `load` will read a value back, before it is relied upon.
+    """Check that `load` can read a value back, before it is saved.
 
     Args:
         value: Nested dictionaries, lists, tuples and sets.
         what: What it is, for the error.
 
     Raises:
-        TypeError: Naming the part that `load` would refuse, and its type.
+        TypeError: Naming the item that `load` would reject, and its type.
     """
-    for where, part in _unusual_parts(value, ""):
+    for where, part in _unusual_items(value, ""):
         buffer = io.BytesIO()
         try:
             torch.save(part, buffer)
@@ -188,21 +190,21 @@ def check_loadable(value: Any, what: str) -> None:
         except Exception as error:
             kind = f"{type(part).__module__}.{type(part).__qualname__}"
             raise TypeError(
-                f"{what} holds {reprlib.repr(part)} of type {kind} at {where or 'its top'}, which could not be loaded without running "
-                "code from the file: save plain numbers, text, tensors and containers of these instead, or allow the type "
+                f"{what} holds {reprlib.repr(part)} of type {kind} at {where or 'its top level'}, which cannot be loaded without running "
+                "code from the file: save int, float, bool, str, tensors and containers of these instead, or allow the type "
                 f"with torch.serialization.add_safe_globals([{type(part).__qualname__}]) before saving and loading"
             ) from error
 
 
-def _unusual_parts(value: Any, where: str) -> Iterator[tuple[str, Any]]:
-    """The parts of a nested value, and where they are, of which only a trial can tell whether they load."""
+def _unusual_items(value: Any, where: str) -> Iterator[tuple[str, Any]]:
+    """Items of a nested value that are not of plain types, with their paths; only a trial tells whether they load."""
     kind = type(value)
     if kind in (dict, collections.OrderedDict, collections.Counter):
         for key, inner in value.items():
-            yield from _unusual_parts(key, f"{where} key {key!r}")
-            yield from _unusual_parts(inner, f"{where}[{key!r}]")
+            yield from _unusual_items(key, f"{where} key {key!r}")
+            yield from _unusual_items(inner, f"{where}[{key!r}]")
     elif kind in (list, tuple, set, torch.Size):
         for index, inner in enumerate(value):
-            yield from _unusual_parts(inner, f"{where}[{index}]")
+            yield from _unusual_items(inner, f"{where}[{index}]")
     elif kind not in PLAIN_TYPES:
         yield where, value

@@ -50,7 +50,7 @@ class GatherPayload:
 
     @property
     def num_leaves(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return len(self.trailing_shapes)
 
     @property
@@ -63,7 +63,7 @@ class GatherPayload:
         return _longest(self, sizes) <= SLOT_BYTES
 
     def slot(self, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """uint8 of shape (SLOT_BYTES,), on the device where the leaves are."""
+        """Header, and the packed leaves if they fit; uint8 of shape (SLOT_BYTES,), on the device of the leaves."""
         header = self.header
         if not self.lists_sizes:  # the length of the payload stands in for the sizes
             header = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
@@ -75,7 +75,7 @@ class GatherPayload:
         return torch.cat([*pieces, _padding(SLOT_BYTES - used, device)])
 
     def full_payload(self, leaves: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-        """Header and data, padded to `length` bytes."""
+        """Header and packed leaves, padded; uint8 of shape (length,)."""
         buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
         buffer[: self.data_start] = self.header
         pack_into(buffer[self.data_start : self.data_start + self.layout.num_bytes], leaves, self.layout)
@@ -109,7 +109,7 @@ def _with_dim0_sizes(
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple at which every dtype may begin."""
+    """The next multiple of the alignment of all dtypes."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 

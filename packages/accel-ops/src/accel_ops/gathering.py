@@ -1,4 +1,4 @@
-"""Gather any nested structure from all ranks in at most two collectives.
+"""All-gather any nested structure in at most two collectives.
 
 What the ranks announce (see `announcing`) holds the data too when they are small; otherwise one more all-gather brings
 them.
@@ -20,23 +20,23 @@ from accel_state.processes import PartialState
 
 
 def gather_leaves(data: Any, operation: str, state: PartialState, group: Any = None) -> Any:
-    """Join each leaf over all processes along its first dimension, which may differ between processes.
+    """All-gather each leaf, concatenated along dimension 0, whose size may differ between ranks.
 
     Args:
         data: Nested tensors; a 0-dim leaf counts as one of shape (1,).
         operation: The collective's name, for errors.
-        state: The process; there must be several.
-        group: The processes that take part; all of them when None.
+        state: The process state; there must be several processes.
+        group: The process group; the default one when None.
 
     Returns:
         The same structure, on the devices of the leaves given.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf is not a tensor.
         DistributedOperationException: On all processes, when they call different collectives, or structures, dtypes or
-            other sizes differ.
+            shapes (except for dimension 0) differ.
     """
-    leaves, structure = flatten(data, operation)  # without leaves too: others may have some, and would wait
+    leaves, structure = flatten(data, operation)  # also without leaves: other ranks may have some, and would hang
     transport = transport_of(state) if group is None else TorchTransport(group)
     world = state.num_processes if group is None else dist.get_world_size(group)
     wire = transport.collective_device(state)
@@ -57,22 +57,22 @@ def _joined(
     leaves: list[torch.Tensor], payload: GatherPayload, announced: Announced, transport: Transport, world: int
 ) -> list[torch.Tensor]:
     sizes = announced.sizes
-    if sizes is None:  # too many leaves for a slot: their sizes are part of the data
+    if sizes is None:  # too many leaves for a slot: their sizes are in the payload
         buffers = transport.all_gather(payload.full_payload(leaves, announced.longest), world)
         sizes = tuple([tuple(row[HEADER_WORDS:]) for row in words_of(buffers, HEADER_WORDS + payload.num_leaves)])
         return _join(buffers[:, payload.data_start :], payload, sizes)
     if not payload.all_fit(sizes):
-        return _second_round(leaves, payload, transport, sizes)
+        return _gather_payloads(leaves, payload, transport, sizes)
     if announced.slots.numel() <= SMALL_BYTES:
         return join_small(announced.slots, payload, sizes)
     return _join(announced.data(payload), payload, sizes)
 
 
-def _second_round(
+def _gather_payloads(
     leaves: list[torch.Tensor], payload: GatherPayload, transport: Transport, sizes: Sizes
 ) -> list[torch.Tensor]:
-    """Send the data themselves."""
-    if len(leaves) == 1 and all(row == sizes[0] for row in sizes):  # straight into the result, nothing is copied
+    """The second collective: all-gather the payloads, which did not fit into slots."""
+    if len(leaves) == 1 and all(row == sizes[0] for row in sizes):  # directly into the result, without a copy
         leaf = leaves[0].contiguous()
         joined = leaf.new_empty(len(sizes) * leaf.shape[0], *leaf.shape[1:])
         transport.all_gather(as_bytes(leaf), len(sizes), out=as_bytes(joined))
@@ -84,7 +84,7 @@ def _second_round(
 
 
 def _join(rows: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> list[torch.Tensor]:
-    """The leaves from one row of packed data per process."""
+    """The concatenated leaves, from one row of packed data per rank."""
     if all(row == sizes[0] for row in sizes):
         layout = payload.layout_for(sizes[0])
         return unpack(rows[:, : layout.num_bytes], layout)

@@ -1,4 +1,4 @@
-"""Memory: letting go of it, and finding a batch size that fits into it."""
+"""Memory: releasing it, and finding a batch size that fits into it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 from accel_state.devices import detect_device_kind
 from accel_state.processes import PartialState
 
-logger = logging.getLogger("accelerate.utils.memory")  # works before this process knows its place
+logger = logging.getLogger("accelerate.utils.memory")  # works before the process state is initialized
 
 OUT_OF_MEMORY_MESSAGES = (
     "out of memory",  # any device's allocator, among them XPU's and CUDA's
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when it finds no room for its work space
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # raised by cuDNN when it cannot allocate its workspace
     "DefaultCPUAllocator: can't allocate memory",
     "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # Gaudi
 )
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give unused memory that torch reserved on the device back to its driver.
+    """Release unused memory of torch's caching allocator to the device's driver.
 
     Args:
         garbage_collection (`bool`): Collect unreachable objects first.
@@ -36,10 +36,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Let go of objects and of the memory they held.
+    """Release objects and their memory.
 
     Args:
-        objects: To be given up; the caller must assign the result to the same names.
+        objects: The objects; the caller must assign the result to the same names.
 
     Returns:
         One None for each object.
@@ -56,7 +56,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether an error says that memory ran out."""
+    """Whether an error is an out-of-memory error."""
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
@@ -69,7 +69,7 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate a function of a batch size so that it is tried with ever smaller ones until memory suffices.
+    """Decorate a function of a batch size so that it is called with smaller and smaller ones until memory suffices.
 
     With several processes all try the same sizes: when memory runs out on one, all try the next. Therefore all
     processes must call the function.
@@ -84,7 +84,7 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: From the decorated function, when the batch size was passed, or none can be taken.
-        RuntimeError: From the decorated function, when the size has come down to zero.
+        RuntimeError: From the decorated function, when the size has reached zero.
 
     Example:
         ```python
@@ -143,7 +143,7 @@ def _attempt(
 
 
 def _failed_anywhere(failed: bool) -> bool:
-    """Whether an attempt failed on any process, known to all."""
+    """Whether an attempt failed on any process; the same result on all."""
     if not PartialState._shared_state or PartialState().num_processes == 1:
         return failed
     from accel_ops.collectives import reduce
@@ -166,12 +166,14 @@ def get_xpu_available_memory(device_index: int) -> int:
     """Free memory of an Intel GPU in bytes."""
     memory_info = getattr(torch.xpu, "mem_get_info", None)
     if memory_info is None:
-        raise RuntimeError(f"torch {torch.__version__} cannot tell the free memory of XPU {device_index}: update it.")
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot report the free memory of XPU {device_index}: update torch."
+        )
     return int(memory_info(device_index)[0])
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes for people, such as `"1.25 GB"`."""
+    """A number of bytes as a readable str, such as `"1.25 GB"`."""
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"

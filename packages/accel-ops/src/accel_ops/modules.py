@@ -1,4 +1,4 @@
-"""Questions about models: compiled? made of repeated blocks? holding distributed tensors? loading by themselves?"""
+"""Properties of modules: compiled, with repeated blocks, with DTensors, tensor parallel, with loading code of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_LOADING = ("torch.nn.modules.module", "torch.nn.modules.batchnorm", "torch
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether it is what `torch.compile(module)` returned."""
-    dynamo = sys.modules.get("torch._dynamo")  # whoever has compiled something has imported it
+    dynamo = sys.modules.get("torch._dynamo")  # imported by torch.compile
     return dynamo is not None and isinstance(module, dynamo.eval_frame.OptimizedModule)
 
 
@@ -41,7 +41,7 @@ def has_repeated_blocks(module: nn.Module) -> bool:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter is a distributed tensor."""
+    """Whether any parameter is a DTensor."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and any(isinstance(parameter, tensor.DTensor) for parameter in model.parameters())
 
@@ -66,7 +66,7 @@ def is_on(model: nn.Module, device: torch.device) -> bool:
 
 
 def customizes_loading(model: nn.Module) -> bool:
-    """Whether loading a state dict does something of the model's own, such as renaming tensors.
+    """Whether a module overrides how its state dict is loaded, for instance to rename tensors.
 
     Then only the model itself knows which names and shapes it takes. That is so with hooks of `load_state_dict`, and where
     a module overrides `load_state_dict` or `_load_from_state_dict`.
@@ -82,7 +82,7 @@ def customizes_loading(model: nn.Module) -> bool:
 
 def is_peft_model(model: nn.Module) -> bool:
     """Whether it is one of the peft library's, also inside a compiled or a replicated model."""
-    peft = sys.modules.get("peft")  # whoever has made one has imported it
+    peft = sys.modules.get("peft")  # imported wherever such a model was created
     if peft is None:
         return False
     while not isinstance(model, peft.PeftModel):
@@ -94,7 +94,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Over how many processes the model is tensor parallel, as transformers notes it; None when it is not.
+    """The tensor-parallel size of a model, as transformers sets it; None when it is not tensor parallel.
 
     transformers 5 notes it in `model.config.distributed_config`, an object or a dictionary; earlier ones on the model.
     """
@@ -105,11 +105,11 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def walk(model: nn.Module, repeat_shared: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """All modules with their names, as `named_modules` gives them, without its recursion.
+    """All modules with their names, like `named_modules`, without its recursion.
 
     Args:
         model: The outermost module.
-        repeat_shared: Give a module under each of its names.
+        repeat_shared: Yield a module under each of its names.
     """
     seen: set[nn.Module] = set()
     coming = [("", model)]
@@ -130,7 +130,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[False] 
 @overload
 def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[True]) -> list[tuple[str, nn.Module]]: ...
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> Any:
-    """All modules of a model, each after the modules inside it; the model itself comes last.
+    """All modules of a model, each after its submodules; the model itself comes last.
 
     Args:
         model: The model.
@@ -149,12 +149,12 @@ def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """The parameters of some modules of a model, put on a device: those that sharding is to leave alone.
+    """The parameters of some modules of a model, moved to a device: those that are not to be sharded.
 
     Args:
-        modules: The modules, or a regular expression for their whole names; None for no modules.
+        modules: The modules, or a regular expression that matches their full names; None for no modules.
         model: The model.
-        device: Where to put them.
+        device: The target device.
     """
     if modules is None:
         return set()

@@ -59,8 +59,8 @@ def recursively_apply(
         func: Called as `func(leaf, *args, **kwargs)`.
         data: Nested lists, tuples, named tuples and mappings.
         *args: For `func`.
-        test_type: Tells which objects are leaves; tensors unless given.
-        error_on_other_type (`bool`): Refuse anything else; otherwise it is kept as it is.
+        test_type: Whether an object is a leaf; by default, tensors are.
+        error_on_other_type (`bool`): Raise an error for anything else, instead of returning it unchanged.
         **kwargs: For `func`.
 
     Returns:
@@ -93,23 +93,23 @@ def recursively_apply(
         name = getattr(func, "__name__", "this operation")
         raise TypeError(
             f"{name} got {data!r} of type {type(data).__name__}: only tensors, and nested lists, tuples and "
-            "dictionaries of tensors, can be handled."
+            "dictionaries of tensors, are supported."
         )
     return data
 
 
 def flatten(data: Any, operation: str) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """Take a nested structure of tensors apart.
+    """Flatten a nested structure of tensors into a list of leaves.
 
     Args:
         data: Nested lists, tuples, named tuples and mappings of tensors.
-        operation: On whose behalf, for the error.
+        operation: The calling operation, for the error.
 
     Returns:
         The leaves in order, and a hashable description of the structure around them.
 
     Raises:
-        TypeError: When a leaf is no tensor.
+        TypeError: When a leaf is not a tensor.
     """
     if isinstance(data, torch.Tensor):
         return [data], ()
@@ -130,7 +130,7 @@ def _visit(data: Any, leaves: list[torch.Tensor], structure: list[Any], operatio
     else:
         raise TypeError(
             f"{operation} got {data!r} of type {type(data).__name__}: only tensors, and nested lists, tuples and "
-            "dictionaries of tensors, travel between processes. Convert it to a tensor, or gather it as an object."
+            "dictionaries of tensors, can be sent between processes. Convert it to a tensor, or gather it as an object."
         )
     for item in items:
         if isinstance(item, torch.Tensor):  # here, because a call for each leaf would take as long as the rest

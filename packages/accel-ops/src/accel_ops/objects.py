@@ -1,4 +1,4 @@
-"""Collectives of picklable Python objects, which announce themselves as those of tensors do."""
+"""Collectives of picklable Python objects, announced as those of tensors are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
         The items in the order of processes; with one process, `object` itself.
 
     Raises:
-        TypeError: When it cannot be iterated, such as a number: wrap it in a list.
+        TypeError: When it is not iterable, such as an int: wrap it in a list.
         DistributedOperationException: On all processes, when another one calls a different collective.
     """
     state = PartialState()
@@ -41,17 +41,17 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Give all processes the picklable items of one process's list.
+    """Broadcast the picklable items of one process's list to all.
 
     Args:
         object_list: Lists of equal length; overwritten on the other processes.
-        from_process (`int`): Whose items.
+        from_process (`int`): The source rank.
 
     Returns:
         `object_list`.
 
     Raises:
-        ValueError: When there is no such process.
+        ValueError: When there is no such rank.
         DistributedOperationException: On all processes, when lengths differ or another one calls a different collective.
     """
     state = PartialState()
@@ -69,10 +69,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 
 def check_source(from_process: int, state: PartialState) -> None:
-    """Refuse to broadcast from a process that does not exist."""
+    """Raise an error if `from_process` is not a rank of this run."""
     if not 0 <= from_process < state.num_processes:
         raise ValueError(
-            f"from_process={from_process!r}: there are processes 0 to {state.num_processes - 1} in this run."
+            f"from_process={from_process!r} is not a rank of this run: choose one from 0 to {state.num_processes - 1}."
         )
 
 
@@ -96,13 +96,13 @@ def _gather_payloads(payload: torch.Tensor, operation: Operation, state: Partial
 def broadcast_payload(
     payload: torch.Tensor, agreed: Any, operation: Operation, source: int, state: PartialState
 ) -> torch.Tensor:
-    """Give every rank the bytes of one: with what is announced when they fit there, by a broadcast otherwise.
+    """Broadcast the bytes of one rank: within the announcement when they fit there, by a broadcast otherwise.
 
     Args:
         payload: uint8 of shape (bytes,), on the transport's device; empty on all ranks but `source`.
         agreed: What must be equal on all ranks, besides the operation; any hashable values.
         operation: For the error.
-        source: Whose bytes.
+        source: The source rank.
         state: The process.
 
     Returns:
@@ -120,7 +120,7 @@ def broadcast_payload(
 
 
 def broadcast_buffer(payload: torch.Tensor, count: int, transport: Transport, source: int, rank: int) -> torch.Tensor:
-    """The `count` bytes of the source, with nothing announced."""
+    """Broadcast `count` bytes of the source rank, without an announcement."""
     return transport.broadcast(payload if rank == source else payload.new_empty(count), source, rank)
 
 
@@ -133,9 +133,9 @@ def _pickled(value: Any) -> torch.Tensor:
 
 
 def _unpickled(payload: torch.Tensor) -> Any:
-    """What a rank of this run has pickled."""
+    """Unpickle what a rank of this run has pickled."""
     content = bytearray(payload.numel())
-    torch.frombuffer(content, dtype=torch.uint8).copy_(payload)  # numpy, which may be absent, is not needed for this
+    torch.frombuffer(content, dtype=torch.uint8).copy_(payload)  # works without NumPy
     return pickle.loads(content)
 
 

@@ -1,4 +1,4 @@
-"""Whose unfinished files these are: a process that still writes them, or one that is gone.
+"""The owner of unfinished files: a process that still writes them, or one that is dead.
 
 The name of what is being written says which process does it, so that it is known from the very moment it exists. A process
 of this machine is looked up; one of another machine, which shares the file system, is known only by its heartbeat: it
@@ -24,17 +24,17 @@ PATTERN = r"(?P<host>[\w-]*)-(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<start
 MAX_HOST_LETTERS = 24
 BEAT_SECONDS = 10.0
 OLD_SECONDS = 3600.0
-"""After so long without a heartbeat, what a process of another machine was writing is given up."""
+"""After so long without a heartbeat, unfinished files of a process on another machine are removed."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, among all that may see a file system.
+    """A process on any of the machines that share a file system.
 
     Attributes:
-        host: Name of its machine, for people.
-        machine: What tells apart machines, their boots, and containers that count processes on their own.
-        process: Its number there.
+        host: Host name of its machine, for messages.
+        machine: An id of the machine, its boot, and the container's process namespace.
+        process: Its process id there.
         started: When it started, in clock ticks since the machine did; 0 where that is unknown.
         since: When it began to write, in seconds since 1970.
     """
@@ -47,13 +47,13 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Owner:
-        """This process, beginning now."""
+        """This process, writing from now on."""
         host = re.sub(r"[^\w-]|_", "-", socket.gethostname(), flags=re.ASCII)[:MAX_HOST_LETTERS]
         return cls(host, _machine(), os.getpid(), _start_of(os.getpid()), int(time.time()))
 
     @classmethod
     def from_name(cls, text: str) -> Owner | None:
-        """The owner that `name` stands for; None when it names nobody."""
+        """Parse the owner from a file name; None if it has none."""
         match = re.fullmatch(PATTERN, text, flags=re.ASCII)
         if match is None:
             return None
@@ -62,24 +62,24 @@ class Owner:
 
     @property
     def name(self) -> str:
-        """For names of files."""
+        """The owner as it is written in file names."""
         return f"{self.host}-{self.machine}-{self.process}-{self.started}-{self.since}"
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, where this process can look it up."""
+        """Whether it runs, or ran, on this machine, where its process id can be looked up."""
         return self.machine == _machine()
 
     @property
     def is_this_process(self) -> bool:
-        """Whether it is this very process."""
+        """Whether it is this process."""
         return self.is_here and self.process == os.getpid() and self.started == _start_of(os.getpid())
 
     def may_be_alive(self, path: Path) -> bool:
         """Whether it may still be writing.
 
         Args:
-            path: What it touches.
+            path: The folder that its heartbeat touches.
         """
         if self.is_here:
             return _is_running(self.process, self.started)
@@ -112,7 +112,7 @@ class Heartbeat:
                 os.utime(self._path)
 
     def stop(self) -> None:
-        """End it; fine to call twice."""
+        """Stop it; a second call does nothing."""
         self._stopped.set()
         self._thread.join()
 
@@ -128,13 +128,13 @@ def _is_running(process: int, started: int) -> bool:
 
 
 def _start_of(process: int) -> int:
-    """When a process of this machine started, so that a later one of the same number is told apart; -1 once it ended."""
+    """Start time of a process of this machine, in clock ticks, to recognise a reused process id; -1 once it has exited."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
         return 0
     fields = text.rpartition(")")[2].split()
-    return -1 if fields[0] in "ZX" else int(fields[19])  # ended, but its parent has not asked yet
+    return -1 if fields[0] in "ZX" else int(fields[19])  # a zombie, or dead
 
 
 @cache

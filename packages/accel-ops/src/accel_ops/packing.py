@@ -1,4 +1,4 @@
-"""Many tensors in one buffer of bytes, and back.
+"""Packing many tensors into one buffer of bytes, and unpacking them.
 
 Leaves are grouped by dtype, widest first: every group then starts at a multiple of its item size, so that a slice of
 the buffer can be viewed in its dtype without a copy.
@@ -24,7 +24,7 @@ Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape o
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The leaves of one dtype: where they lie in the buffer."""
+    """The leaves of one dtype, and their place in the buffer."""
 
     dtype: torch.dtype
     leaves: tuple[int, ...]  # positions in the list of leaves
@@ -35,7 +35,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)  # known by identity: `layout_of` makes one for each signature
 class Layout:
-    """Where each leaf lies in a packed buffer."""
+    """The place of each leaf in a packed buffer."""
 
     shapes: tuple[tuple[int, ...], ...]
     groups: tuple[Group, ...]
@@ -65,12 +65,12 @@ def layout_of(signature: Signature) -> Layout:
 
 @lru_cache(maxsize=256)
 def digest_of(description: Any) -> int:
-    """A number that is the same on all processes for equal descriptions (unlike `hash`), and else almost surely not."""
+    """An int that is equal on all processes for equal descriptions (unlike `hash`), and almost surely differs otherwise."""
     return int.from_bytes(blake2b(repr(description).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor; uint8 of shape (bytes,)."""
+    """A view of the bytes of a contiguous tensor; uint8 of shape (bytes,)."""
     plain = tensor.resolve_conj().resolve_neg() if tensor.is_complex() else tensor
     flat = plain.view(-1)
     if flat.stride(0) != 1:  # a single element may have any stride
@@ -108,10 +108,10 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
 
     Args:
         buffer: uint8 of shape (num_bytes,), or (rows, num_bytes) with one packed structure per row.
-        layout: Of one row.
+        layout: The layout of one row.
 
     Returns:
-        The leaves; with rows, each joined over rows along its first dimension (a 0-dim leaf becomes 1-dim).
+        The leaves; with rows, each concatenated over rows along dimension 0 (a 0-dim leaf becomes 1-dim).
     """
     rows = buffer.shape[0] if buffer.ndim == 2 else None
     found: list[torch.Tensor] = [buffer] * len(layout.shapes)
@@ -134,7 +134,7 @@ def _joined(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:
 
 
 def split_into(flat: torch.Tensor, counts: Sequence[int], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    """Cut a flat tensor into leaves that people may do with as they like.
+    """Split a flat tensor into leaves that own no shared memory, so that users may change them in place.
 
     Autograd does not take them for views of one tensor: each may be written to, also values that need gradients, as
     when a process puts its own part of a gathered tensor back. Small ones share memory; large ones are copies, so that

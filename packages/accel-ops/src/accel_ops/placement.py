@@ -13,13 +13,13 @@ from accel_ops.nested import honor_type
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | list[str] | None = None
 ) -> Any:
-    """Move everything that can be moved to a device.
+    """Move a nested structure to a device.
 
     Args:
-        tensor: A tensor, any object with a `to` method, or a nested structure of such; the rest is kept as it is.
-        device: Where to.
+        tensor: A tensor, any object with a `to` method, or a nested structure of these; other leaves are returned unchanged.
+        device: The target device.
         non_blocking (`bool`): Let the copy overlap with other work, where the object can do that.
-        skip_keys (`str` or list of `str`, *optional*): Entries of mappings that stay where they are.
+        skip_keys (`str` or list of `str`, *optional*): Keys of mappings whose values are not moved.
 
     Returns:
         The same structure on the device.
@@ -27,7 +27,7 @@ def send_to_device(
     if isinstance(tensor, torch.Tensor) or hasattr(tensor, "to"):
         try:
             return tensor.to(device, non_blocking=non_blocking)
-        except TypeError:  # a `to` of the user's own that knows no such argument
+        except TypeError:  # a user's `to` without this argument
             return tensor.to(device)
     if isinstance(tensor, (tuple, list)):
         return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))

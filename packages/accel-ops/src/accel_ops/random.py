@@ -49,7 +49,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def common_seed() -> int:
-    """The seed of torch's generator, without what `set_seed(device_specific=True)` added to it for this process.
+    """The seed of torch's generator, without the rank that `set_seed(device_specific=True)` added on this process.
 
     For choices that must be the same on all processes. Seeds that a program gave torch itself come back as they are.
     """
@@ -58,7 +58,7 @@ def common_seed() -> int:
 
 
 def _tensor_parallel_size() -> int:
-    """How many consecutive ranks must draw the same numbers."""
+    """The number of consecutive ranks that must draw the same numbers."""
     config = AcceleratorState._shared_state.get("parallelism_config")
     return 1 if config is None else config.tp_size
 
@@ -69,7 +69,7 @@ def _generators() -> list[DeviceKind]:
 
 
 def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Generator | None = None) -> None:
-    """Give a random generator the same state on all processes: that of the first.
+    """Broadcast the state of a random generator from rank 0 to all processes.
 
     Args:
         rng_type (`RNGType`, *optional*): "torch", the name of a device, or "generator".
@@ -96,7 +96,7 @@ def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Gene
 
 
 def _owner(name: Any, generator: torch.Generator | None) -> Any:
-    """What has the state: a generator, or a module with `get_rng_state` and `set_rng_state`."""
+    """The object with the state: a generator, or a module with `get_rng_state` and `set_rng_state`."""
     if name == RNGType.GENERATOR.value:
         return generator
     if name == RNGType.TORCH.value:
@@ -110,7 +110,7 @@ def _owner(name: Any, generator: torch.Generator | None) -> Any:
 def synchronize_rng_states(
     rng_types: Sequence[str | RNGType] | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give several random generators the same state on all processes.
+    """Broadcast the states of several random generators from rank 0 to all processes.
 
     Args:
         rng_types (list of `str` or `RNGType`, *optional*): Which; when None, torch's, those of this machine's
@@ -144,7 +144,7 @@ def capture_rng_state() -> dict[str, Any]:
 
 
 def capture_cpu_rng_state() -> dict[str, Any]:
-    """The states of the generators that need no device; a part of what `capture_rng_state` returns."""
+    """The states of the generators on the CPU; a subset of what `capture_rng_state` returns."""
     states: dict[str, Any] = {"random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
     if is_numpy_available():
         import numpy as np
@@ -154,9 +154,9 @@ def capture_cpu_rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(states: Mapping[str, Any]) -> None:
-    """Go on drawing random numbers where `capture_rng_state` was called.
+    """Restore the states of random generators that `capture_rng_state` returned.
 
-    States of devices that this machine does not have are left out.
+    States of devices that this machine does not have are ignored.
     """
     if "random_state" in states:
         version, numbers, gauss = states["random_state"]

@@ -1,4 +1,4 @@
-"""Reduce leaves over all ranks: with what they announce when they are small, by an all-reduce of each dtype otherwise."""
+"""Reducing leaves over all ranks: within the announcement when they are small, by an all-reduce of each dtype otherwise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),
 }
-MAX_REDUCED_DTYPES = 2  # each dtype is reduced by a collective of its own; more of them are gathered and added up here
+MAX_REDUCED_DTYPES = 2  # each dtype needs its own all-reduce; more of them are all-gathered once and reduced locally
 
 
 def reduce_leaves(
@@ -31,12 +31,12 @@ def reduce_leaves(
     """The leaves, reduced over ranks.
 
     Args:
-        leaves: On the transport's device.
-        how: What becomes of the values of all ranks.
+        leaves: The tensors of this rank, on the transport's device.
+        how: The reduction.
         agreed: What must be equal on all ranks, besides shapes and dtypes.
-        operation: For the error when ranks do not fit together.
-        transport: Moves the data.
-        world: How many ranks there are.
+        operation: For the error when ranks call something else.
+        transport: Runs the collectives.
+        world: The number of ranks.
         factor: Multiplies the results.
 
     Returns:
@@ -44,7 +44,7 @@ def reduce_leaves(
 
     Raises:
         DistributedOperationException: On all ranks, when shapes, dtypes or operations differ and the transport's
-            device is the CPU. On another, reading what others announce would make the host wait for it.
+            device is the CPU. On another, reading the announcements of others would synchronize with it.
     """
     signature = signature_of(leaves)
     layout = layout_of(signature)
@@ -68,16 +68,16 @@ def reduce_leaves(
 
 
 def _flat(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A copy, which collectives may change."""
+    """A flat copy, because collectives work in place."""
     return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
 
 
 def _fold(rows: torch.Tensor, layout: Layout, how: Reduction) -> list[torch.Tensor]:
-    """Reduce packed flats here; `rows` is uint8 of shape (world, at least the layout's bytes)."""
+    """Reduce packed flats locally; `rows` is uint8 of shape (world, at least the layout's bytes)."""
     reduced = []
     for group in layout.groups:
         values = rows[:, group.start : group.start + group.num_bytes]
-        empty = values.new_empty(0, dtype=group.dtype)  # which cannot be viewed in another dtype
+        empty = values.new_empty(0, dtype=group.dtype)  # an empty view cannot change its dtype
         reduced.append(FOLDS[how](values.view(group.dtype)) if group.num_bytes else empty)
     return reduced
 

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read, checked and written; needs no torch and touches no tensor data.
+"""Reading, checking and writing the header of a safetensors file, without torch and without reading tensor data.
 
 A file is eight bytes with the length of the header, the header (JSON: name to dtype, shape and data offsets, and
 metadata), and the tensors one behind the other.
@@ -27,7 +27,7 @@ DTYPE_BITS: dict[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a header says about one tensor.
+    """The header's entry of one tensor.
 
     Attributes:
         name: The tensor's name.
@@ -45,12 +45,12 @@ class TensorHeader:
 
     @property
     def num_values(self) -> int:
-        """How many elements it has."""
+        """Its number of elements."""
         return prod(self.shape)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes it takes in the file."""
+        """Its size in the file, in bytes."""
         return self.end - self.begin
 
 
@@ -75,7 +75,7 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
     """Read and check the header of a file, but not that the file is complete.
 
     Raises:
-        ValueError: The file is damaged, or no safetensors file. Names the tensor where it is one.
+        ValueError: The file is damaged or not a safetensors file; the message names the tensor, if one is damaged.
         OSError: It cannot be read.
     """
     path = os.fspath(path)
@@ -86,7 +86,7 @@ def read_header(path: str | os.PathLike[str]) -> SafetensorsHeader:
             raise_damaged(path, "it does not begin with the length of a header")
         if LENGTH_BYTES + length > file_bytes:
             raise_damaged(
-                path, f"it is cut off within its header: of {length} bytes {file_bytes - LENGTH_BYTES} are there"
+                path, f"it is truncated in its header: {file_bytes - LENGTH_BYTES} of {length} bytes are there"
             )
         text = file.read(length)
     try:
@@ -109,13 +109,14 @@ def check_layout(path: str, header: SafetensorsHeader) -> None:
     """Check that the tensors lie one behind the other, without gaps, up to the end of the file.
 
     Raises:
-        ValueError: They do not; names the tensor.
+        ValueError: They do not; the message names the tensor.
     """
     position = header.data_begin
     for name, tensor in sorted(header.tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.end > header.file_bytes:
             raise_damaged(
-                path, f"it is cut off: the tensor {name!r} ends {tensor.end - header.file_bytes} bytes behind its end"
+                path,
+                f"it is truncated: the tensor {name!r} ends {tensor.end - header.file_bytes} bytes behind its end",
             )
         if tensor.begin < position:
             raise_damaged(path, f"the tensor {name!r} overlaps another one")
@@ -144,15 +145,15 @@ def encode_header(tensors: Iterable[tuple[str, str, Iterable[int], int]], metada
 
 
 def raise_damaged(path: str, problem: str) -> NoReturn:
-    """Raise the ValueError that says what is wrong with a file."""
-    raise ValueError(f"{path} is damaged or no safetensors file: {problem}. Download or write it again.")
+    """Raise the ValueError for a damaged file."""
+    raise ValueError(f"{path} is damaged or not a safetensors file: {problem}. Download or write it again.")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
     return found
 
 

@@ -35,9 +35,9 @@ PUBLISHING = ".publishing"
 JOURNAL = ".journal.json"
 STAGING = r"(?:(?P<owner>[\w-]+)\.)?(?P<token>[0-9a-f]{8})\.saving"
 SECONDS_TO_WAIT = 60.0
-"""How long another writer of the same folder is waited for."""
+"""How long to wait for another writer of the same folder."""
 QUIET_SECONDS = 90.0
-"""After so long without a heartbeat, a writer on another machine is taken for gone by who waits for it."""
+"""After so long without a heartbeat, a writer on another machine is considered dead by a process that waits for it."""
 PAUSE_SECONDS = 0.05
 
 _at_work: weakref.WeakValueDictionary[str, StagedFolder] = weakref.WeakValueDictionary()  # of this process, by token
@@ -49,10 +49,10 @@ def path_inside(folder: StrPath, name: str) -> Path:
 
     Args:
         folder: Where the file must be.
-        name: Relative, with forward slashes, as written by us or by somebody else.
+        name: A relative path with forward slashes, from a source that is not trusted.
 
     Raises:
-        ValueError: The name is not a plain relative path, or it leads out of the folder through a link.
+        ValueError: The name is not a plain relative path, or leads out of the folder through a symbolic link.
     """
     plain = isinstance(name, str) and bool(name) and "\\" not in name and ":" not in name and "\0" not in name
     if not plain or PurePosixPath(name).is_absolute() or {"..", "."} & set(name.split("/")) or "" in name.split("/"):
@@ -61,30 +61,32 @@ def path_inside(folder: StrPath, name: str) -> Path:
         )
     path = Path(folder, name)
     if not Path(os.path.realpath(path.parent)).is_relative_to(os.path.realpath(folder)):
-        raise ValueError(f"{os.fspath(folder)} names a file {name!r}, which a link leads out of it: do not use it")
+        raise ValueError(
+            f"{os.fspath(folder)} names a file {name!r}, which a symbolic link leads out of it: do not use it"
+        )
     return path
 
 
 def list_files(folder: StrPath) -> list[str]:
-    """Names of all files below a folder, relative, with forward slashes, sorted; links are not followed."""
+    """Sorted relative paths of all files below a folder, with forward slashes; links are not followed."""
     return sorted(
         Path(parent, name).relative_to(folder).as_posix() for parent, _, names in os.walk(folder) for name in names
     )
 
 
 class StagedFolder:
-    """New content of a folder, being written.
+    """The new content of a folder while it is written.
 
     Args:
         target: The folder to be; it may exist.
 
     Attributes:
-        path: Write here, with `DurableFile` or an `fsync_file` afterwards.
+        path: The folder to write to, with `DurableFile` or an `fsync_file` afterwards.
         target: The folder to be, without links.
 
     Raises:
         NotADirectoryError: There is a file of that name.
-        BlockingIOError: Another process is writing the same folder, and does not finish; it is named.
+        BlockingIOError: Another process is writing the same folder and does not finish; the message names it.
 
     Example:
         ```python
@@ -112,7 +114,7 @@ class StagedFolder:
         weakref.finalize(self, self._heartbeat.stop)
 
     def _begin(self) -> Path:
-        """Make the staging folder, as the only one that anybody is writing for the target."""
+        """Create the staging folder, when no other process has one for the target."""
         home = self.target if self._inside else make_folder(self.target.parent)
         prefix = "" if self._inside else f".{self.target.name}"
         begin, beats = time.monotonic(), _Beats()
@@ -136,17 +138,17 @@ class StagedFolder:
                 )
             time.sleep(
                 PAUSE_SECONDS * (1 + random.SystemRandom().random())
-            )  # a generator of its own: runs seed the other
+            )  # not the global generator, which runs seed
 
     def publish(self, replaces: Collection[str] = (), last: str | None = None) -> None:
-        """Put the new content in place of the old one; all its files must be on the disk already.
+        """Replace the old content by the new one; all its files must be synced already.
 
         Args:
-            replaces: Names of files the old content may consist of. Other files in the folder are left alone.
+            replaces: Names of files the old content may consist of. Other files in the folder are kept.
             last: Name of the file that describes the others, to be moved last where files move one by one.
 
         Raises:
-            OSError: It was not possible; the old content is whole.
+            OSError: It was not possible; the old content is complete.
         """
         names = list_files(self.path)
         for parent in sorted({Path(self.path, name).parent for name in names}):
@@ -189,12 +191,12 @@ class StagedFolder:
         with DurableFile(self.path / JOURNAL) as file:
             file.write(json.dumps(journal).encode())
         fsync_folder(self.path)
-        os.rename(self.path, self.target / PUBLISHING)  # from here on, the new content counts
+        os.rename(self.path, self.target / PUBLISHING)  # from here on, the new content is valid
         fsync_folder(self.target)
         recover(self.target)
 
     def _remove_old(self, replaces: frozenset[str]) -> None:
-        """Remove the old content after the swap, but for files that somebody added to it in the last moment."""
+        """Remove the old content after the swap, except for files that were added to it meanwhile, which are kept."""
         for entry in list(_entries(self.path)):
             if entry not in replaces and not os.path.lexists(self.target / entry):
                 make_folder((self.target / entry).parent)
@@ -202,7 +204,7 @@ class StagedFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _must_stay(self, replaces: frozenset[str]) -> bool:
-        """True when the folder itself may not be swapped: it holds more than the old content, or somebody is in it."""
+        """True when the folder itself must not be swapped: it holds other files, or is a working directory."""
         here = Path(os.path.realpath(os.curdir))
         return here.is_relative_to(self.target) or any(entry not in replaces for entry in _entries(self.target))
 
@@ -217,7 +219,7 @@ def recover(target: StrPath) -> bool:
         True when there was something to finish.
 
     Raises:
-        ValueError: The notes about what remains to be done are damaged or forged.
+        ValueError: The journal of the interrupted publication is damaged or forged.
         OSError: The files cannot be moved, for example because the folder is read-only.
     """
     publishing = Path(target, PUBLISHING)
@@ -231,7 +233,7 @@ def recover(target: StrPath) -> bool:
         for source, destination in paths:
             if os.path.lexists(source):
                 make_folder(destination.parent)
-                with suppress(FileNotFoundError):  # somebody else who reads the folder has just done it
+                with suppress(FileNotFoundError):  # another process has just recovered the folder
                     os.replace(source, destination)
         for path in doomed:
             path.unlink(missing_ok=True)
@@ -240,25 +242,25 @@ def recover(target: StrPath) -> bool:
             fsync_folder(folder)
         journal.unlink(missing_ok=True)
     elif list_files(publishing):
-        return False  # not ours: we remove the journal only after the last file has moved
+        return False  # not our journal, which is removed only after the last file has moved
     shutil.rmtree(publishing, ignore_errors=True)
     fsync_folder(target)
     return True
 
 
 class _Beats:
-    """Heartbeats of processes on other machines, as seen by one who waits."""
+    """Heartbeats of processes on other machines, as seen by a process that waits."""
 
     def __init__(self) -> None:
         self._first: dict[Path, tuple[int, float]] = {}
 
     def has_stopped(self, path: Path) -> bool:
-        """Whether there was none for so long that the process is taken for gone."""
+        """Whether there was none for so long that the process is considered dead."""
         touched, since = self._seen(path)
         return not touched and since > QUIET_SECONDS
 
     def is_certain(self, path: Path, owner: Owner) -> bool:
-        """Whether a process is known to be at work, rather than not known to be gone."""
+        """Whether a process is known to be alive, rather than not known to be dead."""
         return owner.is_here or self._seen(path)[0]
 
     def _seen(self, path: Path) -> tuple[bool, float]:
@@ -276,7 +278,7 @@ def remove_leftovers(target: StrPath, beats: _Beats | None = None) -> dict[Path,
 
     Args:
         target: The folder.
-        beats: What was seen of processes on other machines, by who waits for them.
+        beats: Heartbeats seen of processes on other machines, by who waits for them.
 
     Returns:
         The staging folders for the same target that processes may still be writing, with these processes.
@@ -291,15 +293,15 @@ def remove_leftovers(target: StrPath, beats: _Beats | None = None) -> dict[Path,
 
 
 def remove_gone(home: Path, pattern: re.Pattern[str], beats: _Beats | None = None) -> dict[Path, Owner]:
-    """Remove what processes that are gone were writing in a folder.
+    """Remove unfinished files that dead processes were writing in a folder.
 
     Args:
         home: The folder; it need not exist.
         pattern: Of names; its groups "owner" and "token" are those of `STAGING`.
-        beats: What was seen of processes on other machines.
+        beats: Heartbeats seen of processes on other machines.
 
     Returns:
-        What others may still be writing.
+        The unfinished files of processes that may be alive, with these processes.
     """
     living = {}
     for entry in os.listdir(home) if home.is_dir() else []:
@@ -327,7 +329,7 @@ def _read_journal(path: Path) -> tuple[list[str], list[str]]:
         return list(journal["move"]), list(journal["remove"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} cannot be read ({error}): it says how to finish an interrupted save. Move its folder away and load "
+            f"{path} cannot be read ({error}): it is the journal of an interrupted save. Move its folder away and load "
             "an earlier checkpoint"
         ) from error
 

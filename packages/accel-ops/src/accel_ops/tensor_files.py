@@ -1,4 +1,4 @@
-"""Tensors on disk in the safetensors format, and which of a model's tensors are one and the same."""
+"""Tensors on disk in the safetensors format, and tensors of a model that share storage."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ logger = logging.getLogger("accelerate.utils.other")
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """What tensors that share memory have in common: device, address and length in bytes of their storage.
+    """An id of a tensor's storage, equal for tensors that share it: device, address and length in bytes.
 
-    Of a distributed tensor, the memory of this process's shard counts.
+    For a DTensor, it is that of the local shard.
     """
     tensor = to_local(tensor)
     if tensor.device.type == "meta":
@@ -62,7 +62,7 @@ def find_shared_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What a safetensors file can hold of a state dict: every tensor once and contiguous.
+    """A state dict that a safetensors file can hold: every tensor once and contiguous.
 
     Of tied weights the first name is kept. Loading into a model with the same ties restores all of them.
 
@@ -75,8 +75,8 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
     dropped = [name for names in find_shared_names(state_dict) for name in names[1:]]
     if dropped:
         logger.warning(
-            "Removed shared tensors from what is saved, since each is written once: %s. A model that ties them has all of "
-            "them when it is loaded.",
+            "Removed shared tensors from the saved state dict, because each is written once: %s. A model that ties them has "
+            "all of them after loading.",
             ", ".join(sorted(dropped)),
         )
     left_out = frozenset(dropped)
@@ -88,7 +88,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
 
 def check_tensors(tensors: Mapping[str, Any]) -> None:
-    """Refuse what a safetensors file cannot hold.
+    """Raise an error for values that a safetensors file cannot hold.
 
     Raises:
         TypeError: Naming the entry and its type, layout or dtype.
@@ -100,7 +100,7 @@ def check_tensors(tensors: Mapping[str, Any]) -> None:
         )
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise TypeError(f"The names of saved tensors are str, not {name!r}: rename it")
+            raise TypeError(f"The tensor name {name!r} is not a str, which a safetensors file needs: rename it")
         problem = None
         if not isinstance(tensor, torch.Tensor):
             problem = f"is a {type(tensor).__name__}"
@@ -126,9 +126,9 @@ def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata:
     the way nor waited for.
 
     Args:
-        file: Takes the bytes, from the first to the last.
+        file: A binary file that is written from the first to the last byte.
         tensors: Name to tensor of any shape and device.
-        metadata: Text for the header.
+        metadata: Strings for the header.
 
     Raises:
         TypeError: As `check_tensors`.
@@ -152,10 +152,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def read_tensors(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """Read a safetensors file.
 
-    On the CPU the tensors are views of the mapped file: copy them into a model before the file may change.
+    On the CPU the tensors are views of the memory-mapped file: copy them into a model before the file may change.
 
     Raises:
-        ValueError: The file is damaged or no safetensors file.
+        ValueError: The file is damaged or not a safetensors file.
         OSError: It cannot be read.
     """
     from safetensors import SafetensorError
@@ -167,5 +167,5 @@ def read_tensors(path: str | os.PathLike[str], device: str | torch.device = "cpu
         if isinstance(error, SafetensorError) and not os.path.isfile(path):
             raise FileNotFoundError(f"There is no file {os.fspath(path)}: check the path") from error
         raise ValueError(
-            f"{os.fspath(path)} is damaged or no safetensors file ({error}): load another checkpoint"
+            f"{os.fspath(path)} is damaged or not a safetensors file ({error}): load another checkpoint"
         ) from error

@@ -46,7 +46,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Tie parameters again after each name was loaded by itself; those on several devices stay several parameters.
+    """Tie parameters again after each name was loaded separately; those on different devices are not tied.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""The few collectives that everything else is made of, one implementation per kind of process group."""
+"""All-gather, all-reduce and broadcast of flat buffers, with one implementation per kind of process group."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ Reduction = Literal["sum", "max", "min"]
 
 
 class Transport(Protocol):
-    """Moves flat buffers between all processes."""
+    """Runs collectives on flat buffers."""
 
     def collective_device(self, state: PartialState) -> torch.device:
-        """The device on which buffers must lie."""
+        """The device on which buffers must be."""
         ...
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Collect a buffer of shape (n,), equally long everywhere, as (world, n) on every process.
+        """All-gather a buffer of shape (n,), the same on all ranks, to shape (world, n).
 
         Args:
-            buffer: The data of this process.
-            world: How many processes there are.
-            out: Where to put the result, of shape (world * n,).
+            buffer: The data of this rank.
+            world: The number of ranks.
+            out: The output buffer, of shape (world * n,); allocated when None.
         """
         ...
 
     def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
-        """Sum a buffer over processes, or take the largest or smallest values; may change `buffer`."""
+        """All-reduce a buffer by sum, maximum or minimum; may change `buffer`."""
         ...
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
-        """The buffer of process `source`; may change `buffer`."""
+        """Broadcast the buffer of rank `source`; may change `buffer`."""
         ...
 
 
@@ -50,31 +50,31 @@ class TorchTransport:
     """`torch.distributed` with whatever backend its group has.
 
     Args:
-        group: The processes; all of them when None.
+        group: The process group; the default one when None.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
 
     def collective_device(self, state: PartialState) -> torch.device:
-        """The CPU where the backend can reach it, as gloo and MPI can; the process's device otherwise."""
+        """The CPU if the backend takes CPU tensors, as gloo and MPI do; the process's device otherwise."""
         return torch.device("cpu") if str(state.backend or "") in CPU_BACKENDS else state.device
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Collect a buffer of shape (n,) as (world, n)."""
+        """All-gather a buffer of shape (n,) to shape (world, n)."""
         report_progress()
         gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
         getattr(dist, ALL_GATHER)(gathered, buffer, group=self._group)
         return gathered.view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
-        """Reduce a buffer over processes, in place."""
+        """All-reduce a buffer in place."""
         report_progress()
         dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self._group)
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
-        """Receive the buffer of process `source`, in place."""
+        """Broadcast the buffer of rank `source`, in place."""
         report_progress()
         dist.broadcast(buffer, group=self._group, group_src=source)
         return buffer
@@ -89,16 +89,16 @@ class XlaTransport:
         return state.device
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Collect a buffer of shape (n,) as (world, n)."""
+        """All-gather a buffer of shape (n,) to shape (world, n)."""
         gathered = _xla().all_gather(buffer)
         return (gathered if out is None else out.copy_(gathered)).view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
-        """Reduce a buffer over processes."""
+        """All-reduce a buffer."""
         return _xla().all_reduce(how, buffer)
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
-        """Receive the buffer of process `source`, as the sum of it and zeros."""
+        """Broadcast the buffer of rank `source`, as an all-reduce of it and zeros."""
         wide = buffer.to(torch.int32) if buffer.dtype == torch.uint8 else buffer
         return _xla().all_reduce("sum", wide if rank == source else torch.zeros_like(wide)).to(buffer.dtype)
 
@@ -114,12 +114,12 @@ TRANSPORTS: dict[DistributedType, Transport] = {DistributedType.XLA: XLA}  # all
 
 
 def transport_of(state: PartialState) -> Transport:
-    """The transport of the running group."""
+    """The transport for the distributed type of the run."""
     return TRANSPORTS.get(state.distributed_type, TORCH)
 
 
 def collective_device(group: Any) -> torch.device:
-    """The device on which collectives of one process group of `torch.distributed` take their tensors."""
+    """The device of tensors for collectives of one process group of `torch.distributed`."""
     if dist.get_backend(group) in CPU_BACKENDS:
         return torch.device("cpu")
     return torch.device(torch.accelerator.current_accelerator() or "cpu")

@@ -1,4 +1,4 @@
-"""Debug mode: every process shows what it is about to send, before anything can hang."""
+"""Debug mode: all ranks compare the shapes of a collective's tensors before it can hang."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ R = TypeVar("R")
 
 
 def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a collective so that in debug mode it refuses tensors whose shapes differ between processes.
+    """Decorate a collective so that in debug mode it raises an error if shapes differ between processes.
 
     The tensors are the first argument, or the keyword `tensor`. Debug mode is on with `ACCELERATE_DEBUG_MODE=1`.
 
     Raises:
-        DistributedOperationException: On all processes, naming the operation and every process's shapes.
+        DistributedOperationException: On all processes, naming the operation and the shapes of every process.
     """
 
     @wraps(function)
@@ -44,12 +44,12 @@ def _compare(data: Any, operation: str, state: PartialState) -> None:
         listed = "\n".join(f"  - Process {rank}: {text}" for rank, text in enumerate(descriptions))
         raise DistributedOperationException(
             f"`{operation}` needs tensors of the same shapes on every process, but got:\n{listed}\n"
-            "Bring them to one shape first, for instance with pad_across_processes."
+            "Pad them to one shape first, for instance with pad_across_processes."
         )
 
 
 def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that calls collectives, so that their errors name it too."""
+    """Decorate a function that calls collectives, so that their errors name this function too."""
 
     @wraps(function)
     def chained(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,6 +57,6 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
             operation = f"{function.__module__}.{function.__name__}"
-            raise DistributedOperationException(f"`{operation}` could not go on: {error}") from error
+            raise DistributedOperationException(f"`{operation}` failed: {error}") from error
 
     return chained

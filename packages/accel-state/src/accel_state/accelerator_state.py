@@ -1,4 +1,4 @@
-"""`AcceleratorState`: the process's place, and how training was asked to run."""
+"""`AcceleratorState`: rank and device of the process, mixed precision, plugins and the training engine of the run."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ PRECISIONS = "accelerate.precisions"
 
 @known_as("accelerate.state.AcceleratorState")
 class AcceleratorState(ProcessPlace):
-    """Everything that `PartialState` says, and the precision and the training engine of this run.
+    """Everything of `PartialState`, and the mixed precision, the plugins and the training engine of this run.
 
-    All instances share one state. The first one, usually made by an `Accelerator`, settles everything; a later one may
-    repeat what was settled, but not contradict it.
+    All instances share one state. The first one, usually created by an `Accelerator`, sets everything; a later one may
+    be given the same values, but not others.
 
     Args:
         mixed_precision (`str`, *optional*): "no", "fp16", "bf16" or "fp8"; `ACCELERATE_MIXED_PRECISION` when None.
         cpu (`bool`): Compute on the CPU even where there is an accelerator.
         dynamo_plugin (`TorchDynamoPlugin`, *optional*): How models are compiled.
-        deepspeed_plugin (`DeepSpeedPlugin`, or `dict` of them, *optional*): Train with DeepSpeed; of several set-ups
+        deepspeed_plugin (`DeepSpeedPlugin`, or `dict` of them, *optional*): Train with DeepSpeed; of several plugins
             the first is in use until another is selected.
         fsdp_plugin (`FullyShardedDataParallelPlugin`, *optional*): Train with sharded parameters.
-        torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Train a model that is split already.
+        torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Train a model that is already tensor-parallel.
         megatron_lm_plugin (`MegatronLMPlugin`, *optional*): Train with Megatron-LM.
-        parallelism_config (`ParallelismConfig`, *optional*): How processes divide data, layers and sequences.
-        kwargs: For `PartialState`, when it is not there yet.
+        parallelism_config (`ParallelismConfig`, *optional*): The sizes of each kind of parallelism.
+        kwargs: For `PartialState`, when it is not initialized yet.
 
     Raises:
-        ValueError: For settings that do not exist, that the device cannot do, that exclude one another, or that
-            contradict what the first instance settled.
+        ValueError: For settings that do not exist, that the device does not support, that exclude one another, or that
+            contradict those of the first instance.
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
@@ -62,9 +62,9 @@ class AcceleratorState(ProcessPlace):
     deepspeed_plugins: Any = fact("The settings of DeepSpeed, or several by name, as given.")
     fsdp_plugin: Any = fact("The settings of FSDP, where it is in use.")
     megatron_lm_plugin: Any = fact("The settings of Megatron-LM, where it is in use.")
-    torch_tp_plugin: Any = fact("The settings of a model that is split already, where there are any.")
-    parallelism_config: ParallelismConfig | None = fact("How processes divide data, layers and sequences.")
-    device_mesh: DeviceMesh | None = fact("The processes as a grid, where there is a parallelism config.")
+    torch_tp_plugin: Any = fact("The settings of a model that is already tensor-parallel, where there are any.")
+    parallelism_config: ParallelismConfig | None = fact("The sizes of each kind of parallelism.")
+    device_mesh: DeviceMesh | None = fact("The device mesh, where there is a parallelism config.")
     downcast_bfloat: bool = fact("On XLA: whether both float and double become bfloat16.")
     _mixed_precision: str = fact("The precision that was asked for.")
 
@@ -90,14 +90,14 @@ class AcceleratorState(ProcessPlace):
         }
         wanted = None if mixed_precision is None else _read_precision("mixed_precision", mixed_precision)
         if self.initialized:
-            if not PartialState._shared_state:  # it was reset by itself
+            if not PartialState._shared_state:  # it was reset alone
                 PartialState(cpu, **kwargs)
             self._check_same(wanted, cpu, plugins, dynamo_plugin, parallelism_config)
             return
         if not _from_accelerator:
             raise ValueError(
-                "There is no AcceleratorState yet: make an `Accelerator()` first, which settles how this run trains. "
-                "For the process's place alone, `PartialState()` will do."
+                "AcceleratorState is not initialized: create an `Accelerator()` first, which sets precision and plugins. "
+                "If only the rank and the device are needed, use `PartialState()`."
             )
         precision = wanted or _read_precision(
             "ACCELERATE_MIXED_PRECISION", parse_choice_from_env("ACCELERATE_MIXED_PRECISION")
@@ -107,15 +107,15 @@ class AcceleratorState(ProcessPlace):
         for given in plugins.values():
             for plugin in _each(given):
                 plugin.check()
-        place = PartialState(cpu, **kwargs)
-        if cpu and not (place._cpu or place.device.type == "cpu"):
+        process_state = PartialState(cpu, **kwargs)
+        if cpu and not (process_state._cpu or process_state.device.type == "cpu"):
             raise ValueError(
-                f"cpu=True, but this process already computes on {str(place.device)!r}: pass cpu=True where the first "
-                "PartialState or Accelerator is made, or set ACCELERATE_USE_CPU=true."
+                f"cpu=True, but this process already uses the device {str(process_state.device)!r}: pass cpu=True where the first "
+                "PartialState or Accelerator is created, or set ACCELERATE_USE_CPU=true."
             )
-        if place.is_local_main_process:
+        if process_state.is_local_main_process:
             check_os_kernel()
-        self.__dict__.update(place.__dict__)
+        self.__dict__.update(process_state.__dict__)
         self._mixed_precision = precision
         try:
             self._settle(plugins, dynamo_plugin, parallelism_config)
@@ -123,7 +123,7 @@ class AcceleratorState(ProcessPlace):
             self._shared_state.clear()
             raise
 
-    # ---- settling, once -----------------------------------------------------------------------------------------
+    # ---- initialization, once -----------------------------------------------------------------------------------
 
     def _settle(
         self,
@@ -141,7 +141,7 @@ class AcceleratorState(ProcessPlace):
         self.parallelism_config = parallelism_config
         self.device_mesh = None
         self.downcast_bfloat = False
-        self._take_ways(plugins)
+        self._attach_plugins(plugins)
         if parallelism_config is not None:
             self._check_parallelism(parallelism_config)
             self.device_mesh = parallelism_config.get_device_mesh(self.device.type)
@@ -150,13 +150,13 @@ class AcceleratorState(ProcessPlace):
         if self.device.type == "cuda" and self._mixed_precision == "no" and self._compiles:
             import torch
 
-            torch.backends.cuda.matmul.allow_tf32 = True  # what compiled float32 code is made for
+            torch.backends.cuda.matmul.allow_tf32 = True  # as torch.compile recommends for float32
 
-    def _take_ways(self, plugins: Mapping[str, Any]) -> None:
-        """Let each plugin say by its class facts what it makes of the run, and take over what the run has settled."""
-        ways = _ways(plugins)
-        if len(ways) > 1:
-            raise ValueError(f"{' and '.join(ways)} are different training engines: pass one of them.")
+    def _attach_plugins(self, plugins: Mapping[str, Any]) -> None:
+        """Set the distributed type from the plugins' class facts, and attach each plugin to this state."""
+        engines = _engine_plugins(plugins)
+        if len(engines) > 1:
+            raise ValueError(f"{' and '.join(engines)} are different training engines: pass one of them.")
         for argument, given in plugins.items():
             for plugin in _each(given):
                 kind = kind_of(self.device).name
@@ -165,10 +165,10 @@ class AcceleratorState(ProcessPlace):
                         f"{argument}={type(plugin).__name__} cannot train on {kind!r}: it works on "
                         f"{', '.join(sorted(plugin.works_on))}."
                     )
-        for argument, plugin in ways.items():
+        for argument, plugin in engines.items():
             if self.backend is None and not plugin.starts_own_group:
                 warn_user(
-                    f"{argument} has no effect: it divides work between processes, and this process stands alone. "
+                    f"{argument} has no effect: it needs several processes, and this run has one. "
                     "Start the script with `accelerate launch` or torchrun."
                 )
                 continue
@@ -200,7 +200,7 @@ class AcceleratorState(ProcessPlace):
         dynamo_plugin: TorchDynamoPlugin | None,
         parallelism_config: ParallelismConfig | None,
     ) -> None:
-        """Refuse settings that contradict what the first instance settled; those not given agree with anything."""
+        """Raise an error for settings that contradict those of the first instance; None agrees with any value."""
         pairs: list[tuple[str, Any, Any]] = []
         if precision is not None:
             pairs.append(("mixed_precision", precision, self._mixed_precision))
@@ -210,26 +210,26 @@ class AcceleratorState(ProcessPlace):
             pairs.append(("dynamo_backend", str(dynamo_plugin.backend), str(self.dynamo_plugin.backend)))
         if parallelism_config is not None:
             pairs.append(("parallelism_config", parallelism_config, self.parallelism_config))
-        for argument in _ways(plugins):
+        for argument in _engine_plugins(plugins):
             held = self.deepspeed_plugins if argument == "deepspeed_plugin" else getattr(self, argument)
             pairs.append((argument, True, held is not None))
         for name, wanted, settled in pairs:
             if wanted != settled:
                 raise ValueError(
                     f"{name}={wanted!r} contradicts {name}={settled!r}, which the first Accelerator of this process "
-                    "settled. All of them share one state: create them with the same settings, or leave this one out."
+                    "set. All Accelerators share one state: create them with the same settings, or leave this one out."
                 )
 
-    # ---- questions ----------------------------------------------------------------------------------------------
+    # ---- properties ---------------------------------------------------------------------------------------------
 
     @property
     def initialized(self) -> bool:
-        """True once an instance has been made (and not been reset since)."""
+        """True once an instance has been created (and not been reset since)."""
         return "_mixed_precision" in self._shared_state
 
     @property
     def mixed_precision(self) -> str:
-        """The mixed precision of the run: what the configuration of the plugin in use says, or else what was asked for."""
+        """The mixed precision of the run: that of the plugin in use, if it sets one, or else the one that was asked for."""
         own = None if self.plugin is None else self.plugin.mixed_precision_in_use()
         return self._mixed_precision if own is None else own
 
@@ -241,7 +241,7 @@ class AcceleratorState(ProcessPlace):
 
     @property
     def engine_name(self) -> str:
-        """The training engine's name in the table of engines, or that of one which another package brings."""
+        """The training engine's name in the table of engines, or among the entry points of other packages."""
         own = None if self.plugin is None else self.plugin.engine
         return os.environ.get("ACCELERATE_ENGINE") or own or self.distributed_type.value
 
@@ -254,15 +254,15 @@ class AcceleratorState(ProcessPlace):
     def _compiles(self) -> bool:
         return self.dynamo_plugin.backend != DynamoBackend.NO
 
-    # ---- DeepSpeed set-ups --------------------------------------------------------------------------------------
+    # ---- DeepSpeed plugins --------------------------------------------------------------------------------------
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed set-up in use; None when DeepSpeed was not asked for."""
+        """The DeepSpeed plugin in use; None without DeepSpeed."""
         return next((plugin for plugin in _each(self.deepspeed_plugins) if plugin.selected), None)
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed set-up of that name.
+        """The DeepSpeed plugin of that name.
 
         Raises:
             ValueError: When there is none.
@@ -280,7 +280,7 @@ class AcceleratorState(ProcessPlace):
         return named[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Use the DeepSpeed set-up of that name from now on.
+        """Use the DeepSpeed plugin of that name from now on.
 
         Raises:
             ValueError: When there is none.
@@ -294,10 +294,10 @@ class AcceleratorState(ProcessPlace):
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget everything, so that the next instance starts anew.
+        """Clear the shared state, so that the next instance is initialized again.
 
         Args:
-            reset_partial_state: Forget the process's place too.
+            reset_partial_state: Clear `PartialState` too.
         """
         cls._shared_state.clear()
         if reset_partial_state:
@@ -317,7 +317,7 @@ def _read_precision(name: str, given: str | PrecisionType) -> str:
     known = [*PrecisionType.list(), *sorted(entry_points(group=PRECISIONS).names)]
     guess = closest(value, known)
     hint = f" Did you mean {guess!r}?" if guess else ""
-    raise ValueError(f"{name}={given!r} is no mixed precision: use one of {', '.join(known)}.{hint}")
+    raise ValueError(f"{name}={given!r} is not a mixed precision: use one of {', '.join(known)}.{hint}")
 
 
 def _each(given: Any) -> list[Any]:
@@ -327,11 +327,11 @@ def _each(given: Any) -> list[Any]:
     if not isinstance(given, dict):
         return [given]
     if not given:
-        raise ValueError("deepspeed_plugin={} holds no plugin: name at least one, or leave it out.")
+        raise ValueError("deepspeed_plugin={} is empty: pass at least one plugin, or leave it out.")
     return list(given.values())
 
 
-def _ways(plugins: Mapping[str, Any]) -> dict[str, Plugin]:
-    """Those arguments that choose a training engine, with the plugin that stands for each."""
+def _engine_plugins(plugins: Mapping[str, Any]) -> dict[str, Plugin]:
+    """The arguments that choose a training engine, each with its plugin."""
     first = {argument: _each(given)[0] for argument, given in plugins.items() if given is not None}
     return {argument: plugin for argument, plugin in first.items() if plugin.distributed_type is not None}

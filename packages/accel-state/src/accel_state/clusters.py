@@ -1,4 +1,4 @@
-"""How the processes of a run are announced to each of them: torchrun, MPI launchers, SLURM."""
+"""Rank and world size from the environment variables of launchers: torchrun, MPI launchers, SLURM."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ SLURM_NUM_PORTS = 10000
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlace:
-    """One process's place among the processes of its run."""
+    """Rank, world size and rendezvous address of one process."""
 
     cluster: str
-    """Who announced it: the name of a `ClusterRow`, or of the device kind whose runtime counts its own processes."""
+    """Where they come from: the name of a `ClusterRow`, or of a device kind whose runtime sets the ranks."""
     rank: int
     world_size: int
     local_rank: int
     """Counted among the processes of this machine."""
     local_world_size: int
     master_addr: str | None = None
-    """Where the process of rank 0 listens; None when nobody said."""
+    """The address at which rank 0 listens; None when it is not known."""
     master_port: int | None = None
 
     def torch_variables(self) -> dict[str, str]:
-        """This place in the words of torchrun, which libraries beside torch read as well."""
+        """The environment variables of torchrun, which other libraries read too."""
         values = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world_size,
@@ -41,9 +41,9 @@ class ClusterPlace:
 
 @dataclass(frozen=True, slots=True)
 class ClusterRow:
-    """The variables by which one launcher announces places.
+    """The environment variables in which one launcher passes ranks.
 
-    A variable listed first is preferred. Without `rank` and `world_size` the launcher is not the one in charge.
+    A variable listed first is preferred. Without values for `rank` and `world_size`, the launcher did not start the process.
     """
 
     name: str
@@ -52,14 +52,14 @@ class ClusterRow:
     local_rank: tuple[str, ...]
     local_world_size: tuple[str, ...]
     counts_alone: bool = False
-    """Whether one single process is a run of this launcher too, rather than a program it happens to contain."""
+    """Whether a world size of 1 counts as a run of this launcher, rather than as a program inside one of its jobs."""
     find_port: Callable[[Mapping[str, str]], int] = lambda environ: DEFAULT_PORT
     collective_backend: str | None = None
     """The backend that this launcher prepares for CPU processes, used where torch was built with it."""
 
 
 def _slurm_port(environ: Mapping[str, str]) -> int:
-    """A port that steps of different jobs on one machine are unlikely to share, the same on all ranks of a step."""
+    """A port that is the same on all ranks of a step, and most likely another one for other jobs on the machine."""
     job = _find_number(environ, ("SLURM_JOB_ID", "SLURM_JOBID")) or 0
     step = _find_number(environ, ("SLURM_STEP_ID", "SLURM_STEPID")) or 0
     return SLURM_FIRST_PORT + (job + step) % SLURM_NUM_PORTS
@@ -100,7 +100,7 @@ CLUSTERS: tuple[ClusterRow, ...] = (
         collective_backend="mpi",
     ),
     # The variables of a step, which only srun sets. Those of the job are also there in the batch script itself, where
-    # nobody else would ever come to a rendezvous.
+    # no other process would ever join a rendezvous.
     ClusterRow(
         "SLURM",
         rank=("SLURM_PROCID",),
@@ -113,38 +113,38 @@ CLUSTERS: tuple[ClusterRow, ...] = (
 
 
 def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:
-    """Find this process's place in the variables of the first launcher of the table that announced one.
+    """Find rank and world size of this process in the variables of the first launcher of the table that has set them.
 
     Args:
         environ: The environment, usually `os.environ`.
 
     Returns:
-        The place, or None for a process that stands alone.
+        Rank and world size, or None for a process that no launcher started.
 
     Raises:
-        ValueError: When the variables contradict one another or hold no number.
+        ValueError: When the variables contradict one another or do not hold integers.
     """
     for row in CLUSTERS:
         rank = _find_number(environ, row.rank)
         world_size = _find_number(environ, row.world_size)
         if rank is None or world_size is None or (world_size == 1 and not row.counts_alone):
             continue
-        return _place(row, rank, world_size, environ)
+        return _rank_info(row, rank, world_size, environ)
     return None
 
 
 def cluster_row(name: str) -> ClusterRow | None:
-    """The row called `name`; None when the place came from elsewhere."""
+    """The row called `name`; None if there is no such row."""
     return next((row for row in CLUSTERS if row.name == name), None)
 
 
-def _place(row: ClusterRow, rank: int, world_size: int, environ: Mapping[str, str]) -> ClusterPlace:
+def _rank_info(row: ClusterRow, rank: int, world_size: int, environ: Mapping[str, str]) -> ClusterPlace:
     if rank >= world_size:
         raise ValueError(
-            f"{row.name} announced rank {rank} of {world_size} processes ({row.rank[0]}, {row.world_size[0]}): ranks go "
-            "from 0 to one less than the number of processes. Start all of them with one launcher, or unset both."
+            f"{row.name} set rank {rank} for world size {world_size} ({row.rank[0]}, {row.world_size[0]}): ranks go "
+            "from 0 to the world size minus 1. Start all processes with one launcher, or unset both variables."
         )
-    # A launcher that does not speak of machines means one.
+    # Without variables of local ranks, all processes are on one machine.
     local_rank = _find_number(environ, row.local_rank)
     local_world_size = _find_number(environ, row.local_world_size) or _slurm_tasks_here(environ)
     if local_rank is None:
@@ -165,7 +165,7 @@ def _place(row: ClusterRow, rank: int, world_size: int, environ: Mapping[str, st
 
 def _find_master(row: ClusterRow, one_machine: bool, environ: Mapping[str, str]) -> str | None:
     if row.counts_alone:
-        return None  # torchrun always says; variables set by hand must say it as well
+        return None  # torchrun always sets MASTER_ADDR; whoever sets the variables by hand must set it too
     if one_machine:
         return "127.0.0.1"
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
@@ -179,7 +179,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
-    """How many tasks of the step run on this machine: `"2(x3),1"` lists the machines in their order."""
+    """The number of tasks of the step on this machine: `"2(x3),1"` lists the machines in their order."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
     machine = _find_number(environ, ("SLURM_NODEID",))
     if not tasks or machine is None:
@@ -192,7 +192,7 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _find_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The first of several variables that is set, as a number; negative ones count as unset."""
+    """The first of several variables that is set, as an int; negative ones count as unset."""
     for name in names:
         text = environ.get(name)
         if text is None or text == "":

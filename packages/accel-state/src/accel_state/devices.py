@@ -42,20 +42,20 @@ def is_gaudi1() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """One kind of device. The defaults describe the usual one: `torch.<name>` with several numbered devices."""
+    """One kind of device. The defaults describe a module `torch.<name>` with several devices that have an index."""
 
     name: str
     """As in `torch.device(name)`."""
     distributed_type: DistributedType
     """What a run of several processes on such devices is called."""
     collective_backend: str | None
-    """The library of `torch.distributed` for them; None where there is none."""
+    """The backend of `torch.distributed` for them; None where there is none."""
     visible_devices_variable: str | None = None
-    """The environment variable with which a process is restricted to some of them."""
+    """The environment variable that restricts a process to some of them."""
     library: str | None = None
-    """What must be imported before torch knows the kind; None for those built in."""
+    """The library that must be imported before torch knows the kind; None for those built in."""
     backend_library: str | None = None
-    """What must be imported before `torch.distributed` knows the backend."""
+    """The library that must be imported before `torch.distributed` knows the backend."""
     numbered: bool = True
     """Whether a process picks one of several with `set_device(index)`."""
     bf16: bool | Callable[[], bool] | None = None
@@ -63,25 +63,25 @@ class DeviceKind:
     fp16: bool | Callable[[], bool] = True
     """Support of float16."""
     probe_variable: str | None = None
-    """Set to 1 while looking for devices, so that looking does not start the driver and processes may still fork."""
+    """Set to 1 while devices are detected, so that this does not initialize the driver and processes may still fork."""
     variables: tuple[tuple[str, str], ...] = ()
-    """Environment variables that are given these values, unless set, once the kind is chosen."""
+    """Environment variables and their values, set once the kind is chosen unless they are set already."""
     always_distributed: bool = False
-    """Whether one single process is called distributed too."""
+    """Whether a run of one process counts as distributed too."""
     before_group: Callable[[], None] | None = None
     """Called before the first process group of a run of several processes starts."""
 
     # ---- finding ------------------------------------------------------------------------------------------------
 
     def module(self) -> Any:
-        """The part of torch that drives the kind, such as `torch.cuda`; None where there is none."""
+        """The module of torch for the kind, such as `torch.cuda`; None where there is none."""
         found = getattr(torch, self.name, None)
         if found is None and self.library is not None and _load(self.library):
             found = getattr(torch, self.name, None)
         return found if isinstance(found, ModuleType) else None
 
     def is_available(self) -> bool:
-        """Whether this machine has a usable one."""
+        """Whether this machine has a usable device of this kind."""
         module = self.module()
         if module is None:
             return False
@@ -91,18 +91,18 @@ class DeviceKind:
             return bool(module.is_available())
 
     def device_count(self) -> int:
-        """How many of them this process can see."""
+        """The number of devices that are visible to this process."""
         module = self.module()
         return int(module.device_count()) if module is not None and self.is_available() else 0
 
     # ---- using --------------------------------------------------------------------------------------------------
 
     def device(self, index: int | None = None) -> torch.device:
-        """The device of that number, or without a number for the current one."""
+        """The device of that index; without an index, the current one."""
         return torch.device(self.name, index) if self.numbered and index is not None else torch.device(self.name)
 
     def index_of(self, local_rank: int) -> int | None:
-        """Which device the process of that local rank takes; None where they have no numbers.
+        """The device index of the process of that local rank; None where devices have no index.
 
         Raises:
             ValueError: When there are fewer devices than processes.
@@ -115,13 +115,13 @@ class DeviceKind:
         if count == 1:  # the launcher shows each process only its own
             return 0
         raise ValueError(
-            f"Process {local_rank} of this machine needs a {self.name!r} device of its own, but {count} can be seen: "
+            f"Local rank {local_rank} needs a {self.name!r} device of its own, but {count} are visible: "
             f"start at most {count} processes here, or pass cpu=True."
             + (f" ({self.visible_devices_variable} may hide devices.)" if self.visible_devices_variable else "")
         )
 
     def set_device(self, index: int | None) -> None:
-        """Make the device of that number the current one, where devices are numbered."""
+        """Make the device of that index the current one, where devices have an index."""
         for name, value in self.variables:
             os.environ.setdefault(name, value)
         if self.numbered and index is not None:
@@ -138,7 +138,7 @@ class DeviceKind:
         return self.fp16() if callable(self.fp16) else self.fp16
 
     def empty_cache(self) -> None:
-        """Give memory that is reserved but not in use back to the driver, where the kind keeps any."""
+        """Release cached memory that is not in use to the driver, where the kind has a caching allocator."""
         empty = getattr(self.module(), "empty_cache", None)
         if empty is not None:
             empty()
@@ -151,16 +151,16 @@ class DeviceKind:
     # ---- processes ----------------------------------------------------------------------------------------------
 
     def load_backend(self) -> None:
-        """Make the collective backend known to `torch.distributed`, where a library of its own brings it."""
+        """Import the library that registers the backend with `torch.distributed`, where there is one."""
         if self.backend_library is not None:
             _load(self.backend_library)
 
     def own_place(self) -> ClusterPlace | None:
-        """This process's place where the kind's runtime counts the processes itself; None for a launcher to say."""
+        """Rank and world size where the kind's runtime sets them; None where a launcher does."""
         return None
 
     def barrier(self, index: int | None) -> None:
-        """Wait until all processes of the default group are here."""
+        """A barrier of the default process group."""
         if index is None:
             torch.distributed.barrier()
         else:
@@ -170,7 +170,7 @@ class DeviceKind:
 @final
 @dataclass(frozen=True, slots=True)
 class XlaKind(DeviceKind):
-    """Devices behind torch_xla (TPUs), whose runtime starts and counts the processes."""
+    """Devices of torch_xla (TPUs), whose runtime starts the processes and sets their ranks."""
 
     def module(self) -> Any:
         """`torch_xla.core.xla_model`; None where torch_xla is missing."""
@@ -181,7 +181,7 @@ class XlaKind(DeviceKind):
         return is_torch_xla_available() and _load("torch_xla")
 
     def device_count(self) -> int:
-        """How many devices all processes see together."""
+        """The number of devices of all processes together."""
         return int(self._runtime().global_runtime_device_count()) if self.is_available() else 0
 
     def device(self, index: int | None = None) -> torch.device:
@@ -189,10 +189,10 @@ class XlaKind(DeviceKind):
         return importlib.import_module("torch_xla").device()
 
     def empty_cache(self) -> None:
-        """Nothing: the compiler plans the memory."""
+        """Nothing to do: the compiler plans the memory."""
 
     def own_place(self) -> ClusterPlace | None:
-        """This process's place as the XLA runtime counts."""
+        """Rank and world size as the XLA runtime sets them."""
         runtime = self._runtime()
         return ClusterPlace(
             cluster=self.name,
@@ -203,7 +203,7 @@ class XlaKind(DeviceKind):
         )
 
     def barrier(self, index: int | None) -> None:
-        """Wait until all processes are here."""
+        """A barrier of all processes, by rendezvous."""
         self.module().rendezvous("accelerate.wait_for_everyone")
 
     @staticmethod
@@ -274,7 +274,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
     DeviceKind("cpu", DistributedType.MULTI_CPU, "gloo", numbered=False, bf16=True),
 )
 ENTRY_POINTS = "accelerate.devices"
-"""The entry points by which other packages bring further rows."""
+"""The entry points by which other packages add rows."""
 
 
 def device_kinds() -> tuple[DeviceKind, ...]:
@@ -302,14 +302,14 @@ def device_kind(name: str) -> DeviceKind:
     for kind in kinds:
         if kind.name == name:
             return kind
-    raise ValueError(f"{name!r} is no device kind: use one of {', '.join(kind.name for kind in kinds)}.")
+    raise ValueError(f"{name!r} is not a device kind: use one of {', '.join(kind.name for kind in kinds)}.")
 
 
 def detect_device_kind() -> DeviceKind:
-    """The kind of device that this machine computes on: the first available one of the table."""
+    """The kind of this machine's device: the first available one of the table."""
     return next(kind for kind in device_kinds() if kind.is_available())
 
 
 def default_device() -> torch.device:
-    """The device to compute on in a program without state; starts no process group."""
+    """The default device of this machine, without creating a state or starting a process group."""
     return detect_device_kind().device()

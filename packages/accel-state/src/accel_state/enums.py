@@ -1,4 +1,4 @@
-"""The words in which choices are written: in code, configuration files and environment variables."""
+"""The enums of choices, with the values that config files and environment variables hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.utils.dataclasses.EnumWithContains")
 class EnumWithContains(EnumMeta):
-    """Metaclass with which `value in SomeEnum` answers for plain values as well as for members."""
+    """Metaclass with which `value in SomeEnum` works for plain values as well as for members."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -87,7 +87,7 @@ class FP8BackendType(str, Enum):  # noqa: UP042 - str() gives the name with its 
 
 @known_as("accelerate.utils.dataclasses.DynamoBackend")
 class DynamoBackend(str, BaseEnum):
-    """What `torch.compile` hands the captured graphs to; `NO` means not to compile."""
+    """The backend of `torch.compile`; `NO` means not to compile."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -109,7 +109,7 @@ class DynamoBackend(str, BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.PrecisionType")
 class PrecisionType(str, BaseEnum):
-    """The precision of the heavy arithmetic (`mixed_precision`)."""
+    """The values of `mixed_precision`."""
 
     NO = "no"
     FP8 = "fp8"
@@ -119,7 +119,7 @@ class PrecisionType(str, BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.RNGType")
 class RNGType(BaseEnum):
-    """A source of random numbers whose state can be synchronised and stored."""
+    """A random number generator whose state can be synchronised and saved."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -153,7 +153,7 @@ class LoggerType(BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.DDPCommunicationHookType")
 class DDPCommunicationHookType(BaseEnum):
-    """How DistributedDataParallel compresses gradients on their way between processes."""
+    """How DistributedDataParallel compresses gradients for the all-reduce."""
 
     NO = "no"
     FP16 = "fp16"
@@ -164,7 +164,7 @@ class DDPCommunicationHookType(BaseEnum):
 
 @known_as("accelerate.utils.dataclasses.CustomDtype")
 class CustomDtype(Enum):
-    """Precisions that memory is planned for although torch has no plain dtype for them."""
+    """Dtypes for which memory is computed although torch has no plain dtype for them."""
 
     FP8 = "fp8"
     INT4 = "int4"

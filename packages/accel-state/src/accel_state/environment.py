@@ -1,4 +1,4 @@
-"""Environment variables: read with a type, set for a while, left as they were."""
+"""Environment variables: reading them with a type, setting them for a while, and restoring them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Purged = TypeVar("Purged", bound=Callable[..., Any])
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a bool written as text.
+    """Read a bool written as a str.
 
     Args:
         value: One of y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
         to_bool: Return `True`/`False` rather than `1`/`0`.
 
     Raises:
-        ValueError: For any other text.
+        ValueError: For any other str.
     """
     word = value.lower()
     if word in TRUE_WORDS:
@@ -44,7 +44,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     if word in FALSE_WORDS:
         return False if to_bool else 0
     raise ValueError(
-        f"{value!r} is no bool: use one of {', '.join(sorted(TRUE_WORDS))} or {', '.join(sorted(FALSE_WORDS))}."
+        f"{value!r} is not a bool: use one of {', '.join(sorted(TRUE_WORDS))} or {', '.join(sorted(FALSE_WORDS))}."
     )
 
 
@@ -52,7 +52,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Read the environment variable `key` as a bool; `default` when it is not set.
 
     Raises:
-        ValueError: When it is set to something that is no bool.
+        ValueError: When it is set to something that is not a bool.
     """
     text = os.environ.get(key)
     if text is None:
@@ -64,19 +64,19 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Read the environment variable `key` as text; `default` when it is not set."""
+    """Read the environment variable `key` as a str; `default` when it is not set."""
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Read the first of several environment variables that holds a number of zero or more.
+    """Read the first of several environment variables that holds an integer of zero or more.
 
     Args:
         env_keys: Names of variables, the preferred one first.
         default: Returned when none of them is set (or all are negative).
 
     Raises:
-        ValueError: When a variable is set to something that is no integer.
+        ValueError: When a variable is set to something that is not an integer.
     """
     for key in env_keys:
         text = os.environ.get(key)
@@ -111,8 +111,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
             lines.append(f"{name}={value}\n")
         else:
             logger.warning(
-                "Left out environment variable %r with value %r: names and values must not be empty or contain blanks, line "
-                "ends or any of ; < > |",
+                "Ignored environment variable %r with value %r: names and values must not be empty or contain blanks, line "
+                "breaks or any of ; < > |",
                 name,
                 value,
             )
@@ -121,7 +121,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables for the length of a `with` block; names are upper-cased, values turned into text.
+    """Set environment variables for the length of a `with` block; names are upper-cased, values converted to str.
 
     Example:
         ```python
@@ -144,7 +144,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment for the length of a `with` block; whatever is set inside is forgotten after it."""
+    """Empty the environment for the length of a `with` block; it is restored afterwards, without what was set inside."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -241,7 +241,7 @@ def _purge_function(function: Any) -> Any:
 @known_as("accelerate.utils.environment.CPUInformation")
 @dataclass
 class CPUInformation:
-    """Where a CPU process stands among its fellows."""
+    """Rank and world size of a CPU process, globally and on its machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -250,10 +250,10 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process's place as announced by torchrun, an MPI launcher or SLURM; one process where none announced it."""
+    """Rank and world size of this process as set by torchrun, an MPI launcher or SLURM; one process without any of them."""
     from accel_state.clusters import detect_cluster
 
-    place = detect_cluster(os.environ)
-    if place is None:
+    rank_info = detect_cluster(os.environ)
+    if rank_info is None:
         return CPUInformation()
-    return CPUInformation(place.rank, place.world_size, place.local_rank, place.local_world_size)
+    return CPUInformation(rank_info.rank, rank_info.world_size, rank_info.local_rank, rank_info.local_world_size)

@@ -7,14 +7,14 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.utils.operations.DistributedOperationException")
 class DistributedOperationException(Exception):  # noqa: N818 - the name is public interface
-    """A collective operation was about to run on values that differ between processes.
+    """A collective was called with values, or as another collective, that do not match between ranks.
 
-    Raised in debug mode (`ACCELERATE_DEBUG_MODE=1`), before the operation can hang.
+    Raised on every rank, before the collective can hang.
     """
 
 
 class MissingLibraryError(ImportError):
-    """A feature was asked for whose optional library is not installed."""
+    """An optional library that a feature needs is not installed."""
 
 
 def missing_library(name: str, extra: str | None = None, why: str | None = None) -> MissingLibraryError:
@@ -22,7 +22,7 @@ def missing_library(name: str, extra: str | None = None, why: str | None = None)
 
     Args:
         name: The library as `pip install` knows it.
-        extra: The extra of the `accelerate` distribution that brings it, where there is one.
+        extra: The extra of the `accelerate` distribution that installs it, where there is one.
         why: What needs the library, as the beginning of a sentence: `"Logging to Weights & Biases"`.
 
     Returns:

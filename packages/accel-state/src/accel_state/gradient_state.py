@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @known_as("accelerate.state.GradientState")
 class GradientState:
-    """Whether this step exchanges and applies gradients, and whether it is the last one of a data loader.
+    """Whether this step is a sync step (all-reduces and applies gradients), and whether it is the last one of a data loader.
 
     All instances share one state. What the training loop reads at every step are plain attributes; data loaders are
     held by weak references, so the state keeps none of them alive.
 
     Args:
-        gradient_accumulation_plugin: How gradients are accumulated. May be given again later; the last one counts.
+        gradient_accumulation_plugin: How gradients are accumulated. May be passed again later; the last one is used.
     """
 
     _shared_state: ClassVar[Any] = SharedDict()
@@ -44,14 +44,14 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
-        """True once an instance has been made (and not been reset since)."""
+        """True once an instance has been created (and not been reset since)."""
         return "plugin_kwargs" in self._shared_state
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:
-        """Over how many micro-batches gradients are accumulated."""
+        """The number of micro-batches over which gradients are accumulated."""
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property
@@ -120,7 +120,7 @@ class GradientState:
         self._left_dataloader_ref = None
 
     def _leave_dataloader(self, dataloader: Any) -> None:
-        """Called by a prepared loader whose iteration is given up before its end, after `_remove_dataloader`."""
+        """Called by a prepared loader whose iteration stops before its end, after `_remove_dataloader`."""
         self._left_dataloader_ref = weakref.ref(dataloader) if dataloader.end_of_dataloader else None
 
     def _remove_dataloader(self, dataloader: Any) -> None:
@@ -134,12 +134,12 @@ class GradientState:
     # ---- stepping -----------------------------------------------------------------------------------------------
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Called once a micro-batch, by `accumulate` and by other libraries' training loops."""
+        """Called once per micro-batch, by `accumulate` and by other libraries' training loops."""
         self.sync_gradients = sync_gradients
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """On XLA: whether the gradients of this step have been summed over the processes; always so under FSDP."""
+        """On XLA: whether the gradients of this step have been all-reduced; always True under FSDP."""
         return self._is_xla_gradients_synced or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
     @is_xla_gradients_synced.setter
@@ -148,11 +148,11 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything, so that the next instance starts anew."""
+        """Clear the shared state, so that the next instance is initialized again."""
         cls._shared_state.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but the data loaders, which stay with this process."""
+        """The state without the data loaders, which are not pickled."""
         return {**self.__dict__, "_dataloader_references_ref": [None], "_left_dataloader_ref": None}
 
     def __repr__(self) -> str:

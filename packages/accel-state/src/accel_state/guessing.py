@@ -1,4 +1,4 @@
-"""What somebody may have meant who wrote a name that does not exist."""
+"""Suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 C = TypeVar("C", bound=type)
 
-# what others call the same, too far from our word to be taken for a slip
+# other names of the same values, too different to be found as misspellings
 OTHER_NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -23,16 +23,16 @@ UNEXPECTED = re.compile(r"got an unexpected keyword argument '(\w+)'$")
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The name that a word may stand for, whatever its case.
+    """The known name that is closest to a word, whatever its case.
 
     Args:
-        word: What was written.
-        known: The names there are.
+        word: The unknown name.
+        known: The existing names.
 
     Returns:
         One of `known`; None when none of them is close.
     """
-    import difflib  # which nobody waits for who writes what exists
+    import difflib  # slow to import, and needed only after an error
 
     by_lower_case = {name.lower(): name for name in known}
     other = OTHER_NAMES.get(word.lower(), "")
@@ -43,10 +43,10 @@ def closest(word: str, known: Iterable[str]) -> str | None:
 
 
 def guess_arguments(cls: C) -> C:
-    """Decorate a class so that a misspelt argument of its constructor is answered with the one that was meant.
+    """Decorate a class so that the error about a misspelt constructor argument suggests the right one.
 
     Args:
-        cls: A class with an `__init__` of its own, such as a dataclass. Its signature stays what it is.
+        cls: A class with an `__init__` of its own, such as a dataclass. Its signature does not change.
 
     Returns:
         The class itself.

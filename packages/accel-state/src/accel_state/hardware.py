@@ -1,4 +1,4 @@
-"""What this machine's devices are and can do: the questions of the table in `accel_state.devices` by their usual names."""
+"""What this machine's devices are and can do: the public functions on top of the table in `accel_state.devices`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """True when this machine's device computes in bfloat16; with `ignore_tpu`, TPUs count as unable."""
+    """True when this machine's device computes in bfloat16; with `ignore_tpu`, False on TPUs."""
     kind = detect_device_kind()
     if kind.name == "xla" and is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu

@@ -1,4 +1,4 @@
-"""Which optional libraries are here, and in which version: answered without importing any of them."""
+"""Which optional libraries are installed, and in which version, found out without importing them."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def installed_version(distribution: str) -> str | None:
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a version with a required one.
 
-    A build mark such as `+cu130` of the version at hand does not count: `2.13.0+cu130` equals `2.13.0`.
+    The local version label, such as `+cu130`, is ignored: `2.13.0+cu130` equals `2.13.0`.
 
     Args:
         library_or_version: Name of an installed distribution, or a version.
         operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
-        requirement_version: What to compare with.
+        requirement_version: The version to compare with.
 
     Raises:
         ValueError: For another operation.
         importlib.metadata.PackageNotFoundError: When the library is not installed.
     """
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(f"operation is {operation!r}: use one of {', '.join(STR_OPERATION_TO_FUNC)}.")
+        raise ValueError(f"operation={operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}.")
     if isinstance(library_or_version, str):
         found = installed_version(library_or_version)
         if found is None:
@@ -79,7 +79,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch_version":  # needs `packaging`, which most programs never do
+    if name == "torch_version":  # computed on demand, because it imports `packaging`
         value = globals()[name] = parse_version(importlib.metadata.version("torch"))
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -162,7 +162,7 @@ is_4bit_bnb_available = _library("bitsandbytes", at_least="0.39.0")
 is_bitsandbytes_multi_backend_available = _library("bitsandbytes", at_least="0.46.0")
 
 
-# ---- libraries about which there is more to ask ---------------------------------------------------------------------
+# ---- libraries with further conditions ------------------------------------------------------------------------------
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -209,12 +209,12 @@ def is_megatron_lm_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """True when pipelined inference works: always, since torch brings it."""
+    """True when pipeline-parallel inference works: always, with the supported versions of torch."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_weights_only_available() -> bool:
-    """True when torch can load tensors without executing what a file says: always, with the supported versions."""
+    """True when torch supports `weights_only=True`: always, with the supported versions."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -237,11 +237,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """True when torch_xla is installed and `USE_TORCH_XLA` does not forbid it.
 
     Args:
-        check_is_tpu: Also ask for a TPU behind it.
-        check_is_gpu: Also ask for a GPU behind it.
+        check_is_tpu: Require that its device is a TPU.
+        check_is_gpu: Require that its device is a GPU.
 
     Raises:
-        ValueError: When both are asked for.
+        ValueError: When both are True.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu are both True: one device is either, so set one of them.")

@@ -1,4 +1,4 @@
-"""Loggers that know about processes: a message comes once, or from all processes in their order."""
+"""Loggers for distributed programs: a message is logged once, or by all ranks in order."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.logging.MultiProcessAdapter")
 class MultiProcessAdapter(logging.LoggerAdapter):
-    """A logger whose methods take two more keywords and say which process speaks.
+    """A logger whose methods take two more keyword arguments and add the rank to messages.
 
-    `main_process_only` (`bool`): whether only the main process speaks; True unless `in_order` is.
-    `in_order` (`bool`): whether all processes speak, one after the other; all of them must then make the call.
+    `main_process_only` (`bool`): whether only the main process logs; True unless `in_order` is.
+    `in_order` (`bool`): whether all ranks log, one after the other; all of them must then make the call.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
@@ -26,15 +26,15 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         Args:
             level: As for `logging.Logger.log`.
             msg: The message.
-            args: What is formatted into it.
+            args: Its format arguments.
             kwargs: `main_process_only`, `in_order`, and what `logging.Logger.log` takes.
 
         Raises:
-            RuntimeError: Before this process has found its place.
+            RuntimeError: Before a `PartialState` is created.
         """
         if not is_initialized():
             raise RuntimeError(
-                f"The logger {self.logger.name!r} cannot tell yet which process this is: make an `Accelerator()` or a "
+                f"The logger {self.logger.name!r} does not know the rank of this process yet: create an `Accelerator()` or a "
                 "`PartialState()` before logging."
             )
         state = PartialState()
@@ -48,7 +48,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             for rank in range(state.num_processes):
                 if rank == state.process_index:
                     self._emit(level, msg, args, kwargs)
-                state.wait_for_everyone()  # whatever the level here: it may be another one elsewhere
+                state.wait_for_everyone()  # whatever the level is here: other ranks may have another one
         else:
             self._emit(level, msg, args, kwargs)
 
@@ -69,12 +69,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """A logger for one process among many.
+    """A logger for distributed programs.
 
     Args:
         name (`str`): As for `logging.getLogger`.
         log_level (`str`, *optional*): Such as `"INFO"`, for this logger and the root logger; `ACCELERATE_LOG_LEVEL`
-            when None. Without either, levels stay as they are.
+            when None. Without either, levels are not changed.
 
     Raises:
         ValueError: For a level that does not exist.
@@ -93,7 +93,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
         known = logging.getLevelNamesMapping()
         if level.upper() not in known:
             source = "log_level" if log_level else "ACCELERATE_LOG_LEVEL"
-            raise ValueError(f"{source}={level!r} is no level of logging: use one of {', '.join(known)}.")
+            raise ValueError(f"{source}={level!r} is not a logging level: use one of {', '.join(known)}.")
         logger.setLevel(known[level.upper()])
         logging.getLogger().setLevel(known[level.upper()])
     return MultiProcessAdapter(logger, {})

@@ -1,4 +1,4 @@
-"""The mesh of processes: how many share the data, the layers and the sequences, and what that means for each."""
+"""`ParallelismConfig`: sizes of data, tensor, context, sequence and pipeline parallelism, and the device mesh of them."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def data_place_of(mesh: DeviceMesh) -> DataPlace:
 
     Args:
         mesh: A mesh with named axes. Processes that differ only along "pp", "tp", "cp" or "sp" read the same
-            slice; every other axis divides the data, the first one slowest.
+            slice; every other axis splits the data, the first one varying slowest.
 
     Raises:
-        ValueError: When the axes have no names, or this process is not part of the mesh.
+        ValueError: When the dimensions have no names, or this rank is not in the mesh.
     """
     names, coordinates = mesh.mesh_dim_names, mesh.get_coordinate()
     if not names or coordinates is None:
-        problem = "its axes have no names" if not names else "this process is not part of it"
-        raise ValueError(f"{mesh!r} does not say which data this process reads: {problem}.")
+        problem = "its dimensions have no names" if not names else "this rank is not in it"
+        raise ValueError(f"{mesh!r} does not define which slice of the data this process reads: {problem}.")
     index, count = 0, 1
     for axis, (name, coordinate) in enumerate(zip(names, coordinates, strict=True)):
         if name not in SAME_BATCH_AXES:
@@ -94,23 +94,23 @@ def _backend(axis: str, default: str, *others: str) -> Any:
 @guess_arguments
 @dataclass(repr=False)
 class ParallelismConfig:
-    """How the processes of a run divide data, layers and sequences between them.
+    """The sizes of all kinds of parallelism of a run.
 
     The product of the sizes is the number of processes; sizes left out are 1.
 
     Args:
-        dp_replicate_size (`int`): Copies of the model, each reading other data.
-        dp_shard_size (`int`): Processes that share one copy's parameters (FSDP) and read different data.
-        tp_size (`int`): Processes that share every layer (tensor parallelism).
-        cp_size (`int`): Processes that share every sequence, by ring attention (context parallelism).
+        dp_replicate_size (`int`): Replicas of the model, which read different data.
+        dp_shard_size (`int`): Ranks over which the parameters of a replica are sharded (FSDP); they read different data.
+        tp_size (`int`): Ranks over which every layer is sharded (tensor parallelism).
+        cp_size (`int`): Ranks over which sequences are sharded, by ring attention (context parallelism).
         cp_backend (`"torch"`): Implementation of context parallelism.
-        sp_size (`int`): Processes that share every sequence, by exchanging heads (sequence parallelism).
+        sp_size (`int`): Ranks over which sequences are sharded, by all-to-all of attention heads (sequence parallelism).
         sp_backend (`"deepspeed"` or `"torch"`): Implementation of sequence parallelism; "torch" needs no DeepSpeed and
             works for any model whose attention is `scaled_dot_product_attention`.
-        tp_handler (`TorchTensorParallelConfig`, *optional*): Details; made with its defaults when the axis is used.
+        tp_handler (`TorchTensorParallelConfig`, *optional*): Details; created with its defaults when the axis is used.
         cp_handler (`TorchContextParallelConfig`, *optional*): Likewise.
         sp_handler (`DeepSpeedSequenceParallelConfig`, *optional*): Likewise.
-        pp_size (`int`): Processes that hold consecutive parts of the model (pipeline parallelism).
+        pp_size (`int`): Ranks that hold consecutive stages of the model (pipeline parallelism).
         pp_handler (`PipelineParallelConfig`, *optional*): Likewise.
 
     Example:
@@ -120,17 +120,17 @@ class ParallelismConfig:
         ```
     """
 
-    dp_replicate_size: int = _size("dp_replicate", "hold a copy of the model each")
-    dp_shard_size: int = _size("dp_shard", "share the parameters of one copy")
-    tp_size: int = _size("tp", "share every layer")
-    cp_size: int = _size("cp", "share every sequence by ring attention")
+    dp_replicate_size: int = _size("dp_replicate", "hold a replica of the model each")
+    dp_shard_size: int = _size("dp_shard", "shard the parameters of one replica")
+    tp_size: int = _size("tp", "shard every layer")
+    cp_size: int = _size("cp", "shard sequences by ring attention")
     cp_backend: Literal["torch"] = _backend("cp", "torch")
-    sp_size: int = _size("sp", "share every sequence by exchanging heads")
+    sp_size: int = _size("sp", "shard sequences by all-to-all of attention heads")
     sp_backend: Literal["deepspeed", "torch"] = _backend("sp", "deepspeed", "torch")
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    pp_size: int = _size("pp", "hold consecutive parts of the model")
+    pp_size: int = _size("pp", "hold consecutive stages of the model")
     pp_handler: PipelineParallelConfig | None = None
 
     device_mesh = cast("DeviceMesh | None", None)  # no annotation: an attribute, not a field
@@ -148,7 +148,7 @@ class ParallelismConfig:
     def _check_sizes(self) -> None:
         if self.cp_size > 1 and self.sp_size > 1:
             raise ValueError(
-                f"cp_size={self.cp_size} and sp_size={self.sp_size} both divide the sequence: set one of them to 1."
+                f"cp_size={self.cp_size} and sp_size={self.sp_size} both shard the sequence: set one of them to 1."
             )
 
     def _fill_handler(self, axis: str, handler_class: type) -> None:
@@ -161,15 +161,15 @@ class ParallelismConfig:
             raise wrong_value(f"ParallelismConfig.{name}", handler, f"a {handler_class.__name__}")
         elif self._size_of(axis) == 1:
             warn_user(
-                f"ParallelismConfig.{name}={handler!r} has no effect with {axis}_size=1: raise {axis}_size, or leave "
+                f"ParallelismConfig.{name}={handler!r} has no effect with {axis}_size=1: increase {axis}_size, or leave "
                 "it out."
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_joined": {}}  # meshes made from others are made again
+        return {**self.__dict__, "_joined": {}}  # flattened meshes are created again
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled one; accelerate 1.15 knows no pipelines."""
+        """Restore a pickled one; those of accelerate 1.15 have no pipeline fields."""
         self.__dict__.update({"pp_size": 1, "_joined": {}, **state})
 
     def __repr__(self) -> str:
@@ -177,7 +177,7 @@ class ParallelismConfig:
         return f"ParallelismConfig({', '.join(parts)}, total_size={self.total_size})"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as plain values that JSON can hold; handlers become dictionaries, unused ones None."""
+        """The fields as JSON values; handlers become dictionaries, unused ones None."""
         values = asdict(self)
         if self.pp_handler is not None and self.pp_handler.loss_weight is not None:
             values["pp_handler"]["loss_weight"] = getattr(self.pp_handler.loss_weight, "__qualname__", "a function")
@@ -199,7 +199,7 @@ class ParallelismConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many different batches are worked on at a time."""
+        """The number of different batches that are processed at a time."""
         return self.dp_replicate_size * self.dp_shard_size
 
     @property
@@ -209,7 +209,7 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are copies of the model."""
+        """Whether there are several replicas of the model."""
         return self.dp_replicate_size > 1
 
     @property
@@ -219,29 +219,29 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are shared."""
+        """Whether layers are sharded by tensor parallelism."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are shared by ring attention."""
+        """Whether sequences are sharded by ring attention."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are shared by exchanging heads."""
+        """Whether sequences are sharded by all-to-all of attention heads."""
         return self.sp_size > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether processes hold consecutive parts of the model."""
+        """Whether ranks hold consecutive stages of the model."""
         return self.pp_size > 1
 
     # ---- names of axes ----------------------------------------------------------------------------------------------
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Axes in use along which data differ."""
+        """Axes in use along which ranks read different data."""
         return self._used("dp_replicate", "dp_shard")
 
     @property
@@ -261,12 +261,12 @@ class ParallelismConfig:
 
     @property
     def _own_sequence_axis(self) -> tuple[str, ...]:
-        """The sequence axis where it is part of the mesh; DeepSpeed makes groups of its own for it."""
+        """The sequence axis where it is part of the mesh; DeepSpeed creates process groups of its own for it."""
         return ("sp",) if self.sp_backend == "torch" else ()
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Axes that `fully_shard` gets: copies, if any, and the joined sharding axis."""
+        """Axes that `fully_shard` gets: that of replicas, if any, and the joined sharding axis."""
         return [*self._used("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -277,7 +277,7 @@ class ParallelismConfig:
     # ---- the mesh ---------------------------------------------------------------------------------------------------
 
     def check_world_size(self, num_processes: int) -> None:
-        """Refuse a run with another number of processes than the sizes make; all sizes 1 fit any run.
+        """Raise an error if the product of the sizes is not the world size; sizes of 1 only fit any run.
 
         Raises:
             ValueError: Naming the sizes, their product and the number of processes.
@@ -287,7 +287,7 @@ class ParallelismConfig:
         factors = " x ".join(f"{axis}_size={self._size_of(axis)}" for axis in MESH_AXES if self._size_of(axis) > 1)
         raise ValueError(
             f"ParallelismConfig describes {factors} = {self.total_size} processes, but the run has {num_processes}: "
-            "change the sizes so that their product is the number of processes, or launch as many."
+            f"change the sizes so that their product is the number of processes, or launch {self.total_size} processes."
         )
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -296,7 +296,7 @@ class ParallelismConfig:
         return names, tuple(map(self._size_of, names))
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make the mesh of the axes in use and join the axes that are used together.
+        """Create the device mesh of the axes in use, and flatten the axes that are used together.
 
         The joined axes "dp", "dp_shard_cp" and "dp_cp" are reached through `axis_mesh`.
 
@@ -305,10 +305,10 @@ class ParallelismConfig:
 
         Returns:
             The mesh, its axes in the order of `MESH_AXES`. None when no axis is in use, and for sequence parallelism
-            by DeepSpeed, which makes its own groups.
+            by DeepSpeed, which creates its own process groups.
 
         Raises:
-            ValueError: When the sizes do not fit the number of processes.
+            ValueError: When the product of the sizes is not the number of processes.
         """
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
@@ -327,22 +327,24 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, made at the first call.
+        """The device mesh, created at the first call.
 
         Args:
             device_type: For example "cuda" or "cpu"; needed at the first call only.
 
         Raises:
-            ValueError: When the mesh is to be made for no device type, or exists for another one.
+            ValueError: When there is no mesh yet and no device type is passed, or the mesh is for another one.
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise ValueError('There is no mesh yet: give the device type, for example get_device_mesh("cuda").')
+                raise ValueError(
+                    'No device mesh has been built yet: pass the device type, for example get_device_mesh("cuda").'
+                )
             self.device_mesh = self.build_device_mesh(device_type)
         elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(
-                f"The mesh was made for {self.device_mesh.device_type!r}, not for {device_type!r}: ask for it without "
-                "a device type, or make another ParallelismConfig."
+                f"The device mesh was built for {self.device_mesh.device_type!r}, not for {device_type!r}: call this without "
+                "a device type, or create another ParallelismConfig."
             )
         return self.device_mesh
 
@@ -369,7 +371,7 @@ class ParallelismConfig:
             num_processes: Size of the run. When all sizes are 1, every process reads a slice of its own.
 
         Raises:
-            ValueError: When the sizes do not fit the number of processes.
+            ValueError: When the product of the sizes is not the number of processes.
         """
         self.check_world_size(num_processes)
         pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are consecutive ranks

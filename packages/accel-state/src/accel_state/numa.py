@@ -1,4 +1,4 @@
-"""Keeping a process on the CPU cores next to its GPU."""
+"""NUMA affinity: binding a process to the CPU cores next to its GPU."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SYSFS = Path("/sys")
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Keep this process on the cores of the memory node to which its NVIDIA GPU is attached.
+    """Bind this process to the cores of the NUMA node to which its NVIDIA GPU is attached.
 
-    Does nothing where there is no such GPU, or where the machine does not say to which node it belongs.
+    Does nothing where there is no such GPU, or where the machine does not report its node.
 
     Args:
-        local_process_index (`int`): Rank on this machine, and number of the process's GPU.
-        verbose (`bool`, *optional*): Log what was decided; `ACCELERATE_DEBUG_MODE` decides when None.
+        local_process_index (`int`): Local rank, and index of the process's GPU.
+        verbose (`bool`, *optional*): Log the cores and the reason; `ACCELERATE_DEBUG_MODE` when None.
     """
     if verbose is None:
         verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
@@ -31,24 +31,24 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if cores:
         os.sched_setaffinity(0, cores)
     if verbose:
-        logger.info("Process %d of this machine keeps to cores %s: %s", local_process_index, sorted(cores), reason)
+        logger.info("Local rank %d is bound to CPU cores %s: %s", local_process_index, sorted(cores), reason)
 
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Like `override_numa_affinity`, but only once: what the user changes afterwards is left alone."""
+    """Like `override_numa_affinity`, but only once, so that later changes of the user are kept."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def _cores_near_gpu(index: int) -> tuple[set[int], str]:
-    """The cores to keep to, none when there is nothing to choose; and why."""
+    """The cores to bind to, empty when the affinity is not to change; and the reason."""
     from accel_state.hardware import is_cuda_available, is_rocm_available
 
     if not hasattr(os, "sched_setaffinity") or not is_cuda_available() or is_rocm_available():
         return set(), "there is no NVIDIA GPU here, or the system cannot bind processes"
     bus_ids = _visible(gpu_bus_ids(is_pynvml_available()))
     if index >= len(bus_ids):
-        return set(), f"{len(bus_ids)} GPUs can be seen"
+        return set(), f"{len(bus_ids)} GPUs are visible"
     # "00000000:3B:00.0" is "0000:3b:00.0" in the file system
     domain, _, rest = bus_ids[index].lower().partition(":")
     node_file = SYSFS / "bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node"
@@ -62,7 +62,7 @@ def _cores_near_gpu(index: int) -> tuple[set[int], str]:
 
 
 def _visible(gpus: list[tuple[str, str]]) -> list[str]:
-    """Bus ids in the order of `CUDA_VISIBLE_DEVICES`, which names numbers or (beginnings of) UUIDs."""
+    """Bus ids in the order of `CUDA_VISIBLE_DEVICES`, which lists indices or (beginnings of) UUIDs."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [bus_id for bus_id, _ in gpus]

@@ -1,4 +1,4 @@
-"""Questions about NVIDIA hardware that are answered without starting CUDA."""
+"""Information about NVIDIA GPUs, found out without initializing CUDA."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from accel_state.warning import warn_user
 
-# Consumer cards of this series cannot exchange data directly; from this driver on NCCL finds that out by itself.
+# Consumer cards of this series have no peer-to-peer transfers; from this driver on NCCL detects that itself.
 SERIES_WITHOUT_P2P = "RTX 40"
 DRIVER_THAT_KNOWS = "550.40.07"
 
@@ -41,10 +41,10 @@ def gpu_bus_ids(through_library: bool) -> list[tuple[str, str]]:
     """PCI bus id and UUID of each NVIDIA GPU of this machine, in the driver's order.
 
     Args:
-        through_library: Ask nvidia-ml-py, which must be installed, rather than the slower `nvidia-smi`.
+        through_library: Use nvidia-ml-py, which must be installed, rather than the slower `nvidia-smi`.
 
     Returns:
-        For example `[("00000000:3B:00.0", "GPU-7f1e...")]`; empty where neither knows.
+        For example `[("00000000:3B:00.0", "GPU-7f1e...")]`; empty where they cannot be found out.
     """
     import subprocess
 
@@ -80,7 +80,7 @@ def _bus_ids_from_library() -> list[tuple[str, str]]:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """False when NCCL must be told not to use peer-to-peer or InfiniBand transfers between this machine's GPUs.
+    """False when NCCL must not use peer-to-peer or InfiniBand transfers between this machine's GPUs.
 
     That is so with several consumer cards of the RTX 40 series under an old driver; True wherever it cannot be found
     out.
@@ -97,15 +97,15 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def avoid_unsupported_transfers() -> None:
-    """Tell NCCL not to use transfers that this machine's GPUs lack, unless the user has said so or otherwise."""
+    """Disable NCCL transfers that this machine's GPUs lack, unless the user has set the variables."""
     switches = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
     if all(name in os.environ for name in switches) or check_cuda_p2p_ib_support():
         return
     for name in switches:
         os.environ.setdefault(name, "1")
     warn_user(
-        f"Set {' and '.join(switches)} to 1: GPUs of the {SERIES_WITHOUT_P2P} series cannot exchange data directly under "
-        f"this driver. Update it to {DRIVER_THAT_KNOWS} or later, or set both variables yourself."
+        f"Set {' and '.join(switches)} to 1, because GPUs of the {SERIES_WITHOUT_P2P} series have no peer-to-peer transfers under "
+        f"this driver. Update the driver to {DRIVER_THAT_KNOWS} or later, or set both variables yourself."
     )
 
 

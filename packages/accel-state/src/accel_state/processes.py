@@ -1,4 +1,4 @@
-"""`PartialState`: which process this is, of how many, on which device."""
+"""`PartialState`: the rank of this process, the world size, and its device."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def is_initialized() -> bool:
-    """True when this process has found its place, that is, once a `PartialState` was made."""
+    """True once a `PartialState` was created, and rank and device of this process are known."""
     return PartialState._shared_state != {}
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Take any arguments and do nothing: what the `on_..._process` decorators leave to the other processes."""
+    """Take any arguments and do nothing: what the `on_..._process` decorators run on the other processes."""
 
 
 class ProcessPlace:
-    """What follows from a process's place; the base of the two states, which share nothing else."""
+    """Attributes and methods that follow from rank, world size and device; the base of the two states."""
 
-    backend: str | None = fact("The collective library, as 'nccl' or 'gloo'; None without a process group.")
+    backend: str | None = fact("The backend of collectives, such as 'nccl' or 'gloo'; None without a process group.")
     debug: bool = fact("Whether collectives compare shapes first (`ACCELERATE_DEBUG_MODE`).")
-    device: torch.device = fact("Where to put models and batches; `ACCELERATE_TORCH_DEVICE` overrides the choice.")
+    device: torch.device = fact("The device of models and batches; `ACCELERATE_TORCH_DEVICE` overrides the choice.")
     distributed_type: DistributedType = fact("How the run is spread over processes; `NO` for a single one.")
     local_process_index: int = fact("The rank of this process on its machine, from 0.")
-    num_processes: int = fact("How many processes there are, over all machines.")
+    num_processes: int = fact("The world size: the number of processes, over all machines.")
     process_index: int = fact("The rank of this process among all, from 0.")
     fork_launched: bool = False
     """Whether a notebook forked this process."""
@@ -72,13 +72,13 @@ class ProcessPlace:
         """Whether this is the main process of its machine."""
         return self.local_process_index == 0 if self.main_process == "first" else self.is_last_process
 
-    # ---- together -----------------------------------------------------------------------------------------------
+    # ---- barriers and splitting ---------------------------------------------------------------------------------
 
     def wait_for_everyone(self) -> None:
-        """Go on only when all processes have come here.
+        """Wait until all processes have called this (a barrier).
 
-        After the process group has ended (`Accelerator.end_training`) there is nobody to wait for: this warns and goes
-        on, so that a script which only then saves its model does not lose it.
+        After the process group was destroyed (`Accelerator.end_training`) this warns and returns,
+        so that a script which saves its model only then does not lose it.
 
         Example:
             ```python
@@ -92,8 +92,8 @@ class ProcessPlace:
         supervision.report_progress()
         if self.backend is not None and not dist.is_initialized():
             warn_user(
-                f"wait_for_everyone() on process {self.process_index} waits for nobody, because the process group has "
-                "ended. Call it before end_training() or destroy_process_group(), which belong at the very end."
+                f"wait_for_everyone() on rank {self.process_index} did not wait, because the process group was already "
+                "destroyed. Call it before end_training() or destroy_process_group(), which belong at the very end."
             )
             return
         kind_of(self.device).barrier(self.device.index)
@@ -101,13 +101,13 @@ class ProcessPlace:
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let the main process run a `with` block before all others enter it, for instance to fill a cache."""
+        """Run a `with` block on the main process before all others enter it, for instance to fill a cache."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Let the main process of each machine run a `with` block before the others enter it."""
+        """Run a `with` block on the main process of each machine before the others enter it."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -123,16 +123,16 @@ class ProcessPlace:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Give each process its part of the inputs, within a `with` block; nothing is communicated.
+        """Split inputs between the processes within a `with` block, without any communication.
 
         Args:
-            inputs (`list`, `tuple`, `torch.Tensor`, `datasets.Dataset` or `dict` of these): What to divide, along the
+            inputs (`list`, `tuple`, `torch.Tensor`, `datasets.Dataset` or `dict` of these): The inputs to split along the
                 first dimension. The values of a dictionary must have the same length.
-            apply_padding (`bool`): Fill short parts up with the last input, so that all have the same length; needed
+            apply_padding (`bool`): Pad short slices with the last input, so that all have the same length; needed
                 when results are gathered. Tensors are then also moved to the device.
 
         Raises:
-            TypeError: For something that has no length.
+            TypeError: For inputs without a length.
             ValueError: For a dictionary whose values differ in length.
 
         Example:
@@ -149,8 +149,8 @@ class ProcessPlace:
             print(*args, **kwargs)  # noqa: T201
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """End a process group, on all its processes together; the default one, and with it all, when None."""
-        if self.fork_launched and group is None:  # the parent of forked processes ends it
+        """Destroy a process group, on all its processes; the default one, and with it all others, when None."""
+        if self.fork_launched and group is None:  # the parent of forked processes destroys it
             return
         if dist.is_available() and dist.is_initialized():
             shutdown.close_process_group(group)
@@ -196,11 +196,11 @@ class ProcessPlace:
     def on_local_process(
         self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
     ) -> Any:
-        """Decorator: only the process of that number on each machine runs the function, the others get None.
+        """Decorator: only the process of that local rank on each machine runs the function, the others get None.
 
         Args:
             function (`Callable`, *optional*): The function; left out in `@state.on_local_process(...)`.
-            local_process_index (`int`): The rank on its machine.
+            local_process_index (`int`): The local rank.
 
         Raises:
             ValueError: When `local_process_index` is missing.
@@ -220,19 +220,19 @@ class ProcessPlace:
 
 @known_as("accelerate.state.PartialState")
 class PartialState(ProcessPlace):
-    """Which process this is, of how many, and on which device it computes.
+    """The rank of this process, the world size, and the device of this process.
 
-    All instances share one state. The first one finds the place and, where a launcher started several processes,
-    starts the process group; later ones find everything settled and ignore their arguments.
+    All instances share one state. The first one finds rank and world size and, where a launcher started several processes,
+    starts the process group; later ones ignore their arguments.
 
     Args:
         cpu (`bool`): Compute on the CPU even where there is an accelerator; so does `ACCELERATE_USE_CPU`.
         kwargs: Arguments of `torch.distributed.init_process_group`, such as `backend` and `timeout`. Without effect
-            in a single process, and when the group exists already: it is adopted as it is.
+            in a single process, and when the default group already exists, which is then used.
 
     Raises:
-        TypeError: For keyword arguments that a process group does not take.
-        ValueError: For a backend or device that is not there, or an address that nobody gave.
+        TypeError: For keyword arguments that `init_process_group` does not take.
+        ValueError: For a backend or device that is not available, or if MASTER_ADDR is not set.
 
     Example:
         ```python
@@ -250,19 +250,19 @@ class PartialState(ProcessPlace):
         kwargs.pop("_use_sagemaker", None)  # transformers passes it; the environment says it as well
         options = process_group.check_group_options(kwargs)
         try:
-            self._find_place(cpu or parse_flag_from_env("ACCELERATE_USE_CPU"), options)
+            self._find_ranks(cpu or parse_flag_from_env("ACCELERATE_USE_CPU"), options)
         except BaseException:
             self._shared_state.clear()
             raise
 
     @property
     def initialized(self) -> bool:
-        """True once an instance has been made (and not been reset since)."""
+        """True once an instance has been created (and not been reset since)."""
         return self._shared_state != {}
 
     @property
     def default_device(self) -> torch.device:
-        """The device a program without several processes would compute on, whatever this state was told."""
+        """The device of a program of one process, whatever the arguments of this state were."""
         return default_device()
 
     def set_device(self) -> None:
@@ -277,12 +277,12 @@ class PartialState(ProcessPlace):
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything, so that the next instance starts anew; a process group stays as it is."""
+        """Clear the shared state, so that the next instance is initialized again; a process group is not changed."""
         cls._shared_state.clear()
 
-    # ---- finding the place, once --------------------------------------------------------------------------------
+    # ---- initialization, once -----------------------------------------------------------------------------------
 
-    def _find_place(self, cpu: bool, options: dict[str, Any]) -> None:
+    def _find_ranks(self, cpu: bool, options: dict[str, Any]) -> None:
         self._cpu = cpu
         self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
         self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
@@ -291,19 +291,19 @@ class PartialState(ProcessPlace):
         self.num_processes, self.process_index, self.local_process_index = 1, 0, 0
 
         kind = self._kind()
-        place = kind.own_place() or detect_cluster(os.environ)
+        rank_info = kind.own_place() or detect_cluster(os.environ)
         exists = dist.is_available() and dist.is_initialized()
         if exists:
-            place = _place_in_group(place)
-        if place is not None:
-            self.num_processes, self.process_index = place.world_size, place.rank
-            self.local_process_index = place.local_rank
+            rank_info = _rank_info_of_group(rank_info)
+        if rank_info is not None:
+            self.num_processes, self.process_index = rank_info.world_size, rank_info.rank
+            self.local_process_index = rank_info.local_rank
             supervision.report_to_launcher(self.process_index)
         if exists:
             self.backend = dist.get_backend()
             self.set_device()
-        elif place is not None and (place.world_size > 1 or place.master_addr is not None):
-            self._start_group(kind, place, options)
+        elif rank_info is not None and (rank_info.world_size > 1 or rank_info.master_addr is not None):
+            self._start_group(kind, rank_info, options)
         else:
             self.set_device()
         if self.backend is not None or kind.always_distributed:
@@ -311,25 +311,26 @@ class PartialState(ProcessPlace):
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
             set_numa_affinity(self.local_process_index)
 
-    def _start_group(self, kind: DeviceKind, place: ClusterPlace, options: dict[str, Any]) -> None:
-        """Start the process group; whatever can be wrong is found before anything starts."""
+    def _start_group(self, kind: DeviceKind, rank_info: ClusterPlace, options: dict[str, Any]) -> None:
+        """Start the process group, after checking everything that could be wrong."""
         if kind.collective_backend is None:
             warn_user(
-                f"{kind.name!r} devices cannot exchange data between processes, so the {place.world_size} processes "
+                f"{kind.name!r} devices have no backend for collectives, so the {rank_info.world_size} processes "
                 "compute on the CPU. Start one process to use the device, or pass cpu=True."
             )
             kind = device_kind("cpu")
-        self.backend = process_group.choose_backend(kind, place, options.get("backend"))
+        process_group.check_distributed(rank_info)
+        self.backend = process_group.choose_backend(kind, rank_info, options.get("backend"))
         process_group.check_backend(self.backend, kind)
         self.set_device()
-        if kind.before_group is not None and place.world_size > 1:
+        if kind.before_group is not None and rank_info.world_size > 1:
             kind.before_group()
-        process_group.start_process_group(place, self.backend, options)
+        process_group.start_process_group(rank_info, self.backend, options)
         if kind.name == "cpu":
-            process_group.share_cpu_threads(place.local_world_size)
+            process_group.split_cpu_threads(rank_info.local_world_size)
 
     def _kind(self) -> DeviceKind:
-        """The kind of device that this process computes on."""
+        """The kind of this process's device."""
         override = os.environ.get("ACCELERATE_TORCH_DEVICE")
         if override is not None:
             kind = kind_of(torch.device(override))
@@ -340,7 +341,7 @@ class PartialState(ProcessPlace):
         return kind
 
     def _distributed_type(self) -> DistributedType:
-        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):  # asked for before any plugin is made
+        if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):  # chosen before any plugin is created
             return DistributedType.DEEPSPEED
         return self._kind().distributed_type
 
@@ -351,8 +352,8 @@ def kind_of(device: torch.device) -> DeviceKind:
     return next((kind for kind in kinds if kind.name == device.type), kinds[-1])
 
 
-def _place_in_group(announced: ClusterPlace | None) -> ClusterPlace:
-    """The place of this process in the process group that somebody else started."""
+def _rank_info_of_group(announced: ClusterPlace | None) -> ClusterPlace:
+    """Rank and world size of this process in a process group that the program started itself."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if announced is not None and (announced.rank, announced.world_size) == (rank, world_size):
         return announced
@@ -368,5 +369,5 @@ def _only_if(chosen: bool, function: Any) -> Any:
 
 def _given(name: str, value: int | None) -> int:
     if value is None:
-        raise ValueError(f"{name} is missing: say which process is to run the function, as in {name}=0.")
+        raise ValueError(f"{name} is missing: pass the process that runs the function, as in {name}=0.")
     return value

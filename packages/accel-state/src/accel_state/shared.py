@@ -1,4 +1,4 @@
-"""The dictionary that all instances of a state share, and the attributes that lie in it."""
+"""The dictionary that all instances of a state share, and the attributes in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_state.public_names import known_as
 
 @known_as("accelerate.state.ThreadLocalSharedDict")
 class ThreadLocalSharedDict(threading.local):
-    """Class attribute that gives every thread a dictionary of its own: on TPUs one thread drives each core.
+    """Class attribute with a dictionary for each thread: on TPUs one thread drives each core.
 
     Args:
         thread_local: Kept for callers that pass it; has no effect.
@@ -31,13 +31,13 @@ SharedDict: type = ThreadLocalSharedDict if is_torch_xla_available() else dict
 
 
 class Fact:
-    """A documented attribute of a state; while the shared dictionary has no value for it, it says how to get one.
+    """A documented attribute of a state; reading it before the state is initialized raises an error that says what to do.
 
     Args:
-        meaning: What `help(...)` shows.
+        meaning: The docstring of the attribute.
 
     Raises:
-        AttributeError: When the attribute is read while nothing is set up.
+        AttributeError: When the attribute is read before the state is initialized.
     """
 
     def __init__(self, meaning: str) -> None:
@@ -52,7 +52,7 @@ class Fact:
         own = type(instance).__name__
         raise AttributeError(
             f"`{own}` object has no attribute {self._name!r} now. This happens if `{own}._reset_state()` was called, or "
-            f"nothing was set up yet: make an `Accelerator()` or a `{own}()` first."
+            f"nothing was initialized yet: create an `Accelerator()` or a `{own}()` first."
         )
 
 

@@ -1,12 +1,12 @@
-"""A clean end for process groups, so that a process whose work is done does not die while the interpreter ends.
+"""Closing process groups cleanly, so that a process that has finished does not abort at interpreter shutdown.
 
 The collectives of a gloo group run in threads of the group. After a collective has returned, its thread may still have
 to release Python objects (tensors, callbacks of communication hooks), for which it needs the interpreter's lock. If it
-gets to that only when the interpreter has begun to end, CPython stops the thread by unwinding its stack, C++ forbids
+gets to that only after the interpreter has begun to shut down, CPython stops the thread by unwinding its stack, C++ forbids
 unwinding through a destructor, and the process aborts: "terminate called without an active exception". Neither a
 barrier nor `destroy_process_group` helps: models and work handles keep the group, and with it the threads, alive.
 
-So before the interpreter ends, every thread of every gloo group is shown to have nothing of Python's in its hands.
+So before the interpreter shuts down, every thread of every gloo group is made to release its Python objects.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _registered_in: int | None = None  # a process id, because forked processes inhe
 
 
 def register() -> None:
-    """Have process groups closed before the interpreter ends; call it once a default group exists, and again at will."""
+    """Have process groups closed before the interpreter shuts down; may be called again, once a default group exists."""
     global _registered_in
     import torch.distributed as dist
 
@@ -54,7 +54,7 @@ def on_close(callback: Callable[[], None]) -> None:
 
 
 def close_process_group(group: Any = None) -> None:
-    """End a process group; waits for nobody, so that it cannot hang when another process is gone.
+    """Destroy a process group without waiting for other processes, so that it cannot hang when one has exited.
 
     Args:
         group: The group; the default one, and with it all others, when None.
@@ -105,16 +105,16 @@ def _open_groups() -> list[Any]:
 def drain(group: Any, seconds: float = SECONDS_AT_CLOSE) -> bool:
     """Wait until no thread of a group's gloo backend has any Python object left to release.
 
-    Nothing is communicated, and afterwards nothing can be: the processes no longer agree on how many collectives there
-    have been.
+    It communicates nothing, and the group cannot be used afterwards: the processes no longer agree on the number of
+    collectives.
 
     Args:
         group: A `torch.distributed.ProcessGroup`; one without gloo needs no draining.
         seconds: How long to wait for threads that are still in a collective.
 
     Returns:
-        False when time ran out, because another process does not take part in a collective. The group then lives on
-        until the process is gone, even if it is destroyed: to end its threads would mean to wait for that process.
+        False on timeout, because another process does not take part in a collective. The group then stays alive
+        until the process exits, even if it is destroyed: joining its threads would mean waiting for that process.
     """
     done = all([_drain_backend(backend, seconds) for backend in _gloo_backends(group)])
     if not done:
@@ -155,13 +155,13 @@ class _Visit:
 
 
 def _drain_backend(backend: Any, seconds: float) -> bool:
-    """Show that every thread of a backend has finished all earlier work and holds no Python object.
+    """Make sure that every thread of a backend has finished all earlier work and holds no Python object.
 
-    Each thread is given a collective that fails on the spot, before it communicates, and whose callback blocks until
-    all threads are in such a callback: so all have left their earlier work behind. What then remains is to release the
-    callbacks. A weak reference reports that from within, in C code, so the thread gives the interpreter's lock back
-    without ever asking for it again. Everything else that belongs to the failed collectives is kept for ever, lest the
-    threads be the last to hold it.
+    Each thread gets a collective that fails at once, before it communicates, and whose callback blocks until
+    all threads are in such a callback: then all have finished their earlier work. What remains is to release the
+    callbacks. A weak reference reports that from C code, so the thread releases the interpreter's lock
+    without acquiring it again. Everything else that belongs to the failed collectives is never freed, lest the
+    threads hold the last reference.
     """
     import torch
     import torch.distributed as dist
@@ -207,6 +207,6 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
 
 
 def _keep_for_ever(thing: Any) -> None:
-    """Make sure that nothing destroys an object, the end of the interpreter included."""
+    """Keep an object alive, even through interpreter shutdown."""
     with contextlib.suppress(AttributeError):  # interpreters without the C interface
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

@@ -1,4 +1,4 @@
-"""Dividing a batch of inputs between processes: arithmetic on lengths, without any communication."""
+"""Splitting a batch of inputs between processes: arithmetic on lengths, without any communication."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 
-def share_of(length: int, rank: int, num_processes: int) -> range:
-    """The positions out of `length` that a process gets; shares differ by one at most, the first ones are longer."""
+def slice_of(length: int, rank: int, num_processes: int) -> range:
+    """The positions out of `length` that a process gets; slices differ by one at most, the first ones are longer."""
     each, longer = divmod(length, num_processes)
     start = rank * each + min(rank, longer)
     return range(start, start + each + (rank < longer))
@@ -20,26 +20,26 @@ def share_of(length: int, rank: int, num_processes: int) -> range:
 def split(
     inputs: Any, rank: int, num_processes: int, *, apply_padding: bool = False, device: torch.device | None = None
 ) -> Any:
-    """The part of `inputs` that belongs to one process.
+    """The slice of `inputs` of one process.
 
     Args:
-        inputs: A list, tuple or other sequence, a tensor or array (divided along its first dimension), a
-            `datasets.Dataset`, or a dictionary of these that all have the same length. Text is not divided.
-        rank: The process, from 0.
-        num_processes: How many share the inputs.
-        apply_padding: Fill short parts up with the last of all inputs, so that all parts have the same length.
-        device: Where tensors of filled-up parts are moved, ready to be gathered.
+        inputs: A list, tuple or other sequence, a tensor or array (split along its first dimension), a
+            `datasets.Dataset`, or a dictionary of these that all have the same length. A str is not split.
+        rank: The rank of the process.
+        num_processes: The number of processes.
+        apply_padding: Pad short slices with the last of all inputs, so that all have the same length.
+        device: Device to which padded tensors are moved, so that they can be gathered.
 
     Returns:
-        The part, of the same type (a named tuple becomes a plain one).
+        The slice, of the same type (a named tuple becomes a plain one).
 
     Raises:
-        TypeError: For inputs that have no length.
+        TypeError: For inputs without a length.
         ValueError: For a dictionary whose values differ in length.
     """
     if num_processes == 1:
         return inputs
-    _length(inputs)  # complains before anything is divided
+    _length(inputs)  # raises before anything is split
     return _split(inputs, rank, num_processes, device if apply_padding else None, apply_padding)
 
 
@@ -49,34 +49,34 @@ def _split(inputs: Any, rank: int, num_processes: int, device: torch.device | No
     if isinstance(inputs, (str, bytes)):
         return inputs
     length = len(inputs)
-    share = share_of(length, rank, num_processes)
-    num_missing = -(-length // num_processes) - len(share) if apply_padding and length else 0
+    positions = slice_of(length, rank, num_processes)
+    num_missing = -(-length // num_processes) - len(positions) if apply_padding and length else 0
     if _is_dataset(inputs):
-        return inputs.select([*share, *[length - 1] * num_missing])
-    part = inputs[share.start : share.stop]
+        return inputs.select([*positions, *[length - 1] * num_missing])
+    piece = inputs[positions.start : positions.stop]
     if isinstance(inputs, torch.Tensor):
         if num_missing:
-            part = torch.cat([part, inputs[-1:].expand(num_missing, *inputs.shape[1:])])
-        return part if device is None else part.to(device)
+            piece = torch.cat([piece, inputs[-1:].expand(num_missing, *inputs.shape[1:])])
+        return piece if device is None else piece.to(device)
     if not num_missing:
-        return part
+        return piece
     if isinstance(inputs, (list, tuple)):
-        return part + inputs[-1:] * num_missing
-    return _pad_other(inputs, part, num_missing)
+        return piece + inputs[-1:] * num_missing
+    return _pad_other(inputs, piece, num_missing)
 
 
-def _pad_other(inputs: Any, part: Any, num_missing: int) -> Any:
+def _pad_other(inputs: Any, piece: Any, num_missing: int) -> Any:
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(inputs, numpy.ndarray):
-        return numpy.concatenate([part, *[inputs[-1:]] * num_missing])
-    return [*part, *[inputs[-1]] * num_missing]  # a range, for one, cannot repeat its last value
+        return numpy.concatenate([piece, *[inputs[-1:]] * num_missing])
+    return [*piece, *[inputs[-1]] * num_missing]  # a range, for one, cannot repeat its last value
 
 
 def _length(inputs: Any, name: str = "inputs") -> int:
-    """How many items there are to divide.
+    """The number of items to split.
 
     Raises:
-        TypeError: For something that cannot be divided.
+        TypeError: For something that cannot be split.
         ValueError: For a dictionary whose values differ in length.
     """
     if isinstance(inputs, Mapping):
@@ -88,14 +88,14 @@ def _length(inputs: Any, name: str = "inputs") -> int:
         if len(set(lengths.values())) > 1:
             found = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
             raise ValueError(
-                f"The values of {name} differ in length ({found}): only equally long ones can be divided between "
-                "processes. Split them one by one, or make them equally long."
+                f"The values of {name} differ in length ({found}): only values of one length can be split between "
+                "processes. Split them one by one, or pad them to one length."
             )
         return next(iter(lengths.values()), 0)
     divisible = isinstance(inputs, (Sequence, torch.Tensor)) or _is_array(inputs) or _is_dataset(inputs)
     if not divisible or (isinstance(inputs, torch.Tensor) and inputs.ndim == 0):
         raise TypeError(
-            f"{name} is {reprlib.repr(inputs)} of type {type(inputs).__name__}, which cannot be divided between processes: give a "
+            f"{name} is {reprlib.repr(inputs)} of type {type(inputs).__name__}, which cannot be split between processes: pass a "
             "list, a tuple, a tensor with at least one dimension, a datasets.Dataset, or a dictionary of these."
         )
     return len(inputs)

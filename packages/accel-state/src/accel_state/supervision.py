@@ -1,8 +1,8 @@
-"""What a process tells the launcher that watches it: that it goes on, where it is, and what it died of.
+"""What a process reports to the launcher that supervises it: progress, its Python stacks, and the error it exits with.
 
 The launcher names a folder. Each process keeps a counter there, writes its Python stacks into a file when it is sent a
-signal, and leaves the traceback it ends with, which the launcher prints once and first. Without a launcher nothing of
-this happens.
+signal, and writes the traceback of an uncaught exception, which the launcher prints once and first. Without such a
+launcher, nothing of this happens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _kept: list[Any] = []  # open files, and what maps them
 
 
 def report_to_launcher(rank: int) -> None:
-    """Begin to tell the launcher, if there is one and it started this very process.
+    """Start reporting to the launcher, if there is one and it started this process itself.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
     """
     launcher, _, folder = os.environ.get(VARIABLE, "").partition(":")
     if _kept or STACK_SIGNAL is None or not folder or str(os.getppid()) != launcher:
@@ -40,14 +40,14 @@ def report_to_launcher(rank: int) -> None:
         _begin(rank, int(launcher), folder)
     except (OSError, ValueError):  # the launcher is about to end, and its folder gone; or this is not the main thread
         return
-    if sys.excepthook is sys.__excepthook__:  # somebody else's is left alone
+    if sys.excepthook is sys.__excepthook__:  # another hook is not replaced
         sys.excepthook = _leave_traceback(rank, int(launcher), folder)
 
 
 def report_progress() -> None:
-    """Let a launcher that watches see that the program goes on.
+    """Count progress, so that a supervising launcher sees that the program does not hang.
 
-    To be called by whatever a training loop passes again and again: collectives and barriers, batches, backward passes,
+    Called from everything that a training loop does repeatedly: collectives and barriers, batches, backward passes,
     optimizer steps, files read and written. It costs some 50 ns.
     """
     if counter is not None:
@@ -71,12 +71,12 @@ def _begin(rank: int, launcher: int, folder: str) -> None:
     if sys.platform.startswith("linux"):
         import ctypes
 
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody is left behind by a launcher that is killed
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no process survives a launcher that is killed
         if os.getppid() != launcher:  # just now
             os._exit(1)
     with suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, f"{rank}.error"))  # of a process that this one replaces
-    write_whole(folder, f"{rank}.pid", str(os.getpid()))
+    write_atomically(folder, f"{rank}.pid", str(os.getpid()))
 
 
 def _leave_traceback(rank: int, launcher: int, folder: str) -> Any:
@@ -88,15 +88,15 @@ def _leave_traceback(rank: int, launcher: int, folder: str) -> Any:
 
         text = "".join(traceback.format_exception(kind, error, trace))
         try:
-            write_whole(folder, f"{rank}.error", f"{time.time()}\n{text}")
+            write_atomically(folder, f"{rank}.error", f"{time.time()}\n{text}")
         except OSError:
             sys.__excepthook__(kind, error, trace)
 
     return excepthook
 
 
-def write_whole(folder: str, name: str, text: str) -> None:
-    """Write a file so that readers see all of it or nothing."""
+def write_atomically(folder: str, name: str, text: str) -> None:
+    """Write a file atomically, so that readers see all of it or nothing."""
     draft = os.path.join(folder, f".{name}")
     with open(draft, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

@@ -11,19 +11,19 @@ _PASSED_OVER = frozenset(
         "accelerate", "contextlib", "functools", "torch",
     }
 )  # fmt: skip
-"""Top-level modules whose frames lie between the program and a warning: ours, and what calls us for the program."""
+"""Top-level modules whose frames are skipped: these packages, and modules that call them for the program."""
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the innermost line that is neither ours nor torch's.
+    """Warn at the innermost line outside of these packages and torch.
 
     Args:
-        message: What was seen, and what to do.
+        message: What happened, and what to do.
         category: The class of the warning.
     """
     frame, stacklevel = sys._getframe(1), 2
     while frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
-        if frame.f_back is None:  # nothing but us, as in a thread of ours
+        if frame.f_back is None:  # no frame of the program, as in a thread of these packages
             stacklevel = 2
             break
         frame, stacklevel = frame.f_back, stacklevel + 1

@@ -1,4 +1,4 @@
-"""Experiment tracking, progress bars and profiling that behave on many processes."""
+"""Experiment tracking, progress bars and profiling for distributed training."""
 
 from accel_state.lazy import lazy_exports
 

@@ -1,4 +1,4 @@
-"""Recording where time and memory go, one trace per process."""
+"""Profiling with `torch.profiler`, one trace per rank."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[torch.profiler.profile]:
-    """Profile a block; when it ends well, write `profile_<rank>.json` if the settings name a folder.
+    """Profile a `with` block and, unless it raises, write `profile_<rank>.json` if the settings name a folder.
 
     Args:
-        settings (`ProfileKwargs`): What to record, and where the Chrome traces go.
-        summary (`bool`): Whether the main process then says in a few lines where the time went, on standard error.
+        settings (`ProfileKwargs`): What to record, and the folder of the Chrome traces.
+        summary (`bool`): Whether the main process then prints a summary of a few lines to standard error.
 
     Yields:
         The running `torch.profiler.profile`.
@@ -49,12 +49,12 @@ def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[t
         folder.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=state.process_index)))
     if summary and state.is_main_process:
-        _say_summary(profiler)
+        _print_summary(profiler)
     if settings.output_trace_dir is not None:
-        state.wait_for_everyone()  # all traces are there when any process goes on
+        state.wait_for_everyone()  # all traces are written before any rank continues
 
 
-def _say_summary(profiler: torch.profiler.profile) -> None:
+def _print_summary(profiler: torch.profiler.profile) -> None:
     from accel_tracking.profiling_summary import summarize
 
     found = summarize(profiler)

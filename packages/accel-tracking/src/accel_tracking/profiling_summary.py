@@ -1,4 +1,4 @@
-"""What a profile says in a few lines: where the time went, and which operators took it."""
+"""A summary of a profile: the time of each phase of a training step, and the operators that took most."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Interval = tuple[float, float]
 
 
 class Phase(IntEnum):
-    """A part of a training step. Where several go on at once, the first of them counts."""
+    """A phase of a training step. Where several overlap in time, time is assigned to the first of them in this order."""
 
     DATA = 0
     OPTIMIZER = 1
@@ -51,7 +51,7 @@ PREFIXES: dict[str, Phase] = {
     "xccl": Phase.COMMUNICATION,
     "hccl": Phase.COMMUNICATION,
 }
-"""What the names of torch's own ranges begin with. Operators outside of them all belong to a forward pass."""
+"""Prefixes of the names of torch's own ranges. Operators outside of them all belong to a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Operator:
         name: Its name.
         calls: How often it was called.
         seconds: Time in it and not in operators it called: on the device if there is one, else on the CPU.
-        share: The same, as a share of all operators.
+        share: The same, as a fraction of all operators.
         flops: Floating point operations; 0 when they were not estimated.
         bytes: Memory it allocated and did not release; 0 when that was not recorded.
     """
@@ -77,16 +77,16 @@ class Operator:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """A profile in short; `str()` of it is a text of some twenty lines.
+    """The summary of a profile; `str()` of it has some twenty lines.
 
     Attributes:
         seconds: From the first recorded operator to the end of the last.
-        shares: Share of that time that each phase took on the host; they add up to 1.
-        hidden_communication: Share of the time in which communication went on beside other work.
+        shares: Fraction of that time that each phase took on the host; they add up to 1.
+        hidden_communication: Fraction of the time in which communication overlapped with other work.
         device_shares: The same on the device: what each phase's kernels took. Empty without a device.
-        device_idle: Share of the time in which the device had nothing to do; None without a device.
+        device_idle: Fraction of the time in which the device was idle; None without a device.
         operators: Those that took most time.
-        flops: Floating point operations in all; 0 when they were not estimated.
+        flops: Floating point operations in total; 0 when they were not estimated.
     """
 
     seconds: float
@@ -105,7 +105,7 @@ def summarize(profiler: torch.profiler.profile) -> ProfileSummary | None:
     """Read a profile that has ended.
 
     Args:
-        profiler (`torch.profiler.profile`): With a schedule, what it recorded last counts.
+        profiler (`torch.profiler.profile`): The profiler; with a schedule, its last recording is used.
 
     Returns:
         The summary; None when nothing was recorded, or too much to be read in reasonable time.
@@ -136,7 +136,7 @@ def summarize(profiler: torch.profiler.profile) -> ProfileSummary | None:
 
 
 def phase_of(name: str) -> Phase | None:
-    """The phase that a range of torch's belongs to; None for any other name."""
+    """The phase of one of torch's own ranges; None for any other name."""
     return next((phase for prefix, phase in PREFIXES.items() if name.startswith(prefix)), None)
 
 
@@ -171,7 +171,7 @@ class _Timeline:
         self.length = max(max(end for _, end, _ in self.segments) - self.start, 1e-9)
 
     def shares(self) -> dict[Phase, float]:
-        """Share of each phase in the whole."""
+        """Fraction of each phase in the total time."""
         times = dict.fromkeys(LABELS, 0.0)
         before: tuple[float, float, Phase] | None = None
         for start, end, phase in self.segments:
@@ -182,7 +182,7 @@ class _Timeline:
         return {phase: time / self.length for phase, time in times.items()}
 
     def hidden_communication(self) -> float:
-        """Share of the time in which communication was not all that went on."""
+        """Fraction of the time in which communication overlapped with other work."""
         shown = sum(end - start for start, end, phase in self.segments if phase is Phase.COMMUNICATION)
         return max(0.0, sum(end - start for start, end in self.communication) - shown) / self.length
 
@@ -199,19 +199,19 @@ def merged(spans: Iterable[Interval]) -> list[Interval]:
 
 
 def _exclusive(spans: dict[Phase, list[Interval]]) -> list[tuple[float, float, Phase]]:
-    """Cut the intervals so that each moment has one phase, the first of those that go on."""
+    """Clip the intervals so that each moment has one phase, the first of those that overlap there."""
     edges = sorted(
         (moment, change, phase)
         for phase, intervals in spans.items()
         for start, end in merged(intervals)
         for moment, change in ((start, 1), (end, -1))
     )
-    going_on = [0] * len(Phase)
+    num_active = [0] * len(Phase)
     segments: list[tuple[float, float, Phase]] = []
-    for place, (moment, change, phase) in enumerate(edges):
-        going_on[phase] += change
-        following = edges[place + 1][0] if place + 1 < len(edges) else moment
-        current = next((each for each in Phase if going_on[each]), None)
+    for index, (moment, change, phase) in enumerate(edges):
+        num_active[phase] += change
+        following = edges[index + 1][0] if index + 1 < len(edges) else moment
+        current = next((each for each in Phase if num_active[each]), None)
         if current is not None and following > moment:
             segments.append((moment, following, current))
     return segments or [(edges[0][0], edges[-1][0], Phase.OTHER)]
@@ -281,7 +281,7 @@ def _lines(summary: ProfileSummary) -> Iterator[str]:
     for phase, label in LABELS.items():
         line = f"{label:<14}{summary.shares[phase]:>7.1%}" + (f"{device[phase]:>9.1%}" if phase in device else "")
         if phase is Phase.COMMUNICATION and summary.hidden_communication >= 0.0005:
-            line += f"  and {summary.hidden_communication:.1%} behind other work"
+            line += f"  and {summary.hidden_communication:.1%} overlapped with other work"
         yield line
     if summary.device_idle is not None:
         yield f"{'device idle':<14}{'':>7}{summary.device_idle:>9.1%}"

@@ -1,4 +1,4 @@
-"""Progress bars that show once, however many processes there are."""
+"""Progress bars that are shown once in a distributed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         args: For `tqdm`, the iterable first.
-        main_process_only (`bool`): False shows a bar in every process.
+        main_process_only (`bool`): False shows a bar on every process.
         kwargs: For `tqdm`.
 
     Returns:
@@ -35,7 +35,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         ```
     """
     if args and isinstance(args[0], bool):
-        raise ValueError(f"tqdm({args[0]!r}, ...): pass what to iterate over first, and main_process_only by keyword.")
+        raise ValueError(
+            f"tqdm({args[0]!r}, ...) got a bool as its first argument. Pass the iterable first, and main_process_only by keyword."
+        )
     bar = _bar_class()
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = PartialState().local_process_index != 0
@@ -52,15 +54,15 @@ def progress_bar(
 ) -> ProgressBar[Item]:
     """A bar that counts the samples of all processes together, shown by the run's main process only.
 
-    Its rate is that of the whole run, in samples per second. Inside another bar it goes away when it is done; in a
+    Its rate is that of all processes, in samples per second. Inside another bar it is removed when it is done; in a
     notebook it is a widget.
 
     Args:
-        batches (iterable): What to iterate over, usually a prepared data loader, which knows its own numbers.
-        desc (`str`, *optional*): What is going on, shown before the bar.
-        samples_per_batch (`int`, *optional*): Samples in a batch of all processes together; asked of `batches`, or
-            else found in each batch and multiplied by the number of processes.
-        num_samples (`int`, *optional*): Samples in all; asked of `batches`.
+        batches (iterable): What to iterate over, usually a prepared data loader, which has `total_batch_size` and a length.
+        desc (`str`, *optional*): A description, shown before the bar.
+        samples_per_batch (`int`, *optional*): Samples in a batch of all processes together; by default read from
+            `batches`, or else the size of each batch times the number of processes.
+        num_samples (`int`, *optional*): The total number of samples; by default read from `batches`.
         kwargs: For `tqdm`, such as `leave` or `file`.
 
     Returns:
@@ -78,7 +80,9 @@ def progress_bar(
         ```
     """
     if samples_per_batch is not None and samples_per_batch < 1:
-        raise ValueError(f"samples_per_batch={samples_per_batch!r} is no number of samples: pass 1 or more.")
+        raise ValueError(
+            f"samples_per_batch={samples_per_batch!r} is not a number of samples. Pass an int of 1 or more."
+        )
     return ProgressBar(batches, desc, samples_per_batch, num_samples, kwargs)
 
 
@@ -104,7 +108,7 @@ class ProgressBar(Generic[Item]):
             num_samples if num_samples is not None else _length_in_samples(batches, self.samples_per_batch)
         )
         passed = getattr(batches, "skip_batches", 0) * (self.samples_per_batch or 0)
-        usual = {
+        defaults = {
             "total": self.num_samples,
             "initial": passed,
             "unit": " samples",
@@ -113,17 +117,17 @@ class ProgressBar(Generic[Item]):
             "dynamic_ncols": True,
             "disable": not PartialState().is_main_process,
         }
-        self.bar = bar(desc=desc, **{**usual, **settings})
+        self.bar = bar(desc=desc, **{**defaults, **settings})
         self._is_shown = not self.bar.disable  # a bar that is done counts as disabled
         self._to_show: dict[str, Any] = {}
         self._shown_at = 0.0
 
     def __len__(self) -> int:
-        """How many batches there are."""
+        """The number of batches."""
         return len(self.batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Item]:
-        """The batches; each counts when the next one is asked for."""
+        """The batches; each is counted when the next one is requested."""
         if self.bar.disable:
             yield from self.batches
             return
@@ -145,7 +149,7 @@ class ProgressBar(Generic[Item]):
         """Show values at the end of the bar.
 
         Args:
-            values: By name; tensors with one element are shown as numbers, and only waited for when the bar is drawn.
+            values: By name; tensors with one element are shown as numbers, and read from their device only when the bar is drawn.
         """
         if self.bar.disable:
             return

@@ -1,4 +1,4 @@
-"""Which trackers there are, and which of them a user asked for."""
+"""The registry of tracker classes, and the selection of those that a user asked for."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Service:
     """A tracker of this package.
 
     Attributes:
-        module: Where its class is defined; loads no library of others.
+        module: Where its class is defined; imports no library of a service.
         class_name: Name of the class.
         is_available: Whether its library is installed.
         library: The library as `pip install` knows it.
-        extra: The extra of `accelerate` that brings the library; empty when none is needed.
+        extra: The extra of `accelerate` that installs the library; empty when none is needed.
     """
 
     module: str
@@ -56,17 +56,17 @@ SERVICES: dict[str, Service] = {
 }
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {}
-"""Tracker classes that are loaded, by name; what is put here comes before services and entry points of that name."""
+"""Registered and loaded tracker classes by name; they take precedence over services and entry points of that name."""
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Let `Accelerator(log_with=tracker_class.name)` find a tracker class of your own.
+    """Register a tracker class for `Accelerator(log_with=tracker_class.name)`.
 
-    `Accelerator.init_trackers` makes the instance: from the run's name, the logging folder when
+    `Accelerator.init_trackers` creates the instance: from the run's name, the logging folder when
     `requires_logging_directory`, and the `init_kwargs` for this name. A package registers its class without being
     imported by an entry point in the group `accelerate.trackers`.
 
-    A class of a name that is taken replaces it, with a warning.
+    A class with the name of a registered one replaces it, with a warning.
 
     Raises:
         ValueError: When it is not a subclass of `GeneralTracker` with `name` and `requires_logging_directory`.
@@ -74,19 +74,19 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     name = _checked(tracker_class).name
     if not hasattr(tracker_class, "requires_logging_directory"):
         raise ValueError(
-            f"{tracker_class!r} does not say whether it needs a folder: give the class `requires_logging_directory`."
+            f"{tracker_class!r} has no `requires_logging_directory`. Set it to True or False in the class."
         )
     if LOGGER_TYPE_TO_CLASS.get(name, tracker_class) is not tracker_class or name in SERVICES:
-        warn_user(f"{tracker_class!r} takes the place of the tracker {name!r}.", UserWarning)
+        warn_user(f"{tracker_class!r} replaces the registered tracker {name!r}.", UserWarning)
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
 
 
 def _checked(tracker_class: Any) -> type[GeneralTracker]:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        raise ValueError(f"{tracker_class!r} cannot be registered: pass a subclass of GeneralTracker.")
+        raise ValueError(f"{tracker_class!r} cannot be registered. Pass a subclass of GeneralTracker.")
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str):
-        raise ValueError(f"{tracker_class!r} has name={name!r}: give the class a `name` that is a str.")
+        raise ValueError(f"{tracker_class!r} has name={name!r}. Give the class a `name` that is a str.")
     return tracker_class
 
 
@@ -117,13 +117,13 @@ def service_class(name: str) -> type[GeneralTracker]:
 
 
 def load_services() -> None:
-    """Put the classes of all services into `LOGGER_TYPE_TO_CLASS`; none of their libraries is loaded."""
+    """Add the classes of all services to `LOGGER_TYPE_TO_CLASS`; none of their libraries is imported."""
     for name in SERVICES:
         LOGGER_TYPE_TO_CLASS.setdefault(name, service_class(name))
 
 
 def is_service(name: str) -> bool:
-    """Whether a name stands for one of this package's trackers, and nobody's class has taken its place."""
+    """Whether a name is one of this package's trackers, and no registered class has replaced it."""
     if name not in SERVICES:
         return False
     return name not in LOGGER_TYPE_TO_CLASS or LOGGER_TYPE_TO_CLASS[name] is service_class(name)
@@ -144,7 +144,7 @@ def _entry_points(name: str | None = None) -> Sequence[Any]:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[GeneralTracker | str]:
-    """Check what a user wants to log with.
+    """Check the trackers that a user asked for.
 
     Args:
         log_with: A tracker instance, a tracker's name, "all" for every tracker that is installed and has what it
@@ -152,10 +152,10 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         logging_dir (`str` or path, *optional*): Where trackers that need a folder may write.
 
     Returns:
-        Instances as they are and names of classes still to be instantiated, in order and without repeats.
+        The given instances, and names of classes still to be instantiated, in order and without duplicates.
 
     Raises:
-        ValueError: For something that is neither tracker nor name, or a class that needs a folder when there is none.
+        ValueError: For an item that is neither a tracker nor a known name, or a class that needs a folder without one.
         ImportError: When the library that a named tracker needs is not installed.
     """
     if log_with is None:
@@ -179,7 +179,7 @@ def _resolve(entry: Any, logging_dir: str | os.PathLike[str] | None) -> Sequence
         raise _unknown(name)
     if _needs_folder(name) and logging_dir is None:
         raise ValueError(
-            f"Logging with `{name}` requires a `logging_dir` to write to: pass project_dir to Accelerator, or logging_dir in "
+            f"Logging with `{name}` requires a `logging_dir` to write to. Pass project_dir to Accelerator, or logging_dir in "
             "its ProjectConfiguration."
         )
     return [name]
@@ -190,7 +190,7 @@ def _needs_folder(name: str) -> bool:
 
 
 def _unknown(name: Any) -> ValueError:
-    """The error for what is no tracker, with a guess at what was meant."""
+    """The error for an unknown tracker, with a suggestion."""
     hint = f" Pass an instance: {name.__name__}(...)." if isinstance(name, type) else ""
     known = [LoggerType.ALL.value, *SERVICES, *(entry.name for entry in _entry_points()), *LOGGER_TYPE_TO_CLASS]
     if isinstance(name, str):

@@ -1,9 +1,9 @@
-"""A last call before the process ends: at the end of the interpreter, after an error, or when SIGTERM comes.
+"""Callbacks before the process exits: at interpreter shutdown, after an uncaught error, or on SIGTERM.
 
-SIGTERM is answered in the main thread, between two instructions of Python. It may have interrupted the very library that has
-to be flushed, while that held a lock; so another thread does the work, and the process ends when it is done or its time
-is up. While the main thread waits in compiled code, for instance in a collective for a process that is gone, nothing of
-this happens, and the process ends when the launcher's patience does (SIGKILL).
+Python runs a SIGTERM handler in the main thread, between two instructions. It may have interrupted the very library that
+has to be flushed, while that held a lock; so another thread runs the callbacks, and the process exits when they are done
+or after a timeout. While the main thread is in compiled code, for instance hangs in a collective with a process that has
+exited, the handler does not run, and the launcher kills the process (SIGKILL) after its own timeout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from collections.abc import Callable
 SECONDS_TO_FLUSH = 10.0  # launchers and schedulers send SIGKILL some 30 seconds after SIGTERM
 
 _calls: list[Callable[[str | None], None]] = []
-_owner: int | None = None  # a process id: forked processes inherit the handler, but are not ours to flush
+_owner: int | None = None  # a process id: forked processes inherit the handler, but must not flush
 
 
-def add_last_call(call: Callable[[str | None], None]) -> None:
-    """Have a function called once before this process ends, in the main thread or another one.
+def add_exit_callback(call: Callable[[str | None], None]) -> None:
+    """Register a function that is called once before this process exits, in the main thread or another one.
 
     Args:
-        call: Takes why the process ends: an error, "SIGTERM", or None when nothing is wrong.
+        call: Called with the reason: an error, "SIGTERM", or None for a normal exit.
     """
     global _owner
     if _owner != os.getpid():  # also in a forked process, which has inherited the calls of another
@@ -38,8 +38,8 @@ def add_last_call(call: Callable[[str | None], None]) -> None:
     _calls.append(call)
 
 
-def remove_last_call(call: Callable[[str | None], None]) -> None:
-    """Take back `add_last_call`."""
+def remove_exit_callback(call: Callable[[str | None], None]) -> None:
+    """Remove a function that `add_exit_callback` has added."""
     with contextlib.suppress(ValueError):
         _calls.remove(call)
     if not _calls:
@@ -49,7 +49,7 @@ def remove_last_call(call: Callable[[str | None], None]) -> None:
 
 def _call_all(reason: str | None) -> None:
     while _calls:
-        with contextlib.suppress(Exception):  # the process ends anyway, and the others are still to be called
+        with contextlib.suppress(Exception):  # the process exits anyway, and the other callbacks must still run
             _calls.pop()(reason)
 
 
@@ -64,7 +64,7 @@ def _at_exit() -> None:
 
 
 def _listen() -> None:
-    """Install the handler, unless the program has one of its own."""
+    """Install the handler, unless the training script has installed one."""
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _on_sigterm)
 

@@ -1,4 +1,4 @@
-"""What an experiment tracker is."""
+"""`GeneralTracker`: the interface of experiment trackers."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def on_main_process(function: Callable[P, R]) -> Callable[P, R | None]:
 
 @known_as("accelerate.tracking.GeneralTracker")
 class GeneralTracker:
-    """Base of experiment trackers; subclass it to send a run's numbers to a service or file of your own.
+    """Base class of experiment trackers; subclass it to log metrics to a service or file of your own.
 
     A subclass defines three names. `name` (`str`): how `Accelerator.get_tracker` finds it.
-    `requires_logging_directory` (`bool`): whether it needs a folder. `tracker` (property): the object of the library
-    behind it, which `get_tracker(name, unwrap=True)` returns. Then it overrides the methods it has a use for. An
+    `requires_logging_directory` (`bool`): whether it needs a folder. `tracker` (property): the object of its
+    library, which `get_tracker(name, unwrap=True)` returns. It overrides the methods it needs. An
     accelerator calls them on the main process only.
 
     Raises:
@@ -81,10 +81,10 @@ class GeneralTracker:
 
         @property
         def tracker(self) -> Any:
-            """The object of the library behind the tracker."""
+            """The object of the library that the tracker uses."""
 
     def __init__(self, _blank: bool = False) -> None:
-        if _blank:  # stands in for the real tracker where there is none: accepts every call
+        if _blank:  # a placeholder that accepts every call, where there is no tracker
             return
         missing = [name for name in REQUIRED if not hasattr(type(self), name) and name not in vars(self)]
         if missing:
@@ -94,17 +94,17 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin the run; called by `Accelerator.init_trackers` before anything is stored."""
+        """Start the run; called by `Accelerator.init_trackers` before anything is stored."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the run's settings.
+        """Store the hyperparameters of the run.
 
         Args:
             values (`dict`): Hyperparameters by name; plain values.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep some numbers.
+        """Log metrics.
 
         Args:
             values (`dict`): Values by name.
@@ -113,7 +113,7 @@ class GeneralTracker:
         """
 
     def finish(self) -> None:
-        """End the run: write out and close what is open."""
+        """End the run: write pending values and close files and connections."""
 
     def abort(self, reason: str) -> None:
         """End the run of a process that fails; like `finish`, unless the service can tell the two apart.

@@ -1,4 +1,4 @@
-"""The trackers of one run, started, fed and finished together."""
+"""The trackers of one run, which are started, called and finished together."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ NETWORK_ERRORS = frozenset({"CommError", "ConnectionError", "ConnectTimeout", "C
 class TrackerSet:
     """Calls a run's trackers on the main process; elsewhere every method does nothing.
 
-    Once started, a tracker that fails does not end the training: its first failure is a warning, the others are
-    counted. Trackers that nobody finishes are finished when the process ends, after an error and on SIGTERM too.
+    Once started, a tracker that fails does not stop training: its first failure is a warning, the others are
+    counted. Trackers that are not finished explicitly are finished when the process exits, also after an error
+    and on SIGTERM.
 
     Args:
         wanted: What `filter_trackers` returned.
@@ -48,17 +49,17 @@ class TrackerSet:
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start every wanted tracker and give it the run's settings.
+        """Start every wanted tracker and store the run's hyperparameters in it.
 
         A tracker whose service cannot be reached is left out, with a warning.
 
         Args:
-            project_name (`str`): Name of the run; some services find one themselves for None.
-            config (`dict`, *optional*): Its settings.
+            project_name (`str`): Name of the run; some services choose one for None.
+            config (`dict`, *optional*): Its hyperparameters.
             init_kwargs (`dict`, *optional*): Per tracker name, further constructor arguments.
 
         Raises:
-            TypeError: When `project_name` is no str, or `init_kwargs` no dictionary of dictionaries.
+            TypeError: When `project_name` is not a str, or `init_kwargs` not a dictionary of dictionaries.
             ImportError: When the library of a tracker is not installed.
         """
         if project_name is not None and not isinstance(project_name, str) and self._has_services:
@@ -79,32 +80,32 @@ class TrackerSet:
                 if not is_network_failure(error):
                     raise
                 self.unreachable.add(name)
-                _warn(f"Training goes on without the tracker {name!r}, whose service cannot be reached", error)
+                _warn(f"Training continues without the tracker {name!r}, whose service cannot be reached", error)
                 continue
             if tracker not in self.active:
                 self.active.append(tracker)
         if self.active:
-            termination.remove_last_call(self._last_call)
-            termination.add_last_call(self._last_call)
+            termination.remove_exit_callback(self._on_exit)
+            termination.add_exit_callback(self._on_exit)
 
     @property
     def _has_services(self) -> bool:
-        """Whether one of the wanted trackers is from this package; others may take whatever they like."""
+        """Whether one of the wanted trackers is from this package; for others, arguments are not checked."""
         return any(isinstance(entry, str) and is_service(entry) for entry in self.wanted)
 
     def _make(self, name: str, project_name: str | None, arguments: Mapping[str, Any]) -> GeneralTracker:
-        made_by: Any = tracker_class(name)  # its constructor is the subclass's own
-        if made_by.requires_logging_directory:
+        factory: Any = tracker_class(name)  # its constructor is the subclass's own
+        if factory.requires_logging_directory:
             if project_name is None and is_service(name):
                 raise _no_name(project_name)
-            return made_by(project_name, self.logging_dir, **arguments)
-        return made_by(project_name, **arguments)
+            return factory(project_name, self.logging_dir, **arguments)
+        return factory(project_name, **arguments)
 
     def get(self, name: str, unwrap: bool = False) -> Any:
         """A started tracker by name.
 
         Returns:
-            The tracker, or with `unwrap` the object of the library behind it. On processes other than the main one,
+            The tracker, or with `unwrap` the object of its library. On processes other than the main one,
             before trackers are started, and for one whose service could not be reached, a tracker that ignores every
             call.
 
@@ -116,7 +117,7 @@ class TrackerSet:
                 return tracker.tracker if unwrap else tracker
         if self.active and name not in self.unreachable:
             names = ", ".join(repr(tracker.name) for tracker in self.active)
-            raise ValueError(f"There is no tracker {name!r} in this run: choose from {names}.")
+            raise ValueError(f"There is no tracker {name!r} in this run. Choose from {names}.")
         return GeneralTracker(_blank=True)
 
     def log(
@@ -125,23 +126,23 @@ class TrackerSet:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand numbers to every started tracker.
+        """Log values to every started tracker.
 
         Args:
-            values (`dict`): Values by name. Where all trackers are a program's own, whatever these take.
-            step (`int`, *optional*): The training step they belong to; a tensor with one integer will do.
+            values (`dict`): Values by name, or whatever the trackers take, if all of them are the user's own.
+            step (`int`, *optional*): The training step they belong to; or a tensor with one integer.
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
 
         Raises:
-            TypeError: When `values` is no dictionary, or `step` no integer, and a tracker of this package is wanted.
+            TypeError: When `values` is not a dictionary, or `step` not an integer, and a tracker of this package is wanted.
         """
         if not isinstance(values, Mapping) and self._has_services:
-            raise TypeError(f'log({shorten(values)}) needs a dictionary: pass {{"loss": ...}}.')
+            raise TypeError(f'log({shorten(values)}) needs a dictionary. Pass {{"loss": ...}}.')
         if step is not None and type(step) is not int:
-            whole = _whole(step)
-            if whole is None and self._has_services:
-                raise TypeError(f"step={step!r} is not an integer: pass the number of the training step.")
-            step = step if whole is None else whole
+            as_int = _as_integer(step)
+            if as_int is None and self._has_services:
+                raise TypeError(f"step={step!r} is not an integer. Pass the number of the training step.")
+            step = step if as_int is None else as_int
         arguments = _arguments_by_name(log_kwargs, "log_kwargs", "log") if log_kwargs else {}
         for tracker in self.active:
             try:
@@ -153,14 +154,14 @@ class TrackerSet:
         seen = self._num_failures.get(tracker.name, 0)
         self._num_failures[tracker.name] = seen + 1
         if not seen:
-            _warn(f"Training goes on although the tracker {tracker.name!r} failed in {action}()", error)
+            _warn(f"Training continues although the tracker {tracker.name!r} failed in {action}()", error)
 
     def finish(self) -> None:
         """Finish all started trackers, the later ones too when one fails."""
-        termination.remove_last_call(self._last_call)
+        termination.remove_exit_callback(self._on_exit)
         self._end(lambda tracker: tracker.finish())
 
-    def _last_call(self, reason: str | None) -> None:
+    def _on_exit(self, reason: str | None) -> None:
         self._end((lambda tracker: tracker.finish()) if reason is None else (lambda tracker: tracker.abort(reason)))
 
     def _end(self, action: Callable[[GeneralTracker], None]) -> None:
@@ -168,7 +169,10 @@ class TrackerSet:
             try:
                 action(tracker)
             except Exception as error:
-                _warn(f"The tracker {tracker.name!r} failed in finish(); what it had not yet sent may be lost", error)
+                _warn(
+                    f"The tracker {tracker.name!r} failed in finish(), so values that it had not sent yet may be lost",
+                    error,
+                )
             if (lost := self._num_failures.pop(tracker.name, 0)) > 1:
                 _warn(
                     f"The tracker {tracker.name!r} failed in {lost} calls of log(), of which only the first was shown"
@@ -178,16 +182,16 @@ class TrackerSet:
 def _arguments_by_name(given: Any, argument: str, method: str) -> Mapping[str, Mapping[str, Any]]:
     if given is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(part, Mapping) for part in given.values()):
+    if not isinstance(given, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in given.values()):
         raise TypeError(
-            f"{argument}={given!r} of {method}() has another form than "
-            '{"name of a tracker": {"argument": value}}: pass a dictionary of dictionaries.'
+            f"{argument}={given!r} of {method}() is not of the form "
+            '{"name of a tracker": {"argument": value}}. Pass a dictionary of dictionaries.'
         )
     return given
 
 
-def _whole(step: Any) -> int | None:
-    """A step as a plain integer; `3.0` counts as one, and what is none gives None."""
+def _as_integer(step: Any) -> int | None:
+    """A step as an int, also for `3.0`; None for anything else."""
     if isinstance(step, float) and step.is_integer():
         return int(step)
     try:
@@ -197,7 +201,7 @@ def _whole(step: Any) -> int | None:
 
 
 def _no_name(project_name: Any) -> TypeError:
-    return TypeError(f"project_name={project_name!r} is not the name of a run: pass a str.")
+    return TypeError(f"project_name={project_name!r} is not the name of a run. Pass a str.")
 
 
 def _warn(what: str, error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What users log, brought into the few forms that trackers can store."""
+"""Converting logged values to the few types that trackers can store."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-MAX_DEPTH = 10  # of settings in settings; whatever is deeper, or contains itself, becomes text
+MAX_DEPTH = 10  # of nested dictionaries; what is deeper, or contains itself, becomes a str
 MAX_ELEMENTS = 32  # arrays with more are described, not listed
-MAX_CHARACTERS = 500  # of the text that stands for an object
+MAX_CHARACTERS = 500  # of the str that describes an object
 
 
 def number(value: Any) -> int | float | None:
-    """The plain number in a value, None when there is none.
+    """A value as an int or float; None if it is not a number.
 
     Args:
         value: A number of any library, or a tensor or array with one element, which waits for its device.
@@ -44,7 +44,7 @@ class Logged:
     Attributes:
         numbers: The metrics.
         groups: Metrics that belong together: name of the group -> name -> number.
-        texts: Everything else, as strings.
+        texts: Everything else, as str.
     """
 
     numbers: dict[str, int | float]
@@ -61,7 +61,7 @@ class Logged:
 def sort_values(values: Mapping[Any, Any]) -> Logged:
     """Separate numbers, groups of numbers and strings.
 
-    Names become str. In a group, what is no number is left for `texts`, as `group/name`; groups in groups are
+    Names become str. In a group, what is not a number goes to `texts`, as `group/name`; nested groups are
     flattened.
     """
     sorted_ = Logged({}, {}, {})
@@ -69,11 +69,11 @@ def sort_values(values: Mapping[Any, Any]) -> Logged:
         name = str(name)
         if isinstance(value, Mapping):
             group = {}
-            for inner, part in flatten(value, separator="/"):
-                if (found := number(part)) is not None:
+            for inner, item in flatten(value, separator="/"):
+                if (found := number(item)) is not None:
                     group[inner] = found
                 else:
-                    sorted_.texts[f"{name}/{inner}"] = text(part)
+                    sorted_.texts[f"{name}/{inner}"] = text(item)
             if group:
                 sorted_.groups[name] = group
         elif (found := number(value)) is not None:
@@ -84,22 +84,22 @@ def sort_values(values: Mapping[Any, Any]) -> Logged:
 
 
 MEDIA = frozenset({"PIL", "matplotlib", "numpy", "pandas", "plotly", "torch"})
-"""Libraries whose objects services draw."""
+"""Libraries whose objects services can display."""
 
 
 def presentable(value: Any, libraries: frozenset[str]) -> Any:
-    """A value for a service that takes objects: numbers become plain, what it could not show becomes a string.
+    """A value for a service that takes objects: numbers become int or float, and what it cannot display becomes a str.
 
     Args:
         value: What was logged.
-        libraries: Top-level packages whose objects the service shows.
+        libraries: Top-level packages whose objects the service displays.
     """
     if (found := number(value)) is not None:
         return found
     if isinstance(value, Mapping):
-        return {str(name): presentable(part, libraries) for name, part in value.items()}
+        return {str(name): presentable(item, libraries) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [presentable(part, libraries) for part in value]
+        return [presentable(item, libraries) for item in value]
     if value is None or isinstance(value, str) or type(value).__module__.partition(".")[0] in libraries:
         return value
     return text(value)
@@ -109,14 +109,14 @@ def flatten(values: Mapping[Any, Any], separator: str = ".", depth: int = 0) -> 
     """Names and values of a nested mapping, names joined by `separator`."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value and depth < MAX_DEPTH:
-            for inner, part in flatten(value, separator, depth + 1):
-                yield f"{name}{separator}{inner}", part
+            for inner, item in flatten(value, separator, depth + 1):
+                yield f"{name}{separator}{inner}", item
         else:
             yield str(name), value
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """A value as JSON can hold it: numbers, strings, lists and dictionaries with str keys.
+    """A value that JSON can hold: numbers, str, lists and dictionaries with str keys.
 
     Enums become their value, dataclasses and namespaces dictionaries, sets lists, small arrays lists, NaN and
     infinities the strings "NaN", "Infinity" and "-Infinity". Everything else becomes a string.
@@ -134,21 +134,21 @@ def plain(value: Any, depth: int = 0) -> Any:
     elif type(value).__name__ == "Namespace" and hasattr(value, "__dict__"):  # argparse, without importing it
         value = vars(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(part, depth + 1) for name, part in value.items()}
+        return {str(name): plain(item, depth + 1) for name, item in value.items()}
     if isinstance(value, Set):
-        return [plain(part, depth + 1) for part in sorted(value, key=repr)]
+        return [plain(item, depth + 1) for item in sorted(value, key=repr)]
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
-        return [plain(part, depth + 1) for part in value]
+        return [plain(item, depth + 1) for item in value]
     if hasattr(value, "shape") and hasattr(value, "tolist") and math.prod(value.shape) <= MAX_ELEMENTS:
         return plain(value.tolist(), depth + 1)
     return text(value)
 
 
 def plain_settings(values: Any) -> dict[str, Any]:
-    """A run's settings as a dictionary of plain values.
+    """A run's config as a dictionary of plain values.
 
     Args:
-        values (mapping, dataclass or `argparse.Namespace`): The settings.
+        values (mapping, dataclass or `argparse.Namespace`): The config.
 
     Raises:
         TypeError: For anything else.
@@ -156,14 +156,14 @@ def plain_settings(values: Any) -> dict[str, Any]:
     settings = plain(values)
     if not isinstance(settings, dict):
         raise TypeError(
-            f"The settings of a run are a dictionary, not {values!r} ({type(values).__name__}): pass "
+            f"The config of a run must be a dictionary, not {values!r} ({type(values).__name__}). Pass "
             'config={"learning_rate": ...}.'
         )
     return settings
 
 
 def text(value: Any) -> str:
-    """A value as a text of bounded length; never fails."""
+    """A value as a str of bounded length; never raises."""
     if isinstance(value, str):
         return value
     if isinstance(value, os.PathLike):
@@ -171,10 +171,10 @@ def text(value: Any) -> str:
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{type(value).__name__} of shape {tuple(value.shape)}, {value.dtype}"
     try:
-        said = str(value)
+        description = str(value)
     except Exception as error:
-        said = f"<{type(value).__name__} whose text cannot be made: {type(error).__name__}>"
-    return said if len(said) <= MAX_CHARACTERS else said[: MAX_CHARACTERS - 3] + "..."
+        description = f"<{type(value).__name__} whose __str__ failed: {type(error).__name__}>"
+    return description if len(description) <= MAX_CHARACTERS else description[: MAX_CHARACTERS - 3] + "..."
 
 
 def non_finite(value: float) -> str:

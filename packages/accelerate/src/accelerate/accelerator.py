@@ -1,4 +1,4 @@
-"""`Accelerator`: the object through which a training loop runs anywhere. A table of contents: each method is a line."""
+"""`Accelerator`: the object through which a training loop runs anywhere. Each method delegates in a line or two."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ from accelerate.delegated import delegated
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import (
     Preparer,
+    check_not_dispatched,
     check_placement,
     check_quantized,
     in_order,
     is_dispatched,
     method_for,
-    refuse_dispatched,
 )
 from accelerate.stepping import Accumulation, StepController
 
@@ -90,35 +90,37 @@ class Accelerator:
     Args:
         device_placement (`bool`): Whether `prepare` moves models to the device and data loaders move batches there.
         split_batches (`bool`): Deprecated, use `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The precision of the heavy arithmetic.
+        mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The dtype of the forward pass under autocast.
             When None, `ACCELERATE_MIXED_PRECISION`, which `accelerate launch` sets, or else full precision.
-        gradient_accumulation_steps (`int`): Batches per optimizer step; `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` wins.
+        gradient_accumulation_steps (`int`): Micro-batches per optimizer step. The environment variable
+        `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` takes precedence.
         cpu (`bool`): Compute on the CPU even where there is an accelerator.
-        dataloader_config (`DataLoaderConfiguration`, *optional*): How data loaders share out their batches.
+        dataloader_config (`DataLoaderConfiguration`, *optional*): How data loaders shard their data over the ranks.
         deepspeed_plugin (`DeepSpeedPlugin`, *optional*): Train with DeepSpeed.
-        fsdp_plugin (`FullyShardedDataParallelPlugin`, *optional*): Train with sharded parameters.
+        fsdp_plugin (`FullyShardedDataParallelPlugin`, *optional*): Train with fully sharded data parallelism (FSDP).
         torch_tp_plugin (`TorchTensorParallelPlugin`, *optional*): Deprecated, use `parallelism_config`.
         megatron_lm_plugin (`MegatronLMPlugin`, *optional*): Train with Megatron-LM.
         rng_types (list of `str` or `RNGType`, *optional*): Random generators that prepared data loaders synchronise at
             the start of each iteration: "torch", "cuda", "xpu", "npu", "xla", ..., "generator" (the sampler's; the
             default).
-        log_with (tracker, `str`, `LoggerType` or list of these, *optional*): Where `log` sends its numbers.
+        log_with (tracker, `str`, `LoggerType` or list of these, *optional*): The trackers that `log` writes to.
         project_dir (`str` or path, *optional*): Folder for checkpoints and logs.
         project_config (`ProjectConfiguration`, *optional*): The same, with naming and limits of checkpoints.
         gradient_accumulation_plugin (`GradientAccumulationPlugin`, *optional*): How gradients accumulate, in detail.
         step_scheduler_with_optimizer (`bool`): Whether schedulers step only when optimizers do, and once for each
             process's batch; False when the loop steps them at other times.
-        kwargs_handlers (list of `KwargsHandler`, *optional*): Arguments for objects built behind the scenes, at most
+        kwargs_handlers (list of `KwargsHandler`, *optional*): Arguments for objects that the accelerator builds, at most
             one of each: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`,
             `InitProcessGroupKwargs`, `ProfileKwargs`, an fp8 recipe.
         dynamo_backend (`str` or `DynamoBackend`, *optional*): Compile models with this backend of `torch.compile`.
         dynamo_plugin (`TorchDynamoPlugin`, *optional*): The same, in detail.
-        deepspeed_plugins (`DeepSpeedPlugin` or `dict` of them, *optional*): Several DeepSpeed set-ups, by name.
-        parallelism_config (`ParallelismConfig`, *optional*): How processes divide data, layers and sequences.
+        deepspeed_plugins (`DeepSpeedPlugin` or `dict` of them, *optional*): Several DeepSpeed configurations, by name.
+        parallelism_config (`ParallelismConfig`, *optional*): The sizes of the device mesh: data, tensor, context, sequence
+        and pipeline parallelism.
 
     Attributes:
-        state (`AcceleratorState`): What this process knows of the run.
-        gradient_state (`GradientState`): Where the loop stands in its window and its data loader.
+        state (`AcceleratorState`): Processes, devices, precision and plugins of the run.
+        gradient_state (`GradientState`): The position in the gradient accumulation window and in the data loader.
 
     Raises:
         TypeError: For an argument of the wrong class.
@@ -162,7 +164,7 @@ class Accelerator:
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
-        # What was asked for
+        # Settings
         self.project_configuration = resolve_project(project_dir, project_config)
         loader_settings = resolve_loader_settings(dataloader_config, split_batches)
         chosen_rng_types = resolve_rng_types(rng_types)
@@ -180,7 +182,7 @@ class Accelerator:
         )
         self.log_with = filter_trackers(log_with, self.logging_dir)
 
-        # Who we are and how we train
+        # Processes and training engine
         with _forget_state_on_error():
             self.state = AcceleratorState(
                 mixed_precision=mixed_precision,
@@ -204,7 +206,7 @@ class Accelerator:
                 )
             )
 
-        # Who does the work
+        # Controllers
         self._stepping = StepController(self.engine, self.gradient_state, self._prepared)
         self._preparer = Preparer(
             self.engine,
@@ -216,7 +218,7 @@ class Accelerator:
         )
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
-        attendance()  # from here on, nobody waits for this rank in a save once it has ended
+        attendance()  # from here on, no rank waits for this one in a save once it has left the process group
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
         """Attributes that libraries built on this one read; all listed in one test."""
@@ -225,10 +227,10 @@ class Accelerator:
         self._optimizers = prepared.optimizers
         self._schedulers = prepared.schedulers
         self._dataloaders = prepared.dataloaders
-        self._custom_objects = prepared.custom  # what register_for_checkpointing was given
+        self._custom_objects = prepared.custom  # from register_for_checkpointing
         self.trackers = self._tracker_set.active
         self.scaler = self.engine.precision.scaler  # transformers stores its state itself
-        self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is at work
+        self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is used
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.profile_handler = handlers.profile
@@ -240,14 +242,14 @@ class Accelerator:
         self.msamp_recipe_handler = handlers.fp8 if recipe == "MSAMPRecipeKwargs" else None
         self.fp8_enabled = self.mixed_precision == "fp8"
         self.delayed_fp8_autocast = False  # True where fp8 begins only after sharding
-        self.mpu: Any = None  # what an engine with its own model parallelism knows of its groups
+        self.mpu: Any = None  # the process groups of an engine with its own model parallelism
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
-        return self  # what libraries copy holds on to the run, of which there is one
+        return self  # copies of objects that hold the accelerator refer to the same run
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """How replicas are built; trainers of other libraries set it before they prepare a model."""
+        """The arguments of `DistributedDataParallel`; trainers of other libraries set it before they prepare a model."""
         return self._handlers.ddp
 
     @ddp_handler.setter
@@ -256,18 +258,18 @@ class Accelerator:
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """How autocast behaves, for models prepared from now on and in `autocast` blocks."""
+        """The arguments of `torch.autocast`, for models prepared from now on and in `autocast` blocks."""
         return self._handlers.autocast
 
     @autocast_handler.setter
     def autocast_handler(self, handler: AutocastKwargs | None) -> None:
         self._handlers.autocast = handler
 
-    # ---- the run and this process's place in it -----------------------------------------------------------------
+    # ---- the run and this process -------------------------------------------------------------------------------
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the run is spread over processes."""
+        """The kind of hardware and engine over which the run is distributed."""
         return self.state.distributed_type
 
     @property
@@ -318,7 +320,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of the heavy arithmetic: "no", "fp16", "bf16" or "fp8"."""
+        """The mixed precision of the run: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
 
     @property
@@ -331,15 +333,15 @@ class Accelerator:
 
     # ---- settings -----------------------------------------------------------------------------------------------
 
-    device_placement: bool = delegated("_preparer.device_placement", "Whether `prepare` moves things to the device.")
-    rng_types: Sequence[Any] = delegated("_preparer.rng_types", "Random generators that loaders synchronise.")
+    device_placement: bool = delegated("_preparer.device_placement", "Whether `prepare` moves models and batches.")
+    rng_types: Sequence[Any] = delegated("_preparer.rng_types", "Random generators that data loaders synchronise.")
     step_scheduler_with_optimizer: bool = delegated(
         "engine.context.step_scheduler_with_optimizer", "Whether schedulers step when their optimizers do."
     )
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How data loaders share out their batches; may be replaced by other settings for the next loaders."""
+        """How data loaders shard their data over the ranks. It may be replaced, for loaders prepared afterwards."""
         return self._preparer.loader_settings
 
     @dataloader_config.setter
@@ -354,12 +356,12 @@ class Accelerator:
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads for all; None means for iterable data sets."""
+        """Whether the main process reads batches and scatters them; None means for iterable datasets only."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def even_batches(self) -> bool:
-        """Whether every process gets equally many batches."""
+        """Whether samplers pad so that every rank gets the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -368,7 +370,7 @@ class Accelerator:
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on seed and epoch alone."""
+        """Whether the shuffling order depends on seed and epoch alone."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -398,44 +400,44 @@ class Accelerator:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The active DeepSpeed settings; None when training otherwise."""
+        """The active DeepSpeed plugin; None with other engines."""
         return self.state.deepspeed_plugin
 
     @property
     def deepspeed_config(self) -> dict[str, Any] | None:
-        """The configuration that DeepSpeed has; its "auto" values are filled by `prepare`."""
+        """The configuration of DeepSpeed; `prepare` fills its "auto" values."""
         plugin = self.state.deepspeed_plugin
         return None if plugin is None else plugin.deepspeed_config
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """What runs backward through DeepSpeed's engine; None before a model is prepared, and without DeepSpeed."""
+        """The wrapper that runs the backward pass of DeepSpeed's engine; None before a model is prepared."""
         return getattr(self.engine, "library_engine", None)
 
     @deepspeed_engine_wrapped.setter
     def deepspeed_engine_wrapped(self, wrapped: Any) -> None:
         self.engine.library_engine = wrapped  # type: ignore[attr-defined]
 
-    # ---- the mesh of processes ----------------------------------------------------------------------------------
+    # ---- the device mesh ----------------------------------------------------------------------------------------
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How processes divide the work; None when they only divide the data."""
+        """The sizes of the device mesh; None for data parallelism alone."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of processes; None without a parallelism configuration."""
+        """The device mesh; None without a parallelism configuration."""
         return self.state.device_mesh
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded by version 2 of FSDP."""
+        """Whether the engine is version 2 of FSDP."""
         return self.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether several ways of dividing the work can be combined."""
+        """Whether several kinds of parallelism can be combined."""
         return self.is_fsdp2
 
     @property
@@ -444,47 +446,47 @@ class Accelerator:
         config, mesh = self.parallelism_config, self.torch_device_mesh
         if config is None or mesh is None:
             return self.is_main_process
-        copies = [axis for axis in ("dp_replicate", "cp") if axis in config.active_mesh_dims]
-        return all(mesh.get_local_rank(axis) == 0 for axis in copies)
+        replicated = [axis for axis in ("dp_replicate", "cp") if axis in config.active_mesh_dims]
+        return all(mesh.get_local_rank(axis) == 0 for axis in replicated)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Position among the copies of the model."""
+        """This process's rank in the mesh dimension `dp_replicate`: which replica of the model it belongs to."""
         return self._axis_rank("dp_replicate")
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Position among the processes that share one copy's parameters."""
+        """This process's rank in the mesh dimension `dp_shard`: which shard of a replica's parameters it holds."""
         return self._axis_rank("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Position among the processes that share every layer."""
+        """This process's rank in the tensor parallel (TP) group."""
         return self._axis_rank("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Position among the processes that share every sequence."""
+        """This process's rank in the context parallel (CP) group."""
         return self._axis_rank("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Position among the processes that hold consecutive parts of the model."""
+        """This process's pipeline stage."""
         return self._axis_rank("pp")
 
     def _axis_rank(self, axis: str) -> int:
         config, mesh = self.parallelism_config, self.torch_device_mesh
         if config is None or mesh is None or axis not in config.active_mesh_dims:
             raise RuntimeError(
-                f"This run does not use the {axis!r} axis, so there is no rank on it: pass "
+                f"The device mesh of this run has no {axis!r} dimension, so that there is no rank in it. Pass "
                 f"parallelism_config=ParallelismConfig({axis}_size=...) with a size above 1 to Accelerator."
             )
         return mesh.get_local_rank(axis)
 
     def print_parallelism(self) -> None:
-        """Print the mesh, who works with whom along each axis, and what each process holds; call it on all processes.
+        """Print the device mesh, the groups of each dimension, and what each rank holds. Call it on all processes.
 
-        Prepare models and optimizers before; optimizers have their state once they have stepped.
+        Prepare models and optimizers before. Optimizers have a state once they have stepped.
         """
         from accel_integrations.parallel.picture import draw_mesh, holding_of
 
@@ -528,23 +530,23 @@ class Accelerator:
         return self.state.local_main_process_first()
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """A block with this process's part of the inputs; see `PartialState.split_between_processes`.
+        """A block with this rank's split of the inputs; see `PartialState.split_between_processes`.
 
         Args:
-            inputs (`list`, `tuple`, `torch.Tensor`, `datasets.Dataset` or `dict` of these): What to divide, along the
+            inputs (`list`, `tuple`, `torch.Tensor`, `datasets.Dataset` or `dict` of these): What to split, along the
                 first dimension.
-            apply_padding (`bool`): Fill short parts up with the last input, so that all have the same length.
+            apply_padding (`bool`): Pad shorter splits with the last input, so that all have the same length.
         """
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
     def wait_for_everyone(self) -> None:
-        """Go on only when all processes have come here."""
+        """Wait until all processes have reached this call (a barrier)."""
         if self.state.use_distributed and (notes := attendance()) is not None:
-            notes.note_wait()  # so that nobody waits for this rank elsewhere
+            notes.note_wait()  # so that no rank waits for this one in another call
         self.state.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine; takes what `print` takes."""
+        """Print once per machine, with the arguments of `print`."""
         self.state.print(*args, **kwargs)
 
     # ---- preparing ----------------------------------------------------------------------------------------------
@@ -553,8 +555,8 @@ class Accelerator:
         """Make models, optimizers, schedulers and data loaders ready to train here.
 
         Args:
-            args: Any number of them, in any order. Other objects come back as they are, and so does what is prepared
-                already.
+            args: Any number of them, in any order. Other objects, and objects that are prepared already, are returned
+                unchanged.
             device_placement (list of `bool`, *optional*): For each object, whether it is moved to the device; None for
                 the accelerator's own setting.
 
@@ -586,17 +588,17 @@ class Accelerator:
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         method = method_for(item)
         if method is None:
-            return item  # nothing to prepare: comes back as it is
+            return item
         options = {} if method == "prepare_scheduler" else {"device_placement": device_placement}
         return getattr(self, method)(item, **options)
 
     def _check_device_map(self, model: nn.Module) -> None:
         check_quantized(model)
         if self.num_processes > 1 and self.verify_device_map(model):
-            refuse_dispatched(model, self.num_processes)
+            check_not_dispatched(model, self.num_processes)
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """What is to be prepared, under context parallelism; other libraries put a function of theirs in its place."""
+        """The objects to prepare under context parallelism, unchanged. Other libraries monkeypatch this method."""
         return args
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
@@ -606,12 +608,12 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Make one model ready; returns the one to call from now on.
+        """Prepare one model, and return the one to call from now on.
 
         Args:
             model (`torch.nn.Module`): The model.
             device_placement (`bool`, *optional*): Whether to move it to the device.
-            evaluation_mode (`bool`): Leave out what only training needs, such as the exchange of gradients.
+            evaluation_mode (`bool`): Leave out what only training needs, such as the all-reduce of gradients.
         """
         replaced = replacement(__name__, "fsdp2_prepare_model") if self.is_fsdp2 else None
         shard = None if replaced is None else partial(replaced, self)
@@ -624,14 +626,14 @@ class Accelerator:
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Make one optimizer ready; it then steps only where a window of accumulation ends."""
+        """Prepare one optimizer; it then steps only at sync steps, where a gradient accumulation window ends."""
         prepared = self._preparer.prepare_optimizer(optimizer, device_placement)
         if is_lomo_optimizer(prepared.optimizer):
             self._stepping.step_in_backward()
         return prepared
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Make one learning-rate scheduler ready; prepare the optimizers it drives before it."""
+        """Prepare one learning-rate scheduler. Prepare its optimizer before."""
         return self._preparer.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -640,20 +642,20 @@ class Accelerator:
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
-        """Make one data loader ready; it then reads this process's share.
+        """Prepare one data loader; it then yields this rank's shard of the data.
 
         Args:
             data_loader (`torch.utils.data.DataLoader`): The loader.
             device_placement (`bool`, *optional*): Whether batches are moved to the device.
-            slice_fn_for_dispatch (`Callable`, *optional*): When the main process reads for all: how a batch is cut,
-                called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
+            slice_fn_for_dispatch (`Callable`, *optional*): How a batch is sliced when the main process scatters
+                batches; called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
         """
         return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """The loader cut along the sequence, for DeepSpeed's sequence parallelism; the same one without it.
+        """The loader with batches sharded along the sequence, for DeepSpeed's sequence parallelism; unchanged without.
 
-        Loaders that are prepared together with the model come so already.
+        Loaders that are prepared together with the model are sharded already.
 
         Args:
             dl: A prepared loader.
@@ -663,7 +665,7 @@ class Accelerator:
         return dl if shard_sequences is None else shard_sequences(dl)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether `device_map` spread the model, or a part of it, over several devices."""
+        """Whether a `device_map` dispatched the model, or a submodule of it, to several devices."""
         return is_dispatched(model)
 
     def unwrap_model(
@@ -672,21 +674,21 @@ class Accelerator:
         """The model inside what `prepare` returned.
 
         Args:
-            model (`torch.nn.Module`): A prepared model; any other one comes back as it is.
+            model (`torch.nn.Module`): A prepared model; any other one is returned unchanged.
             keep_fp32_wrapper (`bool`): False restores the `forward` from before mixed precision, also in the prepared
                 model.
-            keep_torch_compile (`bool`): False takes compilation away as well.
+            keep_torch_compile (`bool`): False removes the wrapper of `torch.compile`, too.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
-        """A loader that starts after the first `num_batches` batches, to go on in the middle of an epoch."""
+        """A loader that skips the first `num_batches` batches, to resume in the middle of an epoch."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget everything prepared and give memory back: `model, loader = accelerator.free_memory(model, loader)`.
+        """Drop all references to prepared objects and free memory: `model, loader = accelerator.free_memory(model, loader)`.
 
-        Returns as many None as there are objects, for the caller to overwrite references that would keep the memory.
+        Returns as many None as there are objects, for the caller to overwrite its own references with.
         """
         self._prepared.clear()
         self._stepping.forget()
@@ -697,11 +699,11 @@ class Accelerator:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
 
-    # ---- accumulating -------------------------------------------------------------------------------------------
+    # ---- gradient accumulation ----------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Batches that went through `accumulate` since the last end of a data loader."""
+        """Micro-batches counted by `accumulate` since the last end of a data loader."""
         return self._stepping.step
 
     @step.setter
@@ -710,7 +712,7 @@ class Accelerator:
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this batch ends a window, so that gradients are exchanged and optimizers step."""
+        """Whether this is a sync step: gradients are all-reduced and optimizers step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -719,7 +721,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Batches per optimizer step."""
+        """Micro-batches per optimizer step."""
         return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
@@ -728,15 +730,16 @@ class Accelerator:
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     def accumulate(self, *models: nn.Module) -> Accumulation:
-        """A block for one batch, in which gradients add up until their window is full.
+        """A block for one micro-batch of gradient accumulation.
 
-        Optimizers and schedulers act only in the batch that ends a window; the end of a prepared loader ends one too.
+        Gradients are synchronized, and optimizers and schedulers step, only at sync steps: in the last micro-batch of an
+        accumulation window. The end of a prepared loader ends the window, too.
 
         Args:
-            models (`torch.nn.Module`): The prepared models trained in the block; lists of them will do.
+            models (`torch.nn.Module`): The prepared models trained in the block, or lists of them.
 
         Raises:
-            TypeError: For something that is no model.
+            TypeError: For an object that is not a module.
             RuntimeError: When nothing was prepared.
 
         Example:
@@ -751,12 +754,12 @@ class Accelerator:
         return Accumulation(self._stepping, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which `backward` of this model exchanges no gradients between processes."""
+        """A block in which the backward pass of this model does not all-reduce its gradients."""
         return self.engine.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """A block in which `backward` exchanges gradients although the forward ran under `no_sync`.
+        """A block in which the backward pass all-reduces gradients although the forward pass ran under `no_sync`.
 
         Example:
             ```python
@@ -774,7 +777,7 @@ class Accelerator:
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """A block in which processes may run out of batches at different times.
+        """A block in which ranks may have different numbers of batches.
 
         Args:
             joinables (list): The prepared models (and other `torch.distributed.algorithms.Joinable`) trained in it.
@@ -792,20 +795,20 @@ class Accelerator:
     # ---- gradients ----------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None = None, **kwargs: Any) -> None:
-        """Add the gradients of a loss to those of the window; stands in for `loss.backward()`.
+        """Run the backward pass of a loss and accumulate its gradients; use it instead of `loss.backward()`.
 
         The loss is divided by `gradient_accumulation_steps`, unless the plugin's `average_over` says otherwise.
 
         Args:
             loss (`torch.Tensor`): 0-dim.
-            weight (`float` or 0-dim `torch.Tensor`, *optional*): Over how many items, for instance tokens, the loss is
-                a mean. Only with `GradientAccumulationPlugin(average_over="weights")`, and then needed.
+            weight (`float` or 0-dim `torch.Tensor`, *optional*): The number of items, for instance tokens, of which
+                the loss is the mean. Required with `GradientAccumulationPlugin(average_over="weights")`, and only allowed there.
             kwargs: For `torch.Tensor.backward`.
         """
         self._stepping.backward(loss, weight, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Backward and update in one go, for prepared `Lomo` and `AdaLomo` optimizers."""
+        """Update parameters within the backward pass, with prepared `Lomo` and `AdaLomo` optimizers."""
         self._stepping.lomo_backward(loss, learning_rate)
 
     @property
@@ -814,27 +817,28 @@ class Accelerator:
         return self._stepping.has_lomo_optimizer
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Unscale gradients, in order to read or change them, where a window ends.
+        """Unscale gradients at a sync step, before reading or changing them.
 
-        Loss scaling (fp16) and averaging over windows or weights keep them in another size until then.
+        Until then they are scaled by the loss scale (fp16), or not yet averaged over the accumulation window.
 
         Args:
-            optimizer (prepared optimizer or list of them, *optional*): Whose gradients; all prepared ones' when None.
+            optimizer (prepared optimizer or list of them, *optional*): Whose gradients; by default those of all
+            prepared optimizers.
         """
         self._stepping.unscale_gradients(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float | str = 2
     ) -> torch.Tensor | None:
-        """Scale gradients so that their joint norm is at most `max_norm`.
+        """Gradient clipping: scale gradients so that their total norm is at most `max_norm`.
 
         Args:
             parameters (`torch.Tensor` or iterable of them): Whose gradients.
-            max_norm (`float`): The bound.
-            norm_type (`float`): Which norm; "inf" for the largest element.
+            max_norm (`float`): The largest total norm.
+            norm_type (`float`): The p of the p-norm; "inf" for the largest absolute value.
 
         Returns:
-            The norm before, 0-dim.
+            The total norm before clipping, 0-dim, over the full gradients where they are sharded.
         """
         return self._stepping.clip_grad_norm_(parameters, max_norm, float(norm_type))
 
@@ -844,12 +848,12 @@ class Accelerator:
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether an optimizer skipped its last step because gradients were not finite."""
+        """Whether an optimizer skipped its last step because gradients were inf or NaN."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """A block that computes in the chosen precision, for work outside of a prepared model's forward.
+        """A block that runs in mixed precision, for operations outside of a prepared model's forward pass.
 
         Args:
             autocast_handler (`AutocastKwargs`, *optional*): Overrides the accelerator's own.
@@ -864,17 +868,17 @@ class Accelerator:
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """A block in which every process works on its part of the sequences; without context parallelism, any block.
+        """A block with sequences sharded over the context parallel group; it does nothing without context parallelism.
 
-        Forward and backward belong into it. Labels are cut as they are, so shift them before.
+        Run the forward and the backward pass in it. Labels are sharded as they are, so shift them before.
 
         Args:
-            buffers (list of `torch.Tensor`, *optional*): The tensors to cut along the sequence, in place.
+            buffers (list of `torch.Tensor`, *optional*): The tensors to shard along the sequence, in place.
             buffer_seq_dims (list of `int`, *optional*): For each, which dimension is the sequence.
-            no_restore_buffers (set of `torch.Tensor`, *optional*): Those that need not be whole again afterwards.
+            no_restore_buffers (set of `torch.Tensor`, *optional*): Those that need not be full tensors again afterwards.
 
         Raises:
-            ValueError: For buffers that cannot be cut evenly.
+            ValueError: For buffers that cannot be sharded evenly.
 
         Example:
             ```py
@@ -887,23 +891,23 @@ class Accelerator:
         if self.parallelism_config is None or not self.parallelism_config.cp_enabled:
             yield
             return
-        from accel_integrations.parallel.context import shared_sequences
+        from accel_integrations.parallel.context import sharded_sequences
 
-        with shared_sequences(self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers):
+        with sharded_sequences(self.parallelism_config, buffers, buffer_seq_dims, no_restore_buffers):
             yield
 
     def mean_over_tokens(self, loss: torch.Tensor, num_tokens: torch.Tensor | int) -> torch.Tensor:
-        """The mean loss over the tokens of all processes, however many each of them has.
+        """The mean loss over the tokens of all ranks, however many each of them has.
 
-        Where sequences are shared, the parts have different numbers of tokens that count, and the mean of the
-        processes' means is not that of all tokens. Call `backward` on the result.
+        Where sequences are sharded, the shards have different numbers of tokens that count, and the mean of the
+        ranks' means is not the mean over all tokens. Call `backward` on the result.
 
         Args:
             loss (`torch.Tensor`): 0-dim, the mean over this process's tokens.
             num_tokens (0-dim `torch.Tensor` or `int`): How many of them count.
 
         Returns:
-            0-dim, equal on all processes.
+            0-dim, identical on all processes.
 
         Example:
             ```py
@@ -918,21 +922,21 @@ class Accelerator:
 
     @property
     def flag_tensor(self) -> torch.Tensor | None:
-        """0-dim, 1 once `set_trigger` was called here; None before triggers are used."""
+        """0-dim int tensor, 1 once `set_trigger` was called on this process; None before triggers are used."""
         return self._stepping.flag_tensor
 
     def set_trigger(self) -> None:
-        """Raise a flag that `check_trigger` sees on all processes, for instance to stop early."""
+        """Set a flag that `check_trigger` sees on all processes, for instance to stop early."""
         self._stepping.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Whether any process raised the flag since the last check; call it on all processes. Lowers the flag."""
+        """Whether any process set the flag since the last check. Call it on all processes; it resets the flag."""
         return self._stepping.check_trigger()
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all processes along the first dimension.
+        """All-gather tensors and concatenate them along the first dimension.
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): First dimensions may differ between processes.
@@ -943,10 +947,10 @@ class Accelerator:
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather a batch's results and drop those of samples that only filled the last batch up.
+        """Gather a batch's results and drop those of samples that only padded the last batch.
 
         Args:
-            input_data: Nested tensors of which the first dimension is the batch; or any objects, which come as a list.
+            input_data: Nested tensors of which the first dimension is the batch; or any objects, returned as a list.
             use_gather_object (`bool`): Gather as objects even if all leaves are tensors.
 
         Example:
@@ -961,11 +965,11 @@ class Accelerator:
     def reduce(
         self, tensor: Any, reduction: Literal["sum", "mean", "none", "max", "min"] = "sum", scale: float = 1.0
     ) -> Any:
-        """Add up tensors of all processes, average them, or take the largest or smallest values.
+        """All-reduce tensors: their sum, mean, maximum or minimum over all processes.
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): Equal shapes on all processes.
-            reduction (`"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`): What to do; "none" is another name of "sum".
+            reduction (`"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`): The operation; "none" is an alias of "sum".
             scale (`float`): A factor for the result; XLA only.
 
         Returns:
@@ -974,17 +978,17 @@ class Accelerator:
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Make tensors of all processes equally long.
+        """Pad tensors to the largest size that any process has.
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): They may differ in `dim` only.
             dim (`int`): The dimension.
-            pad_index (`int`): What to pad with.
+            pad_index (`int`): The value to pad with.
             pad_first (`bool`): Pad at the beginning.
         """
         return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
-    # ---- storing ------------------------------------------------------------------------------------------------
+    # ---- checkpoints --------------------------------------------------------------------------------------------
 
     @cached_property
     def _checkpoints(self) -> CheckpointKeeper:
@@ -1001,17 +1005,17 @@ class Accelerator:
         return self._checkpoints._load_hooks  # read by other libraries
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """The whole model's tensors by name, wherever they are: on other processes, in CPU memory or on disk.
+        """The full state dict of a model, also where it is sharded, or offloaded to CPU memory or disk.
 
         Args:
-            model (`torch.nn.Module`): A prepared model, or one whose parts are offloaded (`dispatch_model`).
-            unwrap (`bool`): Use the names of the model inside; False keeps the wrappers' prefixes.
+            model (`torch.nn.Module`): A prepared model, or one with offloaded modules (`dispatch_model`).
+            unwrap (`bool`): Use the names of the unwrapped model; False keeps the wrappers' prefixes.
         """
         if not unwrap:
             return model.state_dict()
-        from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, waits_elsewhere
+        from accel_bigmodel.offload.collect import get_state_dict_offloaded_model, has_offloaded_weights
 
-        if waits_elsewhere(model):
+        if has_offloaded_weights(model):
             return get_state_dict_offloaded_model(self.unwrap_model(model))
         return self.engine.full_state_dict(model)
 
@@ -1019,7 +1023,7 @@ class Accelerator:
         """Write an object once per run, or once per machine with `ProjectConfiguration(save_on_each_node=True)`.
 
         Args:
-            obj: What `torch.save` takes; a dictionary of tensors with `safe_serialization`.
+            obj: Any object for `torch.save`; a `dict` of tensors with `safe_serialization`.
             f (`str` or path): The file.
             safe_serialization (`bool`): Write safetensors.
         """
@@ -1032,12 +1036,12 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of a prepared model, in shards, for others to load.
+        """Write the full weights of a prepared model into a model folder, in several files if they are large.
 
         Args:
             model (`torch.nn.Module`): The model.
-            save_directory (`str` or path): The folder; made if need be.
-            max_shard_size (`int` of bytes or `str`): Size of a shard at most, for instance "5GB".
+            save_directory (`str` or path): The folder; created if it does not exist.
+            max_shard_size (`int` of bytes or `str`): The largest size of one file, for instance "5GB".
             safe_serialization (`bool`): Write safetensors; False for `torch.save`.
         """
         from accelerate.checkpoint.model_folder import save_model
@@ -1050,13 +1054,13 @@ class Accelerator:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Write everything needed to go on later, and return the folder; a kill at any moment leaves no half of it.
+        """Write a checkpoint to resume training from, and return its folder. It appears complete or not at all.
 
         Args:
             output_dir (`str` or path, *optional*): The folder; chosen by
                 `ProjectConfiguration(automatic_checkpoint_naming=True)` when left out.
             safe_serialization (`bool`): Write models as safetensors.
-            save_model_func_kwargs: For the function that writes models.
+            save_model_func_kwargs: Further arguments of the function that writes models.
         """
         return self._checkpoints.save_state(output_dir, safe_serialization, **save_model_func_kwargs)
 
@@ -1066,12 +1070,12 @@ class Accelerator:
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Restore what `save_state` wrote, into the objects prepared and registered in the same order.
+        """Load a checkpoint of `save_state` into the objects that were prepared and registered in the same order.
 
         Args:
             input_dir (`str` or path, *optional*): The folder; the newest complete checkpoint when left out.
-            load_kwargs (`dict`, *optional*): For the function that reads optimizers and schedulers.
-            load_model_func_kwargs: For the function that reads models.
+            load_kwargs (`dict`, *optional*): Further arguments of `torch.load` for optimizers and schedulers.
+            load_model_func_kwargs: Further arguments of the function that loads models.
         """
         self._checkpoints.load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
@@ -1092,13 +1096,13 @@ class Accelerator:
         return self._checkpoints.register_load_state_pre_hook(hook)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Make objects of your own part of `save_state` and `load_state`.
+        """Include objects of your own in `save_state` and `load_state`.
 
         Args:
             objects: With `state_dict()` and `load_state_dict(state)`, in the same order when saving and loading.
 
         Raises:
-            ValueError: Naming those that lack these methods; then none is registered.
+            ValueError: Some lack these methods; then none is registered.
         """
         wanted = ("state_dict", "load_state_dict")
         wrong = [
@@ -1108,8 +1112,8 @@ class Accelerator:
         ]
         if wrong:
             raise ValueError(
-                f"register_for_checkpointing() cannot store: {'; '.join(wrong)}. An object needs the methods state_dict() and "
-                "load_state_dict(state)."
+                f"register_for_checkpointing() got objects that it cannot save: {'; '.join(wrong)}. An object needs the methods "
+                "state_dict() and load_state_dict(state)."
             )
         self._custom_objects.extend(objects)
 
@@ -1121,25 +1125,25 @@ class Accelerator:
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers given as `log_with`, on the main process.
+        """Start the trackers of `log_with`, on the main process.
 
-        A tracker whose service cannot be reached is left out, with a warning.
+        A tracker whose service cannot be reached is disabled with a warning.
 
         Args:
             project_name (`str`): Name of the run.
-            config (`dict`, *optional*): Its settings, stored with it.
+            config (`dict`, *optional*): The hyperparameters of the run, stored with it.
             init_kwargs (`dict`, *optional*): Per tracker name, further arguments of its constructor.
 
         Raises:
-            TypeError: When `project_name` is no text although a tracker of ours is wanted, or `init_kwargs` no dictionary
-                of dictionaries.
+            TypeError: `project_name` is not a `str` although one of our trackers needs it, or `init_kwargs` is not a
+                `dict` of `dict`.
         """
         self._tracker_set.start(project_name, config, init_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A started tracker by its `name`, or with `unwrap` the object of the library behind it.
+        """A started tracker by its `name`, or with `unwrap` the run object of its library.
 
-        On processes other than the main one it is a tracker that ignores every call.
+        On processes other than the main process it is a tracker that ignores every call.
 
         Raises:
             ValueError: When no tracker of this name was started.
@@ -1152,7 +1156,7 @@ class Accelerator:
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Hand numbers to all started trackers; one that fails warns once, and training goes on.
+        """Log values to all started trackers. A tracker that fails warns once, and training continues.
 
         Args:
             values (`dict`): Values by name.
@@ -1160,12 +1164,12 @@ class Accelerator:
             log_kwargs (`dict`, *optional*): Per tracker name, further arguments of its `log`.
 
         Raises:
-            TypeError: When `values` is no dictionary, or `step` no integer, although a tracker of ours is wanted.
+            TypeError: `values` is not a `dict`, or `step` not an `int`, although one of our trackers was started.
         """
         self._tracker_set.log(values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish trackers and end the process group; call it on all processes, last."""
+        """Finish trackers and destroy the process group. Call it last, on all processes."""
         try:
             self._tracker_set.finish()
         finally:
@@ -1175,18 +1179,18 @@ class Accelerator:
     def profile(
         self, profile_handler: ProfileKwargs | None = None, summary: bool = True
     ) -> AbstractContextManager[torch.profiler.profile]:
-        """A block whose operations are recorded; with `output_trace_dir`, each process writes a Chrome trace there.
+        """A block under `torch.profiler`; with `output_trace_dir`, each process writes a Chrome trace there.
 
         Args:
             profile_handler (`ProfileKwargs`, *optional*): Overrides the accelerator's own.
-            summary (`bool`): Whether the main process then shows on standard error where the time went.
+            summary (`bool`): Whether the main process prints a summary of the times to standard error.
         """
         return record_profile(profile_handler or self.profile_handler or ProfileKwargs(), summary)
 
 
 @contextmanager
 def _forget_state_on_error() -> Iterator[None]:
-    """Leave no state of a run that could not be set up: the next accelerator may ask for another one."""
+    """Reset the shared state when the set-up fails, so that the next accelerator may have other settings."""
     is_first = not AcceleratorState._shared_state
     try:
         yield

@@ -1,4 +1,4 @@
-"""What the arguments of `Accelerator` come to, together with the environment that `accelerate launch` sets."""
+"""Resolving the arguments of `Accelerator`, together with the environment that `accelerate launch` sets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NotGiven:
-    """Default of an argument whose mere presence means something."""
+    """The type of the default of an argument for which None is a value, too."""
 
     def __repr__(self) -> str:
         return "not given"
@@ -32,7 +32,7 @@ class NotGiven:
 NOT_GIVEN = NotGiven()
 
 PLUGINS = {
-    # argument: (variable that asks for it, where its class is)
+    # argument: (environment variable that enables it, where its class is)
     "deepspeed_plugin": ("ACCELERATE_USE_DEEPSPEED", "accel_state.settings.deepspeed:DeepSpeedPlugin"),
     "fsdp_plugin": ("ACCELERATE_USE_FSDP", "accel_state.settings.fsdp:FullyShardedDataParallelPlugin"),
     "megatron_lm_plugin": ("ACCELERATE_USE_MEGATRON_LM", "accel_state.settings.megatron:MegatronLMPlugin"),
@@ -42,14 +42,14 @@ PLUGINS = {
 
 
 def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
-    """The plugins of a run: those given, and those that the environment asks for.
+    """The plugins of a run: those that are passed, and those that the environment enables.
 
     Args:
-        given: Values by argument name, None where none was given.
+        given: Values by argument name, None where none was passed.
 
     Raises:
         TypeError: For a value of another class.
-        NotImplementedError: For plugins that have no implementation yet.
+        NotImplementedError: For plugins that this release does not have.
     """
     resolved = dict(given)
     for argument, (variable, where) in PLUGINS.items():
@@ -81,27 +81,27 @@ def _plugin_class(where: str, asked_by: str) -> Any:
         if error.name != module:
             raise
         raise NotImplementedError(
-            f"{asked_by} asks for the {name}, which is not part of this release: leave it out."
+            f"{asked_by} needs {name}, which is not part of this release. Leave it out."
         ) from None
 
 
 def resolve_handlers(given: Iterable[KwargsHandler] | KwargsHandler | None) -> Handlers:
-    """The handlers by what they are for; a single one need not be in a list."""
+    """The handlers sorted by their class; a single one need not be in a list."""
     return Handlers.sort([given] if isinstance(given, KwargsHandler) else given)
 
 
 def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """How gradients accumulate; `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` wins over the number, not over a plugin.
+    """How gradients accumulate. `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` overrides the number, but not a plugin.
 
     Raises:
-        ValueError: When number and plugin are both given, or the number is below 1.
+        ValueError: Number and plugin are both passed, or the number is below 1.
     """
     if plugin is not None:
         _checked("gradient_accumulation_plugin", plugin, GradientAccumulationPlugin)
         if num_steps != 1:
             raise ValueError(
-                f"gradient_accumulation_steps={num_steps!r} and gradient_accumulation_plugin={plugin!r} say the same "
-                "twice: pass only the plugin, with num_steps in it."
+                f"gradient_accumulation_steps={num_steps!r} and gradient_accumulation_plugin={plugin!r} are both given. "
+                "Pass only the plugin, with num_steps in it."
             )
         return plugin if plugin.num_steps is not None else replace(plugin, num_steps=1)
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -111,10 +111,10 @@ def resolve_accumulation(num_steps: int, plugin: GradientAccumulationPlugin | No
 
 
 def check_num_steps(key: str, value: Any) -> int:
-    """The number of batches in a window, from a number or text.
+    """The number of micro-batches in an accumulation window, from an `int` or `str`.
 
     Raises:
-        ValueError: When it is below 1 or no integer.
+        ValueError: It is below 1 or not an integer.
     """
     return int(at_least(1).read(key, value))
 
@@ -122,10 +122,10 @@ def check_num_steps(key: str, value: Any) -> int:
 def resolve_loader_settings(
     config: DataLoaderConfiguration | None, split_batches: bool | NotGiven
 ) -> DataLoaderConfiguration:
-    """How data loaders share out batches; `split_batches` as an argument of its own is the old spelling.
+    """How data loaders shard their data; `split_batches` as an argument of its own is deprecated.
 
     Raises:
-        ValueError: When both are given.
+        ValueError: Both are passed.
     """
     if isinstance(split_batches, NotGiven):
         return (
@@ -135,11 +135,11 @@ def resolve_loader_settings(
         )
     if config is not None:
         raise ValueError(
-            f"split_batches={split_batches!r} and dataloader_config={config!r} are both given: put split_batches into "
-            "the DataLoaderConfiguration."
+            f"split_batches={split_batches!r} and dataloader_config={config!r} are both given. Set split_batches in "
+            "the DataLoaderConfiguration only."
         )
     warn_user(
-        f"Accelerator(split_batches={split_batches!r}) is deprecated: pass "
+        f"Accelerator(split_batches={split_batches!r}) is deprecated. Pass "
         f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches!r}).",
         FutureWarning,
     )
@@ -150,13 +150,13 @@ def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynam
     """How models are compiled.
 
     Raises:
-        ValueError: When a backend and a plugin are both given, or there is no such backend.
+        ValueError: A backend and a plugin are both passed, or there is no such backend.
     """
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:
         raise ValueError(
-            f"dynamo_backend={backend!r} and dynamo_plugin={plugin!r} are both given: pass only the plugin, with the "
+            f"dynamo_backend={backend!r} and dynamo_plugin={plugin!r} are both given. Pass only the plugin, with the "
             "backend in it."
         )
     return _checked("dynamo_plugin", plugin, TorchDynamoPlugin)
@@ -165,7 +165,7 @@ def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynam
 def resolve_project(
     project_dir: str | os.PathLike[str] | None, config: ProjectConfiguration | None
 ) -> ProjectConfiguration:
-    """Where the run keeps checkpoints and logs; a `project_dir` fills in what the configuration leaves open."""
+    """The folders of checkpoints and logs; `project_dir` is used where the configuration has none."""
     if config is None:
         return ProjectConfiguration(project_dir=project_dir)
     _checked("project_config", config, ProjectConfiguration)
@@ -173,17 +173,17 @@ def resolve_project(
         config.set_directories(project_dir)
     elif project_dir is not None and os.fspath(project_dir) != os.fspath(config.project_dir or ""):
         warn_user(
-            f"project_dir={project_dir!r} has no effect, because project_config says {config.project_dir!r}: give the "
-            "folder once."
+            f"project_dir={project_dir!r} has no effect, because project_config.project_dir is {config.project_dir!r}. "
+            "Pass the folder once."
         )
     return config
 
 
 def resolve_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """The random generators that prepared data loaders synchronise: those given, else only the sampler's.
+    """The random generators that prepared data loaders synchronise; by default only the sampler's.
 
     Raises:
-        ValueError: For a name that is no generator.
+        ValueError: For a name that is not a generator.
     """
     if given is None:
         return ["generator"]
@@ -192,7 +192,8 @@ def resolve_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGTy
     for entry in given:
         if entry not in RNGType:
             raise ValueError(
-                f"rng_types={list(given)!r}: {entry!r} is none of {', '.join(map(repr, RNGType.list()))}."
+                f"rng_types={list(given)!r} is not valid: {entry!r} is not one of "
+                f"{', '.join(map(repr, RNGType.list()))}."
             )
     return list(given)
 
@@ -200,6 +201,6 @@ def resolve_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGTy
 def _checked(argument: str, value: Any, wanted: type) -> Any:
     if not isinstance(value, wanted):
         raise TypeError(
-            f"{argument}={value!r} is of type {type(value).__name__}: pass an object of {wanted.__name__}."
+            f"{argument}={value!r} is of type {type(value).__name__}. Pass an object of {wanted.__name__}."
         )
     return value

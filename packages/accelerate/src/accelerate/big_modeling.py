@@ -1,4 +1,4 @@
-"""The old path of models larger than memory."""
+"""Compatibility path for models larger than memory."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model

@@ -1,6 +1,6 @@
-"""The old path of writing and reading training states by hand, without an `Accelerator`.
+"""Functions of accelerate 1.15 that write and read training states without an `Accelerator`.
 
-`Accelerator.save_state` and `load_state` do more: their checkpoints appear in full or not at all, and are verified.
+`Accelerator.save_state` and `load_state` do more: their checkpoints appear complete or not at all, and are verified.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the files of a training state; each appears in full or not at all.
+    """Write the files of a training state, each with an atomic rename.
 
     Args:
         output_dir: Folder, created if missing.
@@ -62,8 +62,8 @@ def save_accelerator_state(
         process_index: Rank of this process.
         step: Step counter to keep.
         scaler: The loss scaler, if there is one.
-        save_on_each_node: Whether the first process of every machine writes what there is one of.
-        safe_serialization: Write weights as safetensors rather than as torch does.
+        save_on_each_node: Whether the main process of every machine writes the replicated state.
+        safe_serialization: Write weights as safetensors, not with `torch.save`.
 
     Returns:
         `output_dir`.
@@ -107,7 +107,7 @@ def load_accelerator_state(
         load_model_func_kwargs: Further arguments of the models' `load_state_dict`.
 
     Returns:
-        What the caller has to restore: the key `step`, if it was saved.
+        Values for the caller to restore: the key `step`, if it was saved.
 
     Raises:
         ValueError: The checkpoint is missing, damaged, or does not fit the objects.
@@ -149,10 +149,10 @@ def save_custom_state(obj: Any, path: StrPath, index: int = 0, save_on_each_node
 
 
 def load_custom_state(obj: Any, path: StrPath, index: int = 0) -> None:
-    """Give an object the state in `custom_checkpoint_<index>.pkl` in the folder `path`.
+    """Load the state in `custom_checkpoint_<index>.pkl` of the folder `path` into an object.
 
     Raises:
-        ValueError: The file is damaged or holds more than plain data; nothing of it is run.
+        ValueError: The file is damaged or holds more than plain data; no code of it is run.
     """
     obj.load_state_dict(load(Path(path, custom_object_file(index)), map_location="cpu"))
 

@@ -1,4 +1,4 @@
-"""The old path of data loaders."""
+"""Compatibility path for data loaders."""
 
 from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.adapter import DataLoaderStateMixin as DataLoaderStateMixin

@@ -1,4 +1,4 @@
-"""Attributes of the accelerator that live where they are used."""
+"""Attributes of the accelerator that are stored in one of its components."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 
 
 class Delegated:
-    """An attribute that is one of a part of the object. Set at any time, it counts from then on.
+    """A descriptor for an attribute of a component, which can be set at any time.
 
     Args:
-        path: Where it lives, seen from the object: "_preparer.rng_types".
-        meaning: What `help(...)` shows.
+        path: Its path from the object: "_preparer.rng_types".
+        meaning: The docstring that `help(...)` shows.
     """
 
     def __init__(self, path: str, meaning: str) -> None:
         self.__doc__ = meaning
         self._get = attrgetter(path)
-        part, _, self._name = path.rpartition(".")
-        self._part = attrgetter(part)
+        component, _, self._name = path.rpartition(".")
+        self._component = attrgetter(component)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else self._get(instance)
 
     def __set__(self, instance: Any, value: Any) -> None:
-        setattr(self._part(instance), self._name, value)
+        setattr(self._component(instance), self._name, value)
 
 
 def delegated(path: str, meaning: str) -> Any:
-    """A `Delegated` that may stand where a value of any type is declared."""
+    """A `Delegated`, typed so that it may be assigned to an attribute of any declared type."""
     return Delegated(path, meaning)

@@ -1,4 +1,4 @@
-"""Gathering predictions for metrics: every sample of the data set once, whatever the number of processes."""
+"""Gathering predictions for metrics: every sample of the dataset once, whatever the number of processes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ logger = get_logger(__name__)
 def gather_for_metrics(
     input_data: Any, use_gather_object: bool, state: GradientState, config: ParallelismConfig | None = None
 ) -> Any:
-    """Gather a batch's results and drop those of samples that only filled the last batch up.
+    """Gather a batch's results and drop those of samples that only padded the last batch.
 
-    Processes that share a batch have the same results, of which one is taken.
+    Ranks of one model parallel group have the same batch and the same results, of which one is used.
 
     Args:
         input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
         use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
-        state: Knows the data loader that is being iterated, or was left at its last batch.
-        config: Knows which processes share a batch; none do when it is None.
+        state: Has the data loader that is being iterated, or was left at its last batch.
+        config: Says which ranks have the same batch; None if all have different ones.
 
     Returns:
-        Tensors in the structure given, concatenated over processes; objects as one list.
+        Tensors in the same nested structure, concatenated over processes; objects as one list.
     """
     real = getattr(state.active_dataloader, "num_real_samples", None)
-    if real is not None:  # this process's part of a stream has ended before others': it repeats samples
+    if real is not None:  # this rank's shard of a stream has ended before others', and repeats samples as padding
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
     gathered = _gather_batches(input_data, as_objects, config)
@@ -53,7 +53,9 @@ def gather_for_metrics(
     else:
         return gathered
     if remainder < 0:
-        logger.info("The length of the data is unknown, so samples that pad the last batch cannot be dropped.")
+        logger.info(
+            "gather_for_metrics() cannot drop the padding of the last batch, because the length of the dataset is unknown."
+        )
     if remainder <= 0:
         return gathered
     if as_objects:
@@ -62,9 +64,9 @@ def gather_for_metrics(
 
 
 def _is_last_round(gathered: Any, loader: Any) -> bool:
-    """Whether as much was gathered as the last batches of a loader hold that is not iterated any more.
+    """Whether as many samples were gathered as the last batches of a loader hold that is not iterated any more.
 
-    Other things are gathered then, too, and nothing may be dropped of them.
+    Other data may be gathered then, too, of which nothing may be dropped.
     """
     if loader.remainder <= 0:
         return False
@@ -74,11 +76,11 @@ def _is_last_round(gathered: Any, loader: Any) -> bool:
 
 
 def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | None) -> Any:
-    """Join what the processes have that read different data."""
+    """Gather over the ranks that read different shards of the dataset."""
     if config is None or config.non_data_parallel_size == 1 or config.device_mesh is None:
         return gather_object(data) if as_objects else gather(data)
     mesh = config.axis_mesh("dp")
-    if mesh is None:  # all share the batch
+    if mesh is None:  # all ranks have the same batch
         return data if as_objects else recursively_apply(torch.atleast_1d, data)
     group = mesh.get_group()
     if not as_objects:

@@ -1,4 +1,4 @@
-"""The old path of what runs around the forward pass of modules."""
+"""Compatibility path for what runs around the forward pass of modules."""
 
 from accel_bigmodel.dispatch import MOVERS as _accelerate_added_attributes  # noqa: F401, N811
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook

@@ -34,10 +34,10 @@ def prepare_pippy(
 ) -> nn.Module:
     """Split a model into stages over the ranks of the run, for inference.
 
-    A model with a chain of blocks is split between them: batches may then have any size and shapes, outputs are of the
-    model's own kind, and each rank keeps only its own stage in memory. Any other one is traced by
-    `torch.distributed.pipelining`, which needs an example, and from then on inputs of its shapes; what it returns are
-    the bare tensors.
+    A model with a chain of blocks is split between the blocks: batches may then have any size and shapes, outputs have the
+    model's own type, and each rank keeps only its own stage in memory. Any other model is traced by
+    `torch.distributed.pipelining`, which needs an example; inputs must then have the shapes of the example, and the
+    outputs are plain tensors.
 
     Args:
         model (`torch.nn.Module`): The model, with equal weights on all ranks.
@@ -45,17 +45,17 @@ def prepare_pippy(
             stage begins; `"auto"` keeps the largest stage as small as possible.
         no_split_module_classes (list of `str`, *optional*): Names of classes that are not split, where a model without a
             chain of blocks is split by `"auto"`.
-        example_args (`tuple`): Positional arguments of the forward, for one batch. With them, the model is tried.
+        example_args (`tuple`): Positional arguments of the forward, for one batch. With them, the forward is tried once.
         example_kwargs (`dict`, *optional*): Keyword arguments, likewise.
-        num_chunks (`int`, *optional*): Into how many microbatches a batch is split, so that ranks overlap; as many as there
-            are ranks when None. Batches are padded to a multiple of it.
-        gather_output (`bool`): Whether every rank gets the output; otherwise the last one does, others get None.
+        num_chunks (`int`, *optional*): Into how many micro-batches a batch is split, so that stages overlap; by default the
+            number of ranks. Batches are padded to a multiple of it.
+        gather_output (`bool`): Whether every rank gets the output; otherwise only the last rank does, and others get None.
 
     Returns:
         The model, whose forward runs all stages. Call it on all ranks; the inputs are those of rank 0.
 
     Raises:
-        ValueError: When the model can neither be split nor traced, with both reasons, or an argument is not allowed.
+        ValueError: The model can neither be split nor traced, or an argument is not valid.
 
     Example:
         ```py
@@ -67,9 +67,9 @@ def prepare_pippy(
     state = PartialState()
     count = state.num_processes
     if num_chunks is not None and (not isinstance(num_chunks, int) or num_chunks < 1):
-        raise ValueError(f"num_chunks={num_chunks!r} is not valid: expected an int of at least 1, or None.")
+        raise ValueError(f"num_chunks={num_chunks!r} is not valid. Pass an int of at least 1, or None.")
     if isinstance(split_points, str) and split_points != "auto":
-        raise ValueError(f"split_points={split_points!r} is not valid: expected 'auto' or a list of module names.")
+        raise ValueError(f"split_points={split_points!r} is not valid. Pass 'auto' or a list of module names.")
     if count == 1:
         model.hf_split_points = []  # type: ignore[assignment]
         return model.to(state.device)
@@ -103,7 +103,7 @@ def _split_or_trace(
     gather_output: bool,
     example: Any,
 ) -> tuple[Callable[..., Any], list[str]]:
-    """What takes the place of the model's forward, and where the model was split."""
+    """The replacement of the model's forward, and the split points."""
     from accel_integrations.parallel.pipeline.inference import StagedInference, TracedInference
     from accel_integrations.parallel.pipeline.split import split_model
 
@@ -114,7 +114,7 @@ def _split_or_trace(
         reason = error
     if example is None:
         raise ValueError(
-            f"{reason} To have {type(model).__name__} traced instead, pass example_args or example_kwargs."
+            f"{reason} To trace {type(model).__name__} instead, pass example_args or example_kwargs."
         ) from reason
     names = (
         _borders(generate_device_map(model, group.size, no_split_module_classes))
@@ -133,22 +133,21 @@ def generate_device_map(
     no_split_module_classes: Sequence[str] | None = None,
     max_memory: Mapping[Any, int | str] | None = None,
 ) -> dict[str, Any]:
-    """Spread the modules of a model over processes, about as many bytes to each.
+    """Assign the modules of a model to processes, about the same number of bytes to each.
 
     Args:
         model (`torch.nn.Module`): The model.
         num_processes (`int`): How many processes.
-        no_split_module_classes (list of `str`, *optional*): Names of classes that are not taken apart.
-        max_memory (`dict`, *optional*): Bytes by process; equal shares, and what is left over to the last one, when
-            None.
+        no_split_module_classes (list of `str`, *optional*): Names of classes that are not split.
+        max_memory (`dict`, *optional*): Bytes by process; by default the same for each, and the rest on the last one.
 
     Returns:
         For each module, by name and in order, the number of its process.
     """
     if max_memory is None and num_processes > 1:
         total, (largest, _) = calculate_maximum_sizes(model)
-        share = total // num_processes + largest
-        max_memory = {**dict.fromkeys(range(num_processes - 1), share), num_processes - 1: 2 * total}
+        per_process = total // num_processes + largest
+        max_memory = {**dict.fromkeys(range(num_processes - 1), per_process), num_processes - 1: 2 * total}
     return dict(
         infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
         if max_memory
@@ -157,7 +156,7 @@ def generate_device_map(
 
 
 def _borders(device_map: Mapping[str, Any]) -> list[str]:
-    """The modules at which the parts of the second and every further process begin."""
+    """The modules at which the stages of the second and every further process begin."""
     return [name for (_, before), (name, place) in pairwise(device_map.items()) if place != before]
 
 
@@ -182,25 +181,26 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
 ) -> Any:
-    """Trace a model and make the schedule of `torch.distributed.pipelining` for this process's part.
+    """Trace a model and make the schedule of `torch.distributed.pipelining` for this rank's stage.
 
     Args:
         model: The model.
-        split_points: Names of the modules at which the second and every further part begins.
+        split_points: Names of the modules at which the second and every further stage begins.
         args: Positional arguments of the forward, for one batch.
         kwargs: Its keyword arguments.
-        num_chunks: Into how many parts a batch is split; the schedule takes batches of this example's size.
+        num_chunks: Into how many micro-batches a batch is split; the schedule takes batches of the example's size.
 
     Raises:
-        ValueError: When the model cannot be traced, with the reason.
+        ValueError: The model cannot be traced.
     """
-    from accel_integrations.parallel.pipeline.inference import make_schedule, trace_stage, with_padding
+    from accel_integrations.parallel.pipeline.inference import trace_stage, with_padding
     from accel_integrations.parallel.pipeline.microbatches import split_batch
+    from accel_integrations.parallel.pipeline.older_torch import gpipe
 
     size = find_pippy_batch_size(args, kwargs) or 1
     args, kwargs = with_padding((tuple(args), dict(kwargs or {})), size, num_chunks)
-    chunk = split_batch(args, dict(kwargs or {}), num_chunks).parts[0]
-    return make_schedule(trace_stage(model, split_points, chunk, _pipeline_group(PartialState())), num_chunks)
+    chunk = split_batch(args, dict(kwargs or {}), num_chunks).inputs[0]
+    return gpipe(trace_stage(model, split_points, chunk, _pipeline_group(PartialState())), num_chunks)
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
@@ -209,8 +209,8 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     Args:
         forward: The schedule's `step`.
         num_chunks: Its number of chunks.
-        gather_output: Whether every rank gets the output; otherwise the last one does, others get None.
-        args: Positional arguments of the model's forward; only looked at on the first process.
+        gather_output: Whether every rank gets the output; otherwise only the last rank does, and others get None.
+        args: Positional arguments of the model's forward; ignored on all ranks but rank 0.
         kwargs: Its keyword arguments, likewise.
     """
     from accel_integrations.parallel.pipeline.inference import gathered, with_padding, without_padding

@@ -1,4 +1,4 @@
-"""The old path of starting processes from Python."""
+"""Compatibility path for starting processes from Python."""
 
 from accel_cli.notebook import debug_launcher as debug_launcher
 from accel_cli.notebook import notebook_launcher as notebook_launcher

@@ -1,4 +1,4 @@
-"""Local SGD: train apart, average the parameters now and then."""
+"""Local SGD: no gradient synchronization; parameters are averaged every few steps."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Lets every process train on its own and averages the parameters every few steps.
+    """Trains every replica on its own and averages the parameters every few steps.
 
-    Within the block gradients are not exchanged, which saves most of the traffic of data parallel training. Parameters
-    are averaged after every `local_sgd_steps` calls of `step`, and when the block ends.
+    Within the block gradients are not all-reduced, which saves most of the communication of data parallel training.
+    Parameters are averaged after every `local_sgd_steps` calls of `step`, and when the block ends.
 
     Args:
         accelerator (`Accelerator`): The accelerator that prepared the model.
         model (`torch.nn.Module`): The prepared model.
         local_sgd_steps (`int`): Optimizer steps between two averages, at least 1.
-        enabled (`bool`): False makes all of it do nothing.
+        enabled (`bool`): False disables all of it.
 
     Raises:
-        ValueError: When the training engine keeps no full copy of the parameters on every process, or
+        ValueError: The training engine does not replicate the parameters on every process, or
             `local_sgd_steps` is below 1.
 
     Example:
@@ -56,11 +56,11 @@ class LocalSGD:
         if not enabled:
             return
         if local_sgd_steps < 1:
-            raise ValueError(f"LocalSGD got local_sgd_steps={local_sgd_steps!r}: pass a number of at least 1.")
+            raise ValueError(f"LocalSGD got local_sgd_steps={local_sgd_steps!r}. Pass a number of at least 1.")
         if self.enabled and not accelerator.engine.averages_parameters:
             raise ValueError(
                 f"LocalSGD cannot average parameters with the {accelerator.engine.name!r} engine "
-                f"({accelerator.distributed_type}): every process needs a full copy of the model, as with data "
+                f"({accelerator.distributed_type}): every process needs a replica of the model, as in data "
                 "parallel training. Pass enabled=False, or train without a sharding plugin."
             )
 
@@ -75,7 +75,7 @@ class LocalSGD:
     ) -> None:
         if self.model_sync_obj is None:
             return
-        if type is None:  # a process that fails must not wait for the others
+        if type is None:  # a rank that raises must not hang in a collective
             self._average_parameters()
         self.model_sync_obj.__exit__(type, value, tb)
         self.model_sync_obj = None

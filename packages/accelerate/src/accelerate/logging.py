@@ -1,4 +1,4 @@
-"""The old path of logging from many processes, now `accel_state.logging`."""
+"""Compatibility path for logging from many processes, now `accel_state.logging`."""
 
 from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.logging import get_logger as get_logger

@@ -1,4 +1,4 @@
-"""The old path of the prepared optimizer."""
+"""Compatibility path for the prepared optimizer."""
 
 from typing import Any
 

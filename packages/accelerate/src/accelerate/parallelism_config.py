@@ -1,4 +1,4 @@
-"""The old path of `ParallelismConfig`, now `accel_state.mesh`."""
+"""Compatibility path for `ParallelismConfig`, now `accel_state.mesh`."""
 
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accelerate.compat.legacy import legacy_getattr

@@ -1,4 +1,4 @@
-"""From what a user built to what trains on this machine: models, optimizers, schedulers and data loaders."""
+"""Preparing models, optimizers, schedulers and data loaders for the engine and the device mesh of the run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ KINDS: tuple[tuple[Any, str], ...] = (
     (torch.optim.Optimizer, "prepare_optimizer"),
     (SCHEDULERS, "prepare_scheduler"),
 )
-"""Which method of an accelerator prepares an object of which class, the first that fits."""
+"""Which method of an accelerator prepares an object of which class; the first match applies."""
 
 
 class Preparer:
@@ -49,8 +49,8 @@ class Preparer:
     Args:
         engine: The training engine.
         state: Processes, devices and precision of the run.
-        prepared: Where the record is kept.
-        loader_settings: How data loaders share out their batches.
+        prepared: The record of prepared objects.
+        loader_settings: How data loaders shard their data over the ranks.
         rng_types: Random generators that data loaders synchronise at the start of an epoch.
         device_placement: Whether objects are moved to the device unless a call says otherwise.
     """
@@ -83,13 +83,13 @@ class Preparer:
         evaluation: bool,
         shard: Callable[[nn.Module], nn.Module] | None = None,
     ) -> nn.Module:
-        """The order of the steps from a plain model to one that trains here.
+        """Prepare a plain model: the order of all steps.
 
         Args:
             model: The model.
             device_placement: Whether it is moved to the device; None for the accelerator's own setting.
             evaluation: Whether it will not be trained.
-            shard: Does the engine's work before it; then nothing is left for the engine to shard.
+            shard: Shards the model before the engine does; then nothing is left for the engine to shard.
         """
         known = self.prepared_model(model)
         if known is not None:
@@ -100,7 +100,7 @@ class Preparer:
         for transform in self.transforms:
             transform.check(model, mesh)
         with self.replaced.recording(model):
-            for transform in self.transforms:  # tensor, context, sequence: what runs inside of the forward
+            for transform in self.transforms:  # tensor, context, sequence parallelism: they run inside of the forward
                 model = transform.apply(model, mesh)
             model = self.engine.precision.convert(model)
             model = self.engine.precision.wrap_forward(model)
@@ -113,10 +113,10 @@ class Preparer:
         return self._keep_model(model)
 
     def prepared_model(self, model: nn.Module) -> nn.Module | None:
-        """What `prepare` made of a model, here or in another accelerator; None when there is something left to do.
+        """The prepared model, if this or another accelerator has prepared it; None if it has not.
 
         Raises:
-            TypeError: It is no module.
+            TypeError: It is not a module.
         """
         _check_type("prepare_model", model, nn.Module)
         known: nn.Module | None = find(self.prepared.wrapped, model, _inner_model)
@@ -155,7 +155,7 @@ class Preparer:
         device_placement: bool | None,
         slice_fn_for_dispatch: Callable[..., Any] | None,
     ) -> Any:
-        """Make a data loader read this process's share."""
+        """Make a data loader yield this rank's shard of the data."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
             place, settings = self.engine.data_place(), self.loader_settings
@@ -184,37 +184,37 @@ class Preparer:
 
 
 def check_quantized(model: nn.Module) -> None:
-    """Refuse to train a model of 8-bit or 4-bit layers whose parts wait where these cannot compute.
+    """Check that no module of a model with 8-bit or 4-bit layers is offloaded to where these cannot compute.
 
     Raises:
-        ValueError: Naming the places.
+        ValueError: Some are offloaded to CPU memory or disk.
     """
     bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
     elsewhere = sorted({"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()})
     if bits and elsewhere and not (is_bitsandbytes_multi_backend_available() or is_xpu_available()):
         raise ValueError(
-            f"{type(model).__name__} was loaded in {bits} bits with parts of it on {' and '.join(elsewhere)}, and cannot be "
-            "trained with CPU or disk offload: load all of it on the device on which you train, for example with "
-            'device_map={"": torch.cuda.current_device()}.'
+            f"{type(model).__name__} was loaded in {bits} bits with modules offloaded to {' and '.join(elsewhere)}, and "
+            "cannot be trained with CPU or disk offload. Load all of it on the device on which you train, for example "
+            'with device_map={"": torch.cuda.current_device()}.'
         )
 
 
-def refuse_dispatched(model: nn.Module, num_processes: int) -> None:
-    """Refuse to train, on several processes, a model whose layers `device_map` put on several devices.
+def check_not_dispatched(model: nn.Module, num_processes: int) -> None:
+    """Raise for a model that a `device_map` dispatched to several devices, where there are several processes.
 
     Raises:
         ValueError: Unless the environment variable `ACCELERATE_BYPASS_DEVICE_MAP` is true.
     """
     if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
         raise ValueError(
-            f"{type(model).__name__} was loaded with a device_map that spreads it over several devices, which cannot be "
-            f"trained on {num_processes} processes: launch one process, or load the model without device_map (set "
-            "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that it fits)."
+            f"{type(model).__name__} was loaded with a device_map over several devices, which cannot be trained on "
+            f"{num_processes} processes. Launch one process, or load the model without device_map. Set "
+            "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that it fits."
         )
 
 
 def is_dispatched(model: nn.Module) -> bool:
-    """Whether `device_map` spread the model, or a part of it, over several devices."""
+    """Whether a `device_map` dispatched the model, or a submodule of it, to several devices."""
     return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
@@ -224,12 +224,12 @@ def in_order(objects: Sequence[Any]) -> list[int]:
 
 
 def method_for(item: Any) -> str | None:
-    """The method of an accelerator that prepares an object; None for one that comes back as it is."""
+    """The method of an accelerator that prepares an object; None for one that is returned unchanged."""
     return next((method for kind, method in KINDS if isinstance(item, kind)), None)
 
 
 def check_placement(placement: Sequence[bool | None] | None, objects: Sequence[Any]) -> Sequence[bool | None]:
-    """What was said about the device placement of each object.
+    """The device placement of each object.
 
     Raises:
         ValueError: There are not as many entries as objects.
@@ -238,7 +238,7 @@ def check_placement(placement: Sequence[bool | None] | None, objects: Sequence[A
         return [None] * len(objects)
     if len(placement) != len(objects):
         raise ValueError(
-            f"device_placement={placement!r} has {len(placement)} entries for {len(objects)} objects: give one for "
+            f"device_placement={placement!r} has {len(placement)} entries for {len(objects)} objects. Pass one for "
             "each, None for the accelerator's own setting."
         )
     return placement
@@ -247,7 +247,7 @@ def check_placement(placement: Sequence[bool | None] | None, objects: Sequence[A
 def _check_type(method: str, item: Any, wanted: type) -> None:
     if not isinstance(item, wanted):
         raise TypeError(
-            f"{method}() got {shorten(item)} of type {type(item).__name__}: pass an object of {wanted.__qualname__}."
+            f"{method}() got {shorten(item)} of type {type(item).__name__}. Pass an object of {wanted.__qualname__}."
         )
 
 

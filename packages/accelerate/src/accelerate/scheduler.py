@@ -1,4 +1,4 @@
-"""The old path of the prepared scheduler."""
+"""Compatibility path for the prepared scheduler."""
 
 from accel_integrations.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accelerate.compat.legacy import legacy_getattr

@@ -1,4 +1,4 @@
-"""The old path of the states, now `accel_state`."""
+"""Compatibility path for the states, now `accel_state`."""
 
 from accel_state.accelerator_state import AcceleratorState as AcceleratorState
 from accel_state.gradient_state import GradientState as GradientState

@@ -1,4 +1,4 @@
-"""One training step: when gradients are exchanged, how the loss becomes gradients, and what bounds them."""
+"""One training step: gradient accumulation, the backward pass, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class StepController:
-    """Counts micro-batches, decides which of them end a window, and runs backward and clipping accordingly.
+    """Counts micro-batches, decides which are sync steps, and runs the backward pass and clipping accordingly.
 
     Args:
         engine: The training engine.
         gradient_state: Where the decision is kept; prepared optimizers and schedulers read it.
-        prepared: What came through `prepare`.
+        prepared: The record of prepared objects.
 
     Attributes:
         step (`int`): Micro-batches since the last end of a data loader.
         has_lomo_optimizer (`bool`): Whether an optimizer of the `lomo_optim` library was prepared.
-        flag_tensor (`torch.Tensor`, *optional*): 0-dim, 1 while this process's trigger is raised.
+        flag_tensor (`torch.Tensor`, *optional*): 0-dim, 1 while this process's trigger is set.
     """
 
     def __init__(self, engine: Engine, gradient_state: GradientState, prepared: Prepared) -> None:
@@ -46,13 +46,13 @@ class StepController:
         self.flag_tensor: torch.Tensor | None = None
         self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
 
-    # ---- accumulating -------------------------------------------------------------------------------------------
+    # ---- gradient accumulation ----------------------------------------------------------------------------------
 
     def begin_batch(self) -> bool:
         """Count a micro-batch.
 
         Returns:
-            Whether its backward exchanges gradients between processes.
+            Whether its backward pass all-reduces gradients.
         """
         state = self.gradient_state
         if state.sync_with_dataloader and state.end_of_dataloader:
@@ -65,10 +65,10 @@ class StepController:
         return sync or state.plugin_kwargs.get("sync_each_batch", False)
 
     def models_among(self, given: tuple[Any, ...]) -> tuple[nn.Module, ...]:
-        """The models that `accumulate` got, those in lists too; the same ones are checked once.
+        """The models passed to `accumulate`, also those in lists; the same ones are checked once.
 
         Raises:
-            TypeError: For something that is no model.
+            TypeError: For an object that is not a module.
             RuntimeError: When nothing was prepared at all.
         """
         if given == self._checked:
@@ -79,20 +79,20 @@ class StepController:
         for model in found:
             if not isinstance(model, nn.Module):
                 raise TypeError(
-                    f"accumulate() got {shorten(model)} of type {type(model).__name__}: pass the prepared models, as in "
+                    f"accumulate() got {shorten(model)} of type {type(model).__name__}. Pass the prepared models, as in "
                     "`with accelerator.accumulate(model):`."
                 )
         known = self.prepared
         if not (known.models or known.optimizers or known.dataloaders or any(map(is_prepared, found))):
             raise RuntimeError(
-                f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has "
-                "prepared nothing: call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
+                f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has not "
+                "prepared anything. Call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
             )
         self._checked = found
         return found
 
-    def hold_back(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
-        """A context in which the backward of none of `models` exchanges gradients."""
+    def no_sync(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
+        """A context in which the backward passes of `models` do not all-reduce gradients."""
         if len(models) == 1:
             return self.engine.no_sync(models[0])
         contexts = ExitStack()
@@ -109,7 +109,7 @@ class StepController:
         self.engine.backward(self.engine.averaging.add(loss, weight), **kwargs)
 
     def step_in_backward(self) -> None:
-        """Let backward update parameters, from now on, whenever it is given a learning rate: for LOMO optimizers."""
+        """From now on, update parameters within `backward` when a learning rate is passed: for LOMO optimizers."""
         self.has_lomo_optimizer = True
         self.backward = self._backward_or_step  # type: ignore[method-assign] # others need not ask in every step
 
@@ -122,11 +122,11 @@ class StepController:
             StepController.backward(self, loss, weight, kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
-        """Backward and update in one go, by the prepared LOMO optimizers; see `Accelerator.lomo_backward`."""
+        """Update parameters within the backward pass, by the prepared LOMO optimizers."""
         lomo_backward(loss, learning_rate, self.plain_optimizers())
 
     def plain_optimizers(self, chosen: Any = None) -> list[Any]:
-        """The torch optimizers behind `chosen` prepared ones (one, several, or all of them when None)."""
+        """The torch optimizers inside `chosen` prepared ones (one, several, or all of them when None)."""
         if chosen is None:
             chosen = self.prepared.optimizers
         elif not isinstance(chosen, (list, tuple)):
@@ -142,23 +142,23 @@ class StepController:
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
-        """Bound the joint norm; see `Accelerator.clip_grad_norm_`."""
+        """Clip gradients by their total norm; see `Accelerator.clip_grad_norm_`."""
         self.unscale_gradients()
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
-        """Bound every element; see `Accelerator.clip_grad_value_`."""
+        """Clip every element of gradients; see `Accelerator.clip_grad_value_`."""
         self.unscale_gradients()
         self.engine.clip_grad_value_(parameters, clip_value)
 
     # ---- triggers -----------------------------------------------------------------------------------------------
 
     def set_trigger(self) -> None:
-        """Raise this process's flag."""
+        """Set this process's flag."""
         self.flag_tensor = torch.tensor(1, device=self.engine.context.state.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process raised its flag; lowers it."""
+        """Whether any process has set its flag; resets it."""
         device = self.engine.context.state.device
         mine = torch.tensor(0, device=device) if self.flag_tensor is None else self.flag_tensor
         raised = bool(reduce(mine, reduction="sum") >= 1)
@@ -166,7 +166,7 @@ class StepController:
         return raised
 
     def forget(self) -> None:
-        """Start over, holding on to no model."""
+        """Reset all counters and drop references to models."""
         self.step = 0
         self.has_lomo_optimizer = False
         vars(self).pop("backward", None)
@@ -176,15 +176,15 @@ class StepController:
 class Accumulation(ContextDecorator):
     """One micro-batch; what `Accelerator.accumulate` returns.
 
-    Not a generator: this runs at every step, and most steps have nothing to hold back.
+    A class and not a generator, because it runs in every step.
     """
 
-    __slots__ = ("_controller", "_given", "_held")
+    __slots__ = ("_controller", "_given", "_no_sync")
 
     def __init__(self, controller: StepController, given: tuple[Any, ...]) -> None:
         self._controller = controller
         self._given = given
-        self._held: AbstractContextManager[Any] | None = None
+        self._no_sync: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
         controller = self._controller
@@ -192,18 +192,18 @@ class Accumulation(ContextDecorator):
         if controller.engine.averaging.is_by_window:
             controller.engine.averaging.begin_batch()
         if controller.begin_batch():
-            self._held = None
+            self._no_sync = None
         else:
-            self._held = controller.hold_back(models)
-            self._held.__enter__()
+            self._no_sync = controller.no_sync(models)
+            self._no_sync.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._controller.engine.averaging.is_by_window:
             self._controller.engine.averaging.end_batch()
-        if self._held is not None:
-            self._held.__exit__(kind, error, trace)
+        if self._no_sync is not None:
+            self._no_sync.__exit__(kind, error, trace)
 
 
 def _unwrap_optimizer(optimizer: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The old path of experiment tracking, now `accel_tracking`."""
+"""Compatibility path for experiment tracking, now `accel_tracking`."""
 
 from accel_tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
 from accel_tracking.registry import filter_trackers as filter_trackers

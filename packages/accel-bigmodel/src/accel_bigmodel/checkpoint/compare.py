@@ -1,4 +1,4 @@
-"""Does a checkpoint fit a model? Answered from names and shapes, before any weight is read."""
+"""Comparing a checkpoint with a model by names and shapes, before any weight is read."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 from accel_bigmodel.checkpoint.contents import CheckpointContents
 
 EXTRA_STATE = "_extra_state"
-SCALES = "SCB"  # under this name bitsandbytes saves the scales of its 8-bit weights, beside them
+SCALES = "SCB"  # the name under which bitsandbytes saves the scales of an 8-bit weight
 ADDED_BY_BITSANDBYTES = (SCALES, "weight_format", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 QUANTISED = ("Int8Params", "FP4Params", "Params4bit")  # whose shape is that of their packed values
-FILLED_BY_TORCH = "num_batches_tracked"  # which older checkpoints lack
+FILLED_BY_TORCH = "num_batches_tracked"  # missing in older checkpoints
 MOST_NAMES = 20
 
 logger = logging.getLogger("accelerate.utils.modeling")
 
 
 class CheckpointMismatchError(ValueError, RuntimeError):
-    """A checkpoint has not the tensors of a model; torch raises a RuntimeError then, other loaders a ValueError."""
+    """A checkpoint does not match a model; torch raises a RuntimeError then, other loaders a ValueError."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Difference:
     Args:
         source: The checkpoint, for messages.
         model: The model's class, for messages.
-        missing: Names of the model that the checkpoint has under none of their names.
+        missing: Names of the model that the checkpoint has not, not even under a tied name.
         unexpected: Names of the checkpoint that the model has not.
         misshapen: Name, shape in the checkpoint and shape in the model.
     """
@@ -43,27 +43,27 @@ class Difference:
     unexpected: list[str]
     misshapen: list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
-    def judge(self, strict: bool) -> None:
-        """Raise an error for wrong shapes, and for the rest too if strict; else warn once.
+    def check(self, strict: bool) -> None:
+        """Raise an error for other shapes and, if strict, for missing or unexpected names; otherwise warn of names.
 
         Raises:
-            CheckpointMismatchError: With all that differs.
+            CheckpointMismatchError: Listing all differences.
         """
         if self.misshapen or (strict and (self.missing or self.unexpected)):
             raise CheckpointMismatchError(
-                f"The checkpoint {self.source} does not fit {self.model}, which was left as it is:\n"
+                f"The checkpoint {self.source} does not match {self.model}, which was left unchanged:\n"
                 + self._report("not in the model, and not used")
             )
         if self.missing or self.unexpected:
-            report = self._report("not in the model, so that they were not used when loading")
-            logger.warning("The checkpoint %s does not quite fit %s:\n%s", self.source, self.model, report)
+            report = self._report("not in the model, and were not used when loading")
+            logger.warning("The checkpoint %s does not fully match %s:\n%s", self.source, self.model, report)
 
     def _report(self, about_unexpected: str) -> str:
         shapes = [f"{name} {found} instead of {wanted}" for name, found, wanted in self.misshapen]
         parts = {
-            "missing, and left as they are in the model": self.missing,
+            "missing, and left unchanged in the model": self.missing,
             about_unexpected: self.unexpected,
-            "of another shape": shapes,
+            "with another shape": shapes,
         }
         return "\n".join(f"  {len(names)} {what}: {_listed(names)}" for what, names in parts.items() if names)
 
@@ -79,7 +79,7 @@ def expected_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that save something else besides tensors, by the name under which they do."""
+    """The modules with `get_extra_state`, by the name of that state in a state dict."""
     return {
         f"{path}.{EXTRA_STATE}" if path else EXTRA_STATE: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -88,7 +88,7 @@ def extra_states(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_sources(tensors: dict[str, torch.Tensor], contents: CheckpointContents) -> dict[str, str]:
-    """Under which name the checkpoint holds each tensor of a model: its own, or another one of a tied parameter.
+    """The name under which the checkpoint holds each tensor of a model: its own, or another name of a tied parameter.
 
     Args:
         tensors: What `expected_tensors` gave.
@@ -134,10 +134,10 @@ def _is_filled_in(name: str, tensor: torch.Tensor) -> bool:
 
 
 def _describes_quantised(name: str, tensors: dict[str, torch.Tensor]) -> bool:
-    """Is it what bitsandbytes keeps beside a weight that is quantised?"""
+    """Whether it is what bitsandbytes saves beside a quantised weight."""
     owner, _, last = name.rpartition(".")
     weight = tensors.get(f"{owner}.weight") if last in ADDED_BY_BITSANDBYTES else None
-    if weight is None:  # 4-bit weights have it behind their own name
+    if weight is None:  # for 4-bit weights, the name begins with their own
         weight = tensors.get(owner) if last.startswith((*ADDED_BY_BITSANDBYTES, "quant_state")) else None
     return type(weight).__name__ in QUANTISED
 

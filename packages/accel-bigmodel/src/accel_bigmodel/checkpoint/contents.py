@@ -1,4 +1,4 @@
-"""An opened checkpoint: which tensors it holds, before any of them is read."""
+"""An opened checkpoint: the names, dtypes and shapes of its tensors are known before any of them is read."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 
 
 class TorchShard:
-    """A file of `torch.save` with a dict of tensors; nothing in it is executed.
+    """A file of `torch.save` with a dict of tensors; no code in it is executed.
 
-    It is mapped into memory, and so are its tensors, as those of `MappedShard`. Only files in the format of torch before
-    1.6 are read as a whole.
+    It is memory-mapped, and its tensors are views of it, as those of `MappedShard`. Only files in the format of torch before
+    1.6 are read completely.
 
     Args:
         path: The file.
@@ -37,14 +37,14 @@ class TorchShard:
         content = load(self.path, map_location="cpu", mmap=zipfile.is_zipfile(self.path))
         if not isinstance(content, Mapping):
             raise ValueError(
-                f"{self.path} holds a {type(content).__name__}, not a dict of tensors: it is no checkpoint."
+                f"{self.path} holds a {type(content).__name__}, not a dict of tensors: it is not a checkpoint of a model."
             )
         for name, value in content.items():
             tensor = isinstance(value, torch.Tensor)
             if not isinstance(name, str) or not (tensor or name.rpartition(".")[2] == "_extra_state"):
                 raise ValueError(
-                    f"{self.path} holds a {type(value).__name__} under {name!r}, not a tensor: it is no state dict of a "
-                    "model. If it holds one, save that by itself."
+                    f"{self.path} holds a {type(value).__name__} under {name!r}, not a tensor: it is not the state dict of a "
+                    "model. If a state dict is nested in it, save that on its own."
                 )
         self._content = dict(content)
 
@@ -56,12 +56,12 @@ class TorchShard:
         return name in self._content
 
     def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Of a tensor, as stored; None for a module's extra state of another kind."""
+        """Dtype and shape of a tensor, as stored; None for a module's extra state that is not a tensor."""
         value = self._content[name]
         return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU."""
+        """A tensor in CPU memory."""
         return self._content[name]
 
 
@@ -69,25 +69,25 @@ Shard = MappedShard | TorchShard
 
 
 def open_shard(path: str | os.PathLike[str]) -> Shard:
-    """One weights file, in the format that its name says.
+    """Open one weights file, in the format of its file name.
 
     Raises:
         ValueError: It is damaged, or was written for another framework than torch.
     """
     if not _is_safetensors(path):
         return TorchShard(path)
-    shard = MappedShard(path)  # a map of its own: what one model writes to its weights is not seen by another
+    shard = MappedShard(path)  # not `mapped_shard`: what one model writes to its weights must not be seen by another
     framework = shard.metadata.get("format", "pt")
     if framework != "pt":
         raise ValueError(
-            f"{os.fspath(path)} says that it was written for {framework!r}, not for 'pt' (torch), where names and layouts "
+            f"{os.fspath(path)} was written for {framework!r}, not for 'pt' (torch), and names and layouts "
             "may differ: convert it, or load one that was saved from torch."
         )
     return shard
 
 
 def _is_safetensors(path: str | os.PathLike[str]) -> bool:
-    """By its name, or, as in caches where files have none, by how it begins."""
+    """By its file name or, in caches where files have no ending, by its first bytes."""
     if os.fspath(path).endswith((SAFETENSORS_ENDING, *TORCH_ENDINGS)):
         return os.fspath(path).endswith(SAFETENSORS_ENDING)
     with open(path, "rb") as file:
@@ -110,7 +110,7 @@ class CheckpointContents:
         shards = {path: open_shard(path) for path in files.files}
         for path, shard in shards.items():
             for name in shard.names():
-                if files.weight_map.get(name, path) == path:  # a name that is in two files: as the index says
+                if files.weight_map.get(name, path) == path:  # for a name in two files, the index decides
                     self._shards[name] = shard
         self._check_index(files.weight_map)
 
@@ -118,8 +118,8 @@ class CheckpointContents:
         absent = [name for name in weight_map if name not in self._shards]
         if absent:
             raise ValueError(
-                f"The index of {self.source} says that {weight_map[absent[0]].name} holds {absent[0]!r}, which it does not "
-                f"({len(absent)} such names): the files are not of one checkpoint. Download or copy it again."
+                f"The index of {self.source} maps {absent[0]!r} to {weight_map[absent[0]].name}, which does not hold it "
+                f"({len(absent)} such names): the files belong to different checkpoints. Download or copy the checkpoint again."
             )
 
     def __contains__(self, name: str) -> bool:
@@ -132,21 +132,21 @@ class CheckpointContents:
         return len(self._shards)
 
     def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Of a tensor, as stored; None for a module's extra state that is no tensor."""
+        """Dtype and shape of a tensor, as stored; None for a module's extra state that is not a tensor."""
         return self._shards[name].dtype_and_shape(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU, a view of its mapped file."""
+        """A tensor in CPU memory, a view of its memory-mapped file."""
         return self._shards[name].tensor(name)
 
     def read_ahead(self, name: str) -> None:
-        """Let the system begin to read a tensor, where it can."""
+        """Have the system start reading a tensor, where it can."""
         shard = self._shards[name]
         if isinstance(shard, MappedShard):
             shard.read_ahead(name)
 
     def forget(self, name: str) -> None:
-        """Give back the memory of a tensor that was copied."""
+        """Release the memory of a tensor that was copied."""
         shard = self._shards[name]
         if isinstance(shard, MappedShard):
             shard.forget(name)

@@ -1,4 +1,4 @@
-"""What a checkpoint's path means: one file, a folder, an index of shards, or a repository of the Hugging Face Hub."""
+"""Finding the files of a checkpoint: one file, a folder, an index of shards, or a repository of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CheckpointFiles:
 
     Args:
         files: Their paths, in the order in which they are read.
-        weight_map: In which of them the index says each tensor is; empty without an index.
+        weight_map: File by tensor name, as in the index; empty without an index.
         source: The path or name that was given, for messages.
     """
 
@@ -39,7 +39,7 @@ class CheckpointFiles:
 
 
 def find_checkpoint(checkpoint: StrPath) -> CheckpointFiles:
-    """The files that a checkpoint's path, or the name of a Hub repository, stands for.
+    """Find the files of a checkpoint, given its path or the name of a Hub repository.
 
     Args:
         checkpoint: A weights file; an index (`*.json`); a folder with `model.safetensors`, one `*.index.json`,
@@ -89,17 +89,17 @@ def _only_index(folder: Path, ending: str, source: str) -> Path | None:
     indexes = sorted(name for name in os.listdir(folder) if name.endswith(ending))
     if len(indexes) > 1:
         raise ValueError(
-            f"{source} holds several indexes, {', '.join(indexes)}: give the path of the one that counts, or remove the "
+            f"{source} holds several indexes, {', '.join(indexes)}: give the path of the one to load, or remove the "
             "others."
         )
     return folder / indexes[0] if indexes else None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Which file the index says each tensor is in, by name.
+    """File name by tensor name, as an index has it.
 
     Args:
-        path: Of a JSON file that is such a table itself, or has it as `weight_map`.
+        path: A JSON file with such an object, or with one as its `weight_map`.
 
     Raises:
         ValueError: It cannot be read as an index.
@@ -108,10 +108,10 @@ def read_weight_map(path: Path) -> dict[str, str]:
         index: Any = json.loads(path.read_bytes())
         weight_map = index.get("weight_map", index)
         if not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            raise ValueError("it gives no file name for each tensor")
+            raise ValueError("it does not map each tensor to a file name")
     except (ValueError, AttributeError, RecursionError) as error:
-        reason = error if isinstance(error, ValueError) else "it has no table weight_map, and is none itself"
-        raise ValueError(f"{path} is no index of a checkpoint ({reason}). Download or write it again.") from error
+        reason = error if isinstance(error, ValueError) else "it is neither a weight_map nor has one"
+        raise ValueError(f"{path} is not a checkpoint index ({reason}). Download or write it again.") from error
     return dict(weight_map)
 
 
@@ -121,7 +121,7 @@ def _read_index(path: Path, source: str) -> CheckpointFiles:
     absent = [name for name, file in shards.items() if not file.is_file()]
     if absent:
         raise FileNotFoundError(
-            f"{path} names {len(absent)} of {len(shards)} files that are not there: {_listed(absent)}. Download or copy "
+            f"{path} names {len(shards)} files, of which {len(absent)} are missing: {_listed(absent)}. Download or copy "
             "the checkpoint again, with all its shards."
         )
     return CheckpointFiles(
@@ -130,7 +130,7 @@ def _read_index(path: Path, source: str) -> CheckpointFiles:
 
 
 def _from_hub(repository: str) -> CheckpointFiles:
-    """Fetch what of a repository makes up its checkpoint; what is in the cache is not fetched again."""
+    """Download the files of a repository's checkpoint; those in the cache are not downloaded again."""
     try:
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
@@ -139,33 +139,33 @@ def _from_hub(repository: str) -> CheckpointFiles:
             "huggingface_hub", why=f"There is no path {repository!r}, and loading from the Hub"
         ) from error
 
-    def fetch(name: str) -> Path:
+    def download(name: str) -> Path:
         return Path(hf_hub_download(repository, name))
 
     reasons: list[Exception] = []
     for name in HUB_CHOICES:
         try:
-            return _with_shards(fetch(name), fetch, repository)
-        except EntryNotFoundError as error:  # this file is not among them; maybe the next
+            return _with_shards(download(name), download, repository)
+        except EntryNotFoundError as error:  # try the next file name
             reasons.append(error)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
             reasons.append(error)
             break
     reason = str(reasons[-1]).strip().partition("\n")[0]
     raise ValueError(
-        f"{repository!r} is no path, and no checkpoint could be fetched from the Hub under this name ({reason}). Check the "
+        f"{repository!r} is not a path, and no checkpoint of this name could be downloaded from the Hub ({reason}). Check the "
         "spelling; a path begins with ./ or /."
     ) from reasons[-1]
 
 
-def _with_shards(first: Path, fetch: Callable[[str], Path], repository: str) -> CheckpointFiles:
+def _with_shards(first: Path, download: Callable[[str], Path], repository: str) -> CheckpointFiles:
     if not first.name.endswith(INDEX_ENDING):
         return CheckpointFiles((first,), {}, repository)
     weight_map = read_weight_map(first)
     for name in weight_map.values():
-        path_inside(first.parent, name)  # before anything is asked for under such a name
+        path_inside(first.parent, name)  # before anything is downloaded under such a name
     for name in dict.fromkeys(weight_map.values()):
-        fetch(name)
+        download(name)
     return _read_index(first, repository)
 
 

@@ -1,4 +1,4 @@
-"""Weights that a device map leaves on disk: where they are read from later."""
+"""Weights that a device map offloads to disk: used from the checkpoint's own files, or written to a folder."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ StrPath = str | os.PathLike[str]
 
 
 def needs_copy(placement: Placement, contents: CheckpointContents) -> bool:
-    """Whether a weight has to be written once more: its file cannot be mapped, or holds another dtype."""
+    """Whether a weight has to be written again: its file cannot be memory-mapped, or has another dtype."""
     stored = contents.dtype_and_shape(placement.source)
     return contents.mapped_file(placement.source) is None or stored is None or stored[0] != placement.dtype
 
 
 def check_room(placements: Sequence[Placement], contents: CheckpointContents, folder: StrPath | None) -> None:
-    """See that there is a folder, with room, for the weights that have to be written.
+    """Check that there is a folder, on a disk with enough room, for the weights that have to be written.
 
     Raises:
-        ValueError: No folder was given, and why one is needed.
-        OSError: The disk has not enough room, and how much is lacking.
+        ValueError: No folder was given although one is needed.
+        OSError: The disk has not enough room.
     """
     written = [each for each in placements if each.is_offloaded and needs_copy(each, contents)]
     if not written:
@@ -37,11 +37,11 @@ def check_room(placements: Sequence[Placement], contents: CheckpointContents, fo
         reason = (
             "it is not in a safetensors file"
             if contents.mapped_file(first.source) is None
-            else f"it is to become {str(first.dtype).removeprefix('torch.')}"
+            else f"its dtype changes to {str(first.dtype).removeprefix('torch.')}"
         )
         raise ValueError(
-            f"The device map leaves {first.name!r} on disk, which has to be written for this because {reason} "
-            f"({len(written)} such weights): give an offload_folder."
+            f"The device map offloads {first.name!r} to disk, and it has to be written there because {reason} "
+            f"({len(written)} such weights): pass offload_folder."
         )
     total = sum(placement.num_bytes for placement in written)
     free = shutil.disk_usage(
@@ -49,7 +49,7 @@ def check_room(placements: Sequence[Placement], contents: CheckpointContents, fo
     ).free
     if total > free:
         raise OSError(
-            f"Weights of {total / 1e9:.2f} GB are to be written to {os.fspath(folder)}, where only {free / 1e9:.2f} GB are "
+            f"Offloading needs {total / 1e9:.2f} GB in {os.fspath(folder)}, where only {free / 1e9:.2f} GB are "
             "free: make room, choose another offload_folder, or load a safetensors checkpoint without a dtype."
         )
 
@@ -61,13 +61,13 @@ def leave_on_disk(
     with_scales: bool = False,
     show_progress: bool = True,
 ) -> Index:
-    """Note where each weight can be read, and write those that no checkpoint file holds as they are needed.
+    """Make the index of offloaded weights, and write those that no safetensors file holds in the wanted dtype.
 
     Args:
         placements: What `plan_placements` gave.
         contents: The checkpoint.
-        folder: Where weights are written to, and the notes.
-        with_scales: Note also the scales of 8-bit weights.
+        folder: Where weights and the index are written.
+        with_scales: Include the scales of 8-bit weights.
         show_progress: Show a bar if it takes long.
 
     Returns:
@@ -77,10 +77,10 @@ def leave_on_disk(
     offloaded = [placement for placement in placements if placement.is_offloaded]
     written = [placement for placement in offloaded if needs_copy(placement, contents)]
     for placement in offloaded:
-        index[placement.name] = _note(placement, contents)
+        index[placement.name] = _index_entry(placement, contents)
         scales = scales_name(placement.source)
         if with_scales and scales in contents and contents.mapped_file(scales) is not None:
-            index[scales_name(placement.name)] = _note_of(scales, contents)
+            index[scales_name(placement.name)] = _scales_entry(scales, contents)
     if folder is not None and index:
         make_folder(folder)
         total = sum(placement.num_bytes for placement in written)
@@ -94,7 +94,7 @@ def leave_on_disk(
     return index
 
 
-def _note(placement: Placement, contents: CheckpointContents) -> dict[str, object]:
+def _index_entry(placement: Placement, contents: CheckpointContents) -> dict[str, object]:
     return {
         "safetensors_file": contents.mapped_file(placement.source),
         "weight_name": placement.source,
@@ -103,9 +103,9 @@ def _note(placement: Placement, contents: CheckpointContents) -> dict[str, objec
     }
 
 
-def _note_of(name: str, contents: CheckpointContents) -> dict[str, object]:
+def _scales_entry(name: str, contents: CheckpointContents) -> dict[str, object]:
     stored = contents.dtype_and_shape(name)
-    assert stored is not None  # a mapped file holds nothing but tensors
+    assert stored is not None  # a safetensors file holds nothing but tensors
     return {
         "safetensors_file": contents.mapped_file(name),
         "weight_name": name,

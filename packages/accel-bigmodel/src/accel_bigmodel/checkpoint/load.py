@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from accel_bigmodel.checkpoint.across import convert, is_sharded, load_across_processes
 from accel_bigmodel.checkpoint.compare import Difference, compare, expected_tensors, extra_states
 from accel_bigmodel.checkpoint.contents import CheckpointContents, open_shard
 from accel_bigmodel.checkpoint.index import find_checkpoint
@@ -18,10 +18,10 @@ from accel_bigmodel.checkpoint.left_on_disk import check_room, leave_on_disk
 from accel_bigmodel.checkpoint.placing import (
     DISK,
     DeviceMap,
+    LoadOptions,
     Placement,
-    Wishes,
-    carry_out,
     device_of,
+    load_tensors,
     plan_placements,
 )
 from accel_bigmodel.device_map.check import (
@@ -38,6 +38,7 @@ from accel_ops.tied import find_tied_parameters, retie_parameters
 logger = logging.getLogger("accelerate.utils.modeling")
 
 StrPath = str | os.PathLike[str]
+FLAT = "FullyShardedDataParallel"  # FSDP1, whose flat parameters have other names and shapes
 
 
 def load_state_dict(checkpoint_file: StrPath, device_map: DeviceMap | None = None) -> dict[str, torch.Tensor]:
@@ -121,14 +122,14 @@ def load_checkpoint_in_model(
     if broadcast_from_rank0 or is_sharded(model):
         if device_map is not None:
             raise ValueError(
-                "A device map cannot be combined with a model that several processes share: leave out device_map, or "
+                "device_map cannot be combined with broadcast_from_rank0=True or a sharded model: leave out device_map, or "
                 "broadcast_from_rank0 and sharding."
             )
         load_across_processes(model, checkpoint, wished_dtype, strict, full_state_dict, broadcast_from_rank0)
         return {}
     if isinstance(device_map, str):
         raise ValueError(
-            f"device_map={device_map!r} is the name of a strategy: make a map of it with infer_auto_device_map, or use "
+            f"device_map={device_map!r} is the name of a strategy: compute the map with infer_auto_device_map, or use "
             "load_checkpoint_and_dispatch."
         )
     if device_map is not None:
@@ -136,18 +137,18 @@ def load_checkpoint_in_model(
         check_device_map(model, device_map)
     contents = CheckpointContents(find_checkpoint(checkpoint))
     if device_map is None and customizes_loading(model):
-        _leave_to_model(model, contents, wished_dtype, strict)
+        _load_through_model(model, contents, wished_dtype, strict)
         return {}
-    compare(model, contents).judge(strict)
+    compare(model, contents).check(strict)
     tied = find_tied_parameters(model)
     _warn_about_ties(model, tied, device_map)
-    wishes = Wishes(device_map, wished_dtype, keep_in_fp32_modules or (), offload_buffers)
-    placements = plan_placements(model, contents, wishes)
+    options = LoadOptions(device_map, wished_dtype, keep_in_fp32_modules or (), offload_buffers)
+    placements = plan_placements(model, contents, options)
     check_memory(_bytes_by_device(placements))
     check_room(placements, contents, offload_folder)
     shown = os.environ.get("LOCAL_RANK", "0") == "0"
     index = leave_on_disk(placements, contents, offload_folder, offload_8bit_bnb, shown)
-    carry_out(model, contents, placements, shown)
+    load_tensors(model, contents, placements, shown)
     for name, module in extra_states(model).items():
         if name in contents:
             module.set_extra_state(contents.tensor(name))
@@ -157,7 +158,7 @@ def load_checkpoint_in_model(
 
 
 def _bytes_by_device(placements: Iterable[Placement]) -> dict[torch.device, int]:
-    """New memory that tensors take; views of files are read when they are used, and can be dropped again."""
+    """Memory to be allocated on each device; views of files are not counted, because the system can drop their pages."""
     needed: dict[torch.device, int] = {}
     for placement in placements:
         if not (placement.is_viewed or placement.in_place or placement.is_offloaded):
@@ -168,35 +169,113 @@ def _bytes_by_device(placements: Iterable[Placement]) -> dict[torch.device, int]
 def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     found: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if found is not None and not isinstance(found, torch.dtype) or (found is None and dtype is not None):
-        raise ValueError(f"dtype={dtype!r} is no dtype of torch: give one such as torch.float16 or 'float16'.")
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype: use one such as torch.float16 or 'float16'.")
     return found
 
 
-def _leave_to_model(model: nn.Module, contents: CheckpointContents, dtype: torch.dtype | None, strict: bool) -> None:
-    takes_over = any(tensor.is_meta for tensor in expected_tensors(model).values())
-    if dtype is not None and not takes_over:
+def _load_through_model(
+    model: nn.Module, contents: CheckpointContents, dtype: torch.dtype | None, strict: bool
+) -> None:
+    assign = any(tensor.is_meta for tensor in expected_tensors(model).values())
+    if dtype is not None and not assign:
         logger.warning(
-            "Parts of %s load themselves into the memory that they have, so dtype=%s is not used: call model.to(dtype).",
+            "Modules of %s copy the checkpoint into their own tensors, so dtype=%s has no effect: call model.to(dtype).",
             type(model).__name__,
             dtype,
         )
-    state_dict = {name: convert(contents.tensor(name), dtype if takes_over else None) for name in contents}
+    state_dict = {name: convert(contents.tensor(name), dtype if assign else None) for name in contents}
     tied = find_tied_parameters(model)
-    left = model.load_state_dict(state_dict, strict=strict, assign=takes_over)
+    left = model.load_state_dict(state_dict, strict=strict, assign=assign)
     retie_parameters(model, tied)
     if left.missing_keys or left.unexpected_keys:
-        Difference(contents.source, type(model).__name__, left.missing_keys, left.unexpected_keys, []).judge(strict)
+        Difference(contents.source, type(model).__name__, left.missing_keys, left.unexpected_keys, []).check(strict)
 
 
 def _warn_about_ties(model: nn.Module, tied: list[list[str]], device_map: DeviceMap | None) -> None:
     if not tied and check_tied_parameters_in_config(model):
         logger.warning(
-            "The configuration of %s says that it shares parameters, but it does not yet: call model.tie_weights() "
+            "The config of %s ties weights, but they are not tied yet: call model.tie_weights() "
             "before planning a device map and loading.",
             type(model).__name__,
         )
     if device_map is not None:
         check_tied_parameters_on_same_device(tied, device_map)
+
+
+# ---- sharded models, and loading on rank 0 only -----------------------------------------------------------------------
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether its parameters are sharded over ranks: DTensors, or flat parameters of FSDP1."""
+    return any(hasattr(parameter, "device_mesh") for parameter in model.parameters()) or _is_flat(model)
+
+
+def load_across_processes(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    dtype: torch.dtype | None,
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> None:
+    """Load a checkpoint into a model on all ranks, on each its own shard.
+
+    Args:
+        model: The model, on every rank.
+        checkpoint: As for `load_checkpoint_in_model`; read by rank 0 only where that broadcasts.
+        dtype: Dtype of floating-point tensors; as stored when None.
+        strict: Raise an error if names differ.
+        full_state_dict: The checkpoint holds full tensors, not the shards of one rank.
+        broadcast_from_rank0: Rank 0 reads the checkpoint, and broadcasts it to the others.
+
+    Raises:
+        RuntimeError: On all ranks, when rank 0 cannot read it, or without a process group.
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    if broadcast_from_rank0 and not dist.is_initialized():
+        raise RuntimeError(
+            "broadcast_from_rank0=True needs a process group: start the program with `accelerate launch` and create an "
+            "Accelerator or PartialState first, or leave it out."
+        )
+    state_dict: dict[str, torch.Tensor] = {}
+    problem: Exception | None = None
+    if not broadcast_from_rank0 or dist.get_rank() == 0:
+        try:
+            state_dict = _read(model, checkpoint, dtype, strict)
+        except Exception as error:
+            problem = error
+    if broadcast_from_rank0:
+        reasons = [None if problem is None else f"{type(problem).__name__}: {problem}"]
+        dist.broadcast_object_list(reasons, src=0)
+        if problem is None and reasons[0] is not None:
+            raise RuntimeError(f"Rank 0 could not load the checkpoint: {reasons[0]}")
+    if problem is not None:
+        raise problem
+    options = StateDictOptions(
+        full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=strict
+    )
+    set_model_state_dict(model, state_dict, options=options)  # type: ignore[arg-type]
+
+
+def _read(
+    model: nn.Module, checkpoint: str | os.PathLike[str], dtype: torch.dtype | None, strict: bool
+) -> dict[str, torch.Tensor]:
+    contents = CheckpointContents(find_checkpoint(checkpoint))
+    if not _is_flat(model):
+        compare(model, contents).check(strict)
+    return {name: convert(contents.tensor(name), dtype) for name in contents}
+
+
+def convert(value: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A tensor converted to `dtype`, if it is a floating-point one."""
+    if dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.to(dtype)
+
+
+def _is_flat(model: nn.Module) -> bool:
+    return any(type(module).__name__ == FLAT for module in model.modules())
 
 
 __all__ = ["load_checkpoint_in_model", "load_state_dict"]

@@ -1,4 +1,4 @@
-"""Safetensors files mapped into memory: their tensors are views that are read from the disk when they are used."""
+"""Memory-mapped safetensors files: their tensors are views that are read from the disk when they are used."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ StrPath = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What the header of a file says about one of its tensors.
+    """The header's entry of one tensor of a file.
 
     Args:
-        dtype: As stored.
-        shape: Its sizes.
-        begin: Where it begins, in bytes from the start of the file.
-        end: Where it ends.
+        dtype: The stored dtype.
+        shape: Its shape.
+        begin: Its first byte, counted from the start of the file.
+        end: The byte behind its last one.
     """
 
     dtype: torch.dtype
@@ -37,17 +37,17 @@ class TensorEntry:
 
 
 class MappedShard:
-    """A safetensors file, verified and mapped into memory once.
+    """A safetensors file, verified and memory-mapped once.
 
-    Its tensors may be written to: what is written belongs to this process, and the file stays as it is. They keep the
-    map open by themselves. As with any map, nobody may shorten or overwrite the file meanwhile; replacing it by another
+    Its tensors may be written to: changes are private to this process (copy-on-write), and the file is not changed. They keep the
+    mapping open. As with any mapping, the file must not be truncated or overwritten meanwhile; replacing it by another
     under its name is safe.
 
     Args:
         path: The file.
 
     Raises:
-        ValueError: The file is damaged, cut off or no safetensors file. Names the tensor where it is one.
+        ValueError: The file is damaged, truncated or not a safetensors file.
         OSError: It cannot be opened.
 
     Example:
@@ -73,10 +73,10 @@ class MappedShard:
         return name in self._entries
 
     def entry(self, name: str) -> TensorEntry:
-        """What the header says about a tensor.
+        """The header's entry of a tensor.
 
         Raises:
-            KeyError: The file has none of this name.
+            KeyError: The file has no tensor of this name.
         """
         try:
             return self._entries[name]
@@ -84,31 +84,31 @@ class MappedShard:
             raise KeyError(f"{self.path} holds no tensor {name!r}: it has {len(self._entries)} others") from None
 
     def dtype_and_shape(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Of a tensor, as stored."""
+        """Dtype and shape of a tensor, as stored."""
         entry = self.entry(name)
         return entry.dtype, entry.shape
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU, without a copy.
+        """A tensor in CPU memory, without a copy.
 
-        Only one that does not begin at a multiple of its item size, as in files of careless writers, is copied.
+        Only a tensor that is not aligned to its item size is copied.
         """
         entry = self.entry(name)
         tensor: Any = torch.empty(0, dtype=entry.dtype)
         if entry.begin == entry.end:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        part: Any = self._storage[entry.begin : entry.end]  # has the tensor's own address and length
+        storage: Any = self._storage[entry.begin : entry.end]  # has the tensor's own address and length
         if entry.begin % entry.dtype.itemsize:
-            part = part.clone()
-        tensor.set_(part, 0, entry.shape)
+            storage = storage.clone()
+        tensor.set_(storage, 0, entry.shape)
         return tensor
 
     def read_ahead(self, name: str) -> None:
-        """Let the system begin to read a tensor from the disk."""
+        """Have the system start reading a tensor from the disk."""
         pages.read_ahead(*self._place(name))
 
     def forget(self, name: str) -> None:
-        """Give back the memory of a tensor that was read and is not used now; what was written to it is lost."""
+        """Release the memory of a tensor that was read and is not used now; what was written to it is lost."""
         pages.forget(*self._place(name))
 
     def _place(self, name: str) -> tuple[int, int]:
@@ -121,13 +121,13 @@ _OPENING = threading.Lock()
 
 
 def mapped_shard(path: StrPath) -> MappedShard:
-    """The file, mapped, to be read; the same object as before while anybody holds it and the file has not changed.
+    """A memory-mapped file for reading; the same object for every caller while one holds it and the file has not changed.
 
-    All who have it see what one of them writes to its tensors, so a model that is trained needs a `MappedShard` of its
+    All holders see what one of them writes to its tensors, so a model that is trained needs a `MappedShard` of its
     own.
 
     Args:
-        path: As for `MappedShard`, which also says what is raised.
+        path: As for `MappedShard`, which raises the same errors.
     """
     status = os.stat(path)
     key = (os.path.realpath(path), status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)

@@ -1,4 +1,4 @@
-"""A bar of bytes for what takes longer than one likes to wait without a sign of life."""
+"""A progress bar in bytes for loading or writing that takes longer than a few seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ PATIENCE_SECONDS = 2.0
 
 
 class ByteProgress:
-    """Counts bytes, and shows a bar once it has taken a while, if tqdm is installed.
+    """Counts bytes, and shows a bar after `PATIENCE_SECONDS`, if tqdm is installed.
 
     Args:
-        total: The bytes to come.
-        what: What is done, for the bar.
+        total: The total number of bytes.
+        what: The description shown beside the bar.
         shown (`bool`): Whether this process shows a bar at all.
     """
 
@@ -27,7 +27,7 @@ class ByteProgress:
         self._bar: Any = None
 
     def advance(self, num_bytes: int) -> None:
-        """So many more are done."""
+        """Count `num_bytes` more as done."""
         self._done += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)

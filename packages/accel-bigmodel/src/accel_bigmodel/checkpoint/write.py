@@ -51,34 +51,34 @@ def parse_size(size: int | str) -> int:
     """A size in bytes.
 
     Args:
-        size: A number of bytes, or text such as `"10GB"`, `"1.5 MB"`; units are powers of 1,000.
+        size: A number of bytes, or a str such as `"10GB"`, `"1.5 MB"`; units are powers of 1,000.
 
     Raises:
-        ValueError: It is neither, or not positive.
-        TypeError: It is of another type.
+        ValueError: The str is not a size, or the size is not positive.
+        TypeError: It is neither an int nor a str.
     """
     if isinstance(size, bool) or not isinstance(size, int | str):
-        raise TypeError(f"A size is a number of bytes or text like '10GB', not {size!r}: change it")
+        raise TypeError(f"{size!r} is not a size: use a number of bytes or a str like '10GB'")
     if isinstance(size, int):
         num_bytes = size
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size.upper())
         if match is None:
-            raise ValueError(f"Cannot read the size {size!r}: write a number with KB, MB, GB or TB, such as '10GB'")
+            raise ValueError(f"{size!r} is not a size: write a number with KB, MB, GB or TB, such as '10GB'")
         num_bytes = int(float(match[1]) * UNIT_BYTES[match[2]])
     if num_bytes < 1:
-        raise ValueError(f"The size {size!r} leaves no room for anything: give at least one byte")
+        raise ValueError(f"The size {size!r} is less than one byte: use a larger one")
     return num_bytes
 
 
 def split_into_shards(state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int) -> list[list[str]]:
     """Distribute tensors over shards, in their order.
 
-    Tensors that share memory go together and count once. A tensor larger than the limit has a shard of its own.
+    Tensors that share storage are put in one shard and count once. A tensor larger than the limit has a shard of its own.
 
     Args:
         state_dict: Name to tensor of any shape, dtype and device.
-        max_shard_bytes: Limit of each other shard's tensors.
+        max_shard_bytes: Limit of the tensors of one shard, in bytes.
 
     Returns:
         The names in each shard; one empty shard for an empty dict.
@@ -108,15 +108,15 @@ def write_model_folder(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> list[str]:
-    """Write a model's tensors as a model folder, in place of an earlier one in the same format.
+    """Write a model's tensors as a model folder, replacing an earlier one in the same format.
 
-    The new files appear only when all of them are complete and on the disk. Files of others in the folder are kept.
+    The new files appear only when all of them are complete and on the disk. Other files in the folder are kept.
     Tied weights are saved once in the safetensors format, and keep all their names in torch's.
 
     Args:
         state_dict: Name to tensor of any shape, dtype and device.
-        folder: Where to; created if missing.
-        max_shard_size: Limit of one weights file, a number of bytes or text such as `"10GB"`.
+        folder: The folder; created if missing.
+        max_shard_size: Limit of one weights file, a number of bytes or a str such as `"10GB"`.
         safe_serialization: Write safetensors files rather than torch's own.
 
     Returns:
@@ -126,7 +126,7 @@ def write_model_folder(
         NotADirectoryError: `folder` is a file.
         ValueError: The size cannot be read.
         TypeError: Something in `state_dict` cannot be saved in this format.
-        OSError: Something could not be written; the earlier files are untouched.
+        OSError: A file could not be written; the earlier files are unchanged.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""Does a device map fit the model, the devices of this machine, and their memory?"""
+"""Checking a device map against the model, the devices of this machine, and their memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger = logging.getLogger("accelerate.utils.modeling")
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bool = False) -> None:
-    """Refuse a device map that leaves a tensor of the model out, and warn of names that the model has not.
+    """Raise an error for a device map that leaves out a tensor of the model, and warn of names that the model has not.
 
     Args:
         model: The model.
         device_map: Device by name of module or tensor; `""` is the model.
-        strict (`bool`): Refuse such names too.
+        strict (`bool`): Raise an error for such names too.
 
     Raises:
-        ValueError: With the names.
+        ValueError: Listing the names.
     """
     tensors = list(model.state_dict())
     known = {name for name, _ in model.named_modules()} | set(tensors)
@@ -48,12 +48,12 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
     missing = [name for name in tensors if not _is_covered(name, device_map)]
     if missing:
         raise ValueError(
-            f"The device map gives no device to {_listed(missing)}: add these names, or modules that hold them."
+            f"The device map has no device for {_listed(missing)}: add these names, or modules that hold them."
         )
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Whether two devices are one; an accelerator without a number is the first."""
+    """Whether two devices are the same; an accelerator without an index is the first."""
     if first_device.type != second_device.type:
         return False
     if first_device.type in ("cpu", "meta"):
@@ -75,24 +75,24 @@ def _listed(names: list[str]) -> str:
 
 
 def check_places(device_map: Mapping[str, Any]) -> None:
-    """Refuse a device map whose keys are no names, or whose values are no devices of this machine.
+    """Raise an error for a device map whose keys are not names, or whose values are not devices of this machine.
 
     Args:
-        device_map: Device by name of module or tensor; `"disk"` counts as one.
+        device_map: Device, or `"disk"`, by name of module or tensor.
 
     Raises:
-        TypeError: It is no mapping.
-        ValueError: Naming the first entry that cannot be used, and why.
+        TypeError: It is not a mapping.
+        ValueError: Naming the first entry that cannot be used, and the reason.
     """
     if not isinstance(device_map, Mapping):
         raise TypeError(
-            f"device_map={device_map!r} is no mapping from names of modules to devices. To put the whole model on one "
+            f"device_map={device_map!r} is not a mapping from module names to devices. To put the whole model on one "
             "device, pass {'': device}."
         )
     usable: set[torch.device] = set()
     for name, place in device_map.items():
         if not isinstance(name, str):
-            raise ValueError(f"The device map has the key {name!r}: keys are names of modules or tensors, as str.")
+            raise ValueError(f"The device map has the key {name!r}: keys must be names of modules or tensors, as str.")
         if place == "disk":
             continue
         device = _device_of(name, place)
@@ -102,14 +102,14 @@ def check_places(device_map: Mapping[str, Any]) -> None:
 
 
 def check_usable(device: torch.device, name: str = "") -> None:
-    """Refuse a device that this machine does not have.
+    """Raise an error for a device that this machine does not have.
 
     Args:
         device: The device.
-        name: What of the model the device map puts there, for the error.
+        name: The module that the device map puts there, for the error.
 
     Raises:
-        ValueError: Naming the device, and what there is instead.
+        ValueError: Naming the device, and those of this machine.
     """
     if device.type in ALWAYS_USABLE:
         return
@@ -121,14 +121,14 @@ def check_usable(device: torch.device, name: str = "") -> None:
         here = f"{count} {kind.name} device{'s' * (count != 1)}" if count else "no accelerator"
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"The device map names {str(device)!r}{f' for {name!r}' if name else ''}, which this machine cannot use: it "
+            f"The device map names {str(device)!r}{f' for {name!r}' if name else ''}, which is not available: this machine "
             f"has {here} ({reason}). Use 'cpu' or 'disk', or let device_map='auto' choose."
         ) from error
 
 
 def _device_of(name: str, place: Any) -> torch.device:
-    wrong = f"The device map puts {name!r} on {place!r}, which is no device"
-    advice = "give the number of an accelerator, 'cpu', 'disk', or what torch.device takes."
+    wrong = f"The device map puts {name!r} on {place!r}, which is not a device"
+    advice = "use the index of an accelerator, 'cpu', 'disk', or what torch.device takes."
     if isinstance(place, bool) or not isinstance(place, int | str | torch.device):
         raise ValueError(f"{wrong}: {advice}")
     try:
@@ -138,13 +138,13 @@ def _device_of(name: str, place: Any) -> torch.device:
 
 
 def check_memory(needed: Mapping[torch.device, int]) -> None:
-    """Refuse a map before anything moves.
+    """Raise an error, before anything moves, if a device has not enough free memory.
 
     Args:
-        needed: Bytes that are to come to each device.
+        needed: Bytes that will be moved to each device.
 
     Raises:
-        ValueError: Naming the devices that cannot take it, and by how much.
+        ValueError: Naming the devices, and how many bytes are too many.
     """
     lacking = []
     for device, num_bytes in needed.items():
@@ -157,12 +157,12 @@ def check_memory(needed: Mapping[torch.device, int]) -> None:
     if lacking:
         raise ValueError(
             f"The device map does not fit into memory: {'; '.join(lacking)}. Let infer_auto_device_map make a map for "
-            "what is free (max_memory), or give more parts to 'disk' or to another device."
+            "the free memory (max_memory), or assign more modules to 'disk' or to another device."
         )
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What a device can still take; None where it does not say."""
+    """The free bytes of a device; None where it cannot be asked."""
     if device.type == "cpu":
         import psutil
 
@@ -175,11 +175,11 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.device, int]:
-    """What has to come to each device when parts of a model go where they are to be; shared tensors count once.
+    """Bytes that are moved to each device when a model is placed by a device map; tied tensors count once.
 
     Args:
         model: The model, in memory.
-        devices: Device by name of part; those left out stay where they are.
+        devices: Device by module name; modules that are left out are not moved.
     """
     found: dict[torch.device, int] = {}
     seen: set[tuple[int, torch.device]] = set()
@@ -197,7 +197,7 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether the configuration of a transformers model says that it shares parameters."""
+    """Whether the config of a transformers model says that its weights are tied."""
     if "PreTrainedModel" not in [kind.__name__ for kind in type(model).__mro__]:
         return False
     config: Any = getattr(model, "config", None)
@@ -208,21 +208,21 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     if embeddings and model.get_output_embeddings() is None:  # type: ignore[operator]
         embeddings = False
     encoder_decoder = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
-    return bool(embeddings or encoder_decoder or any(hasattr(part, "_tie_weights") for part in model.modules()))
+    return bool(embeddings or encoder_decoder or any(hasattr(module, "_tie_weights") for module in model.modules()))
 
 
 def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]) -> None:
-    """Warn about parameters that share memory but are to be put on several devices.
+    """Warn about tied parameters that a device map puts on several devices.
 
     Args:
         tied_params: What `find_tied_parameters` gave.
-        device_map: Where each part of the model goes.
+        device_map: Device by name of module or tensor.
     """
     for group in tied_params:
         places = {name: _place_of(name, device_map) for name in group}
         if len(set(places.values())) > 1:
             logger.warning(
-                "These names share one parameter, but the device map puts them on several devices, where each gets a "
+                "The device map puts tied parameters on several devices, where each gets a "
                 "copy of its own: %s. Give their modules one device.",
                 places,
             )

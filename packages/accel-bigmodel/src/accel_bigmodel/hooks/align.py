@@ -1,4 +1,4 @@
-"""Bringing a module's weights and inputs to the device on which it runs."""
+"""Moving a module's weights and inputs to the device on which it runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ META = torch.device("meta")
 
 @dataclass(slots=True)
 class WeightSlot:
-    """A place in a module where a weight goes for each forward pass."""
+    """A parameter or buffer of a module that is filled for each forward pass and emptied after it."""
 
     name: str
     tensors: MutableMapping[str, Any]  # the module's dictionary of parameters or of buffers
     key: str
-    empty: torch.Tensor  # what stands there in between
+    empty: torch.Tensor  # the tensor on the meta device that stands there in between
     source: torch.Tensor | None = None  # the weight that was there last, and
     ready: torch.Tensor | None = None  # what was made of it without a copy
 
@@ -35,10 +35,10 @@ class Stream(Protocol):
     """What prefetches weights."""
 
     def fetch(self, hook: AlignDevicesHook) -> bool:
-        """Fill the slots of a hook; False when the hook has to do it itself."""
+        """Fill the slots of a hook; False when the hook has to fill them itself."""
 
     def release(self, hook: AlignDevicesHook, output: Any) -> Any:
-        """Note that the module has run; returns its output."""
+        """Record that the module has run; returns its output."""
 
 
 @known_as("accelerate.hooks.AlignDevicesHook")
@@ -46,14 +46,14 @@ class AlignDevicesHook(ModelHook):
     """Moves inputs, and offloaded weights, to a module's device before its forward pass.
 
     Args:
-        execution_device: The device; when None, nothing is moved there.
+        execution_device: The device; when None, nothing is moved.
         offload (`bool`): Whether weights are offloaded between forward passes.
-        io_same_device (`bool`): Put outputs on the device from which inputs came.
+        io_same_device (`bool`): Move outputs to the device of the inputs.
         weights_map: The weights by name; when None, those of the module, in CPU memory.
         offload_buffers (`bool`): Whether buffers are offloaded too.
-        place_submodules (`bool`): Whether the weights of all modules inside are meant.
-        skip_keys (`str` or list of `str`, *optional*): Keyword arguments that stay where they are.
-        tied_params_map: Copies of shared parameters, by address and device.
+        place_submodules (`bool`): Whether the hook moves the weights of all submodules too.
+        skip_keys (`str` or list of `str`, *optional*): Keyword arguments that are not moved.
+        tied_params_map: Copies of tied parameters, by `data_ptr()` and device.
     """
 
     execution_device: int | str | torch.device | None
@@ -69,12 +69,12 @@ class AlignDevicesHook(ModelHook):
     param_original_devices: dict[str, torch.device]
     buffer_original_devices: dict[str, torch.device]
     tied_params_names: set[str]
-    """Weights that other modules share, by the map of these."""
+    """Weights that are tied to those of other modules, by `tied_params_map`."""
     tied_pointers_to_remove: set[tuple[int, Any]]
     slots: Sequence[WeightSlot] | None = None
-    """Where weights come and go; None before it is known."""
+    """The parameters and buffers that are offloaded; None before `init_hook`."""
     stream: Stream | None = None
-    """What prefetches weights, if something does."""
+    """The stream that prefetches the weights, if there is one."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class AlignDevicesHook(ModelHook):
         )
 
     def init_hook(self, module: Module) -> Module:
-        """Put the weights where they wait, or on the device."""
+        """Offload the weights, or move them to the device."""
         if self.offload:
             self._offload(module)
         elif self.execution_device is not None:
@@ -124,18 +124,18 @@ class AlignDevicesHook(ModelHook):
         for name, tensor in tensors.items():
             kind = self.param_original_devices if isinstance(tensor, nn.Parameter) else self.buffer_original_devices
             kind[name] = tensor.device
-        waiting = self._waiting(module)
+        offloaded = self._offloaded(module)
         if self.weights_map is None:
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in waiting.items()}
-        self.slots = [_empty_slot(module, name) for name in waiting]
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in offloaded.items()}
+        self.slots = [_empty_slot(module, name) for name in offloaded]
         if self.execution_device is not None:
-            left = set(tensors) - set(waiting)
-            if self.offload_buffers:  # of which no checkpoint holds these
+            left = set(tensors) - set(offloaded)
+            if self.offload_buffers:  # then only non-persistent buffers, which are in no checkpoint, are left
                 left &= get_non_persistent_buffers(module, self.place_submodules, fqns=True)
             for name in sorted(left):
                 self._place(module, name)
 
-    def _waiting(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def _offloaded(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """The weights that are offloaded between forward passes."""
         return dict(
             named_module_tensors(
@@ -148,11 +148,13 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring weights and inputs."""
+        """Move weights and inputs to the device."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self.slots is None:  # `init_hook` did not run: compressed-tensors leaves it out, and 1.15 pickles know none
-            self.slots = [_empty_slot(module, name) for name in self._waiting(module)] if self.offload else ()
+        if (
+            self.slots is None
+        ):  # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots
+            self.slots = [_empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
                 self._fill(module, slot)
@@ -180,10 +182,10 @@ class AlignDevicesHook(ModelHook):
         )
         filled = slot.tensors[slot.key]
         if filled.device == value.device and filled.data_ptr() == value.data_ptr():
-            slot.source, slot.ready = value, filled  # the next time there is nothing to do
+            slot.source, slot.ready = value, filled  # reused in the next forward pass
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let go of the weights, and put outputs where inputs came from."""
+        """Release the weights, and move outputs to the device of the inputs if asked to."""
         for slot in self.slots or ():
             slot.tensors[slot.key] = slot.empty
         for pointer, device in self.tied_pointers_to_remove:
@@ -197,7 +199,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: Module) -> Module:
-        """Put the weights back to where they were before."""
+        """Move the weights back to their original devices."""
         if self.offload:
             for name, device in self.original_devices.items():
                 if device != META:

@@ -1,4 +1,4 @@
-"""Putting hooks on all modules of a model that need one."""
+"""Adding device hooks to all modules of a model that need one."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let all modules inside that hold weights, and have no hook, move their inputs to a device.
+    """Add a hook that moves inputs to a device to all submodules that hold weights and have no hook.
 
     Args:
         module: The module.
         execution_device: The device; weights are put there too.
-        skip_keys: Keyword arguments that stay where they are.
-        preload_module_classes: Names of classes that run as one; what is inside them needs no hook.
-        tied_params_map: Copies of shared parameters, by address and device.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Names of classes that are hooked as one; their submodules need no hook.
+        tied_params_map: Copies of tied parameters, by `data_ptr()` and device.
     """
     if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -55,7 +55,7 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedTensors | None = None,
 ) -> None:
-    """Let every module that has tensors of its own move them, and its inputs, to a device.
+    """Add a hook that moves weights and inputs to a device to every module that has tensors of its own.
 
     Args:
         module: The module.
@@ -64,10 +64,10 @@ def attach_align_device_hook(
         weights_map: The weights by name.
         offload_buffers (`bool`): Whether buffers are offloaded too.
         module_name: The name of the module in `weights_map`.
-        skip_keys: Keyword arguments that stay where they are.
-        preload_module_classes: Names of classes whose weights are loaded all at once, because they use those of modules
-            inside without calling these.
-        tied_params_map: Copies of shared parameters, by address and device.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Names of classes whose weights are loaded all at once, because they use those
+            of submodules without calling these.
+        tied_params_map: Copies of tied parameters, by `data_ptr()` and device.
     """
     at_once = type(module).__name__ in (preload_module_classes or ())
     prefix = f"{module_name}." if module_name else ""
@@ -118,21 +118,21 @@ def attach_align_device_hook_on_blocks(
         weights_map: The weights by name.
         offload_buffers (`bool`): Whether buffers of offloaded blocks are offloaded too.
         module_name: The name of the module.
-        skip_keys: Keyword arguments that stay where they are.
+        skip_keys: Keyword arguments that are not moved.
         preload_module_classes: Names of classes whose weights are loaded all at once.
-        tied_params_map: Copies of shared parameters, by address and device.
+        tied_params_map: Copies of tied parameters, by `data_ptr()` and device.
     """
     shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        _attach_to_whole(module, execution_device, offload, weights_map, offload_buffers, module_name, shared)
+        _attach_to_model(module, execution_device, offload, weights_map, offload_buffers, module_name, shared)
         return
     devices = execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(offload, execution_device)  # type: ignore[arg-type]
-    waits = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    blocks = _Blocks(devices, waits, weights_map, offload_buffers, preload_module_classes, shared)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    blocks = _Blocks(devices, offloaded, weights_map, offload_buffers, preload_module_classes, shared)
     blocks.attach(module, module_name)
 
 
-def _attach_to_whole(
+def _attach_to_model(
     module: nn.Module,
     device: Device | None,
     offload: bool,
@@ -150,20 +150,20 @@ def _attach_to_whole(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What is known of the blocks of a model."""
+    """The devices of a model's blocks, and what their hooks need."""
 
     devices: Mapping[str, Any]
-    waits: Mapping[str, bool]
+    offload: Mapping[str, bool]
     weights_map: Weights | None
     offload_buffers: bool
     preload_module_classes: Sequence[str] | None
     shared: dict[str, Any]
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """Hook a module, if it is a block, and those inside."""
+        """Hook a module, if it is a block, and its submodules."""
         outermost = name == ""
-        if name in self.devices and name in self.waits:
-            (self._offload if self.waits[name] else self._place)(module, name, self.devices[name])
+        if name in self.devices and name in self.offload:
+            (self._offload_block if self.offload[name] else self._place_block)(module, name, self.devices[name])
         elif outermost:
             hook = AlignDevicesHook(self.devices.get(""), io_same_device=True, **self.shared)
             add_hook_to_module(module, hook, append=True)
@@ -171,8 +171,8 @@ class _Blocks:
         for key, child in module.named_children():
             self.attach(child, prefix + key)
 
-    def _place(self, module: nn.Module, name: str, device: Device) -> None:
-        """A block that is on its device."""
+    def _place_block(self, module: nn.Module, name: str, device: Device) -> None:
+        """Hook a block whose weights stay on its device."""
         hook = AlignDevicesHook(
             device,
             offload_buffers=self.offload_buffers,
@@ -183,8 +183,8 @@ class _Blocks:
         add_hook_to_module(module, hook)
         attach_execution_device_hook(module, device, **self.shared)
 
-    def _offload(self, module: nn.Module, name: str, device: Device) -> None:
-        """A block whose weights are offloaded."""
+    def _offload_block(self, module: nn.Module, name: str, device: Device) -> None:
+        """Hook a block whose weights are offloaded."""
         attach_align_device_hook(
             module,
             device,

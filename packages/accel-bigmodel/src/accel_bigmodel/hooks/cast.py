@@ -22,8 +22,8 @@ class LayerwiseCastingHook(ModelHook):
     """Casts a module's weights for its forward pass, and back.
 
     Args:
-        storage_dtype: Between forward passes.
-        compute_dtype: During them.
+        storage_dtype: Dtype of the weights between forward passes.
+        compute_dtype: Dtype of the weights during forward passes.
         non_blocking (`bool`): Let casts overlap with other work.
     """
 
@@ -37,16 +37,16 @@ class LayerwiseCastingHook(ModelHook):
         self.non_blocking = non_blocking
 
     def init_hook(self, module: Module) -> Module:
-        """Cast to the format for storing."""
+        """Cast the weights to `storage_dtype`."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast to the format for computing."""
+        """Cast the weights to `compute_dtype`."""
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Cast to the format for storing."""
+        """Cast the weights to `storage_dtype`."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
 
@@ -59,26 +59,26 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in a small format, and compute in another.
+    """Store the weights of linear and convolution layers in a small dtype, and compute in another.
 
     Args:
         module: The model.
-        storage_dtype: Between forward passes, for instance `torch.float8_e4m3fn`.
-        compute_dtype: During them, for instance `torch.bfloat16`.
-        skip_modules_pattern: Regular expressions; modules whose names hold one are left out, with all inside.
-        skip_modules_classes: Classes that are left out, with all inside.
+        storage_dtype: Dtype of the weights between forward passes, for instance `torch.float8_e4m3fn`.
+        compute_dtype: Dtype of the weights during forward passes, for instance `torch.bfloat16`.
+        skip_modules_pattern: Regular expressions; modules whose names match one are skipped, with all their submodules.
+        skip_modules_classes: Classes whose modules are skipped, with all their submodules.
         non_blocking (`bool`): Let casts overlap with other work.
     """
     patterns = (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     classes = tuple(skip_modules_classes or ())
 
-    def attach(part: nn.Module, name: str) -> None:
-        if isinstance(part, classes) or any(re.search(pattern, name) for pattern in patterns):
+    def attach(layer: nn.Module, name: str) -> None:
+        if isinstance(layer, classes) or any(re.search(pattern, name) for pattern in patterns):
             return
-        if isinstance(part, CAST_LAYERS):
-            add_hook_to_module(part, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+        if isinstance(layer, CAST_LAYERS):
+            add_hook_to_module(layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
             return
-        for key, child in part.named_children():
+        for key, child in layer.named_children():
             attach(child, f"{name}.{key}" if name else key)
 
     attach(module, "")

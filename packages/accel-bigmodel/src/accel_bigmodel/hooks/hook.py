@@ -1,4 +1,4 @@
-"""Hooks: what runs before and after the forward pass of a module, and how it gets there."""
+"""Hooks that run before and after the forward pass of a module, and how they are added and removed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @known_as("accelerate.hooks.ModelHook")
 class ModelHook:
-    """Runs around the forward pass of a module. Subclasses change what they need.
+    """Runs around the forward pass of a module. Subclasses override what they need.
 
     Attributes:
         no_grad (`bool`): Whether the forward pass runs without gradients.
@@ -24,7 +24,7 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: Module) -> Module:
-        """Called when the hook is put on a module; returns the module."""
+        """Called when the hook is added to a module; returns the module."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -36,7 +36,7 @@ class ModelHook:
         return output
 
     def detach_hook(self, module: Module) -> Module:
-        """Called when the hook is taken off; returns the module."""
+        """Called when the hook is removed; returns the module."""
         return module
 
 
@@ -55,37 +55,37 @@ class SequentialHook(ModelHook):
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: Module) -> Module:
-        """Let all begin."""
+        """Call `init_hook` of all hooks in order."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the arguments from one to the next."""
+        """Pass the arguments through all hooks in order."""
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hand the result from one to the next."""
+        """Pass the output through all hooks in order."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def detach_hook(self, module: Module) -> Module:
-        """Let all end."""
+        """Call `detach_hook` of all hooks in order."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
 
 
 def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) -> Module:
-    """Put a hook on a module.
+    """Add a hook to a module.
 
     Args:
         module: The module; other libraries find the hook as its `_hf_hook`, and the old forward as `_old_forward`.
         hook: The hook.
-        append (`bool`): Let it run after those that are there, instead of taking their place.
+        append (`bool`): Run it after existing hooks, instead of replacing them.
 
     Returns:
         The module.
@@ -100,7 +100,7 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     module = hook.init_hook(module)
     module._hf_hook, module._old_forward = hook, old_forward  # type: ignore[assignment]
     hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
-    if _is_traced(module):  # its class is its own, and its calls go there
+    if _is_traced(module):  # a class of its own, whose `forward` is the one that is called
         type(module).forward = hooked
     else:
         module.forward = hooked
@@ -127,16 +127,16 @@ def _post(hook: ModelHook, module: nn.Module, output: Any) -> Any:
     return hook.post_forward(module, output)
 
 
-_untraced_pre: Any = torch._disable_dynamo(_pre)  # a compiler sees modules with weights, not where these come from
+_untraced_pre: Any = torch._disable_dynamo(_pre)  # the compiled graph has the weights as inputs, not their loading
 _untraced_post: Any = torch._disable_dynamo(_post)
 
 
 def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:
-    """Take the hook off a module.
+    """Remove the hook of a module.
 
     Args:
-        module: The module; one without a hook stays as it is.
-        recurse (`bool`): All modules inside too.
+        module: The module; nothing happens if it has no hook.
+        recurse (`bool`): Remove the hooks of all submodules too.
 
     Returns:
         The module.
@@ -159,13 +159,13 @@ def _restore_forward(module: nn.Module) -> None:
     if _is_traced(module):
         type(module).forward = old
     elif getattr(old, "__func__", None) is getattr(type(module), "forward", None):
-        del module.forward  # the class has it
+        del module.forward  # so that the method of the class is called
     else:
         module.forward = old
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules inside."""
+    """Remove the hooks of a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 

@@ -1,4 +1,4 @@
-"""Models that take turns on one device."""
+"""Models of a pipeline that are on a device in turn, and offloaded to CPU memory otherwise."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Module = TypeVar("Module", bound=nn.Module)
 
 @known_as("accelerate.hooks.CpuOffload")
 class CpuOffload(ModelHook):
-    """Brings a whole model to a device when it runs; it stays until somebody sends it back.
+    """Moves a model to a device for its forward pass; it stays there until it is offloaded by a call.
 
     Args:
         execution_device: The device; that of this process when None.
-        prev_module_hook: The hook of the model that runs before, which is sent back first.
+        prev_module_hook: The hook of the model that runs before, which is offloaded first.
     """
 
     execution_device: int | str | torch.device
@@ -41,7 +41,7 @@ class CpuOffload(ModelHook):
         return module.to("cpu")
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring model and inputs."""
+        """Move model and inputs to the device."""
         if self.prev_module_hook is not None and next(module.parameters()).device != torch.device(
             self.execution_device
         ):
@@ -53,7 +53,7 @@ class CpuOffload(ModelHook):
 
 @known_as("accelerate.hooks.UserCpuOffloadHook")
 class UserCpuOffloadHook:
-    """A model with `CpuOffload`, and what its owner may do with it.
+    """A handle of a model with `CpuOffload`, to offload it or to remove its hook.
 
     Args:
         model: The model.
@@ -72,7 +72,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off."""
+        """Remove the hook."""
         remove_hook_from_module(self.model)
 
 
@@ -83,7 +83,7 @@ def cpu_offload_with_hook(
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
     """Keep a model in CPU memory until it runs; then it stays on the device until `offload` is called.
 
-    Models that run one after the other are chained: each is given the hook of the one before, and sends it back.
+    Models that run one after the other are chained: each gets the hook of the one before, and offloads that first.
 
     Args:
         model: The model.

@@ -23,10 +23,10 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         model: The model.
 
     Returns:
-        The tensors by name. Weights on disk are mapped, not read.
+        The tensors by name. Weights on disk are memory-mapped, not read.
 
     Raises:
-        ValueError: When a weight is empty and no hook knows it.
+        ValueError: When a weight is on the meta device and no hook offloads it.
     """
     found: dict[str, torch.Tensor] = dict(model.state_dict())
     left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
@@ -43,8 +43,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     empty = [name for name, tensor in found.items() if tensor.is_meta]
     if empty:
         raise ValueError(
-            f"These weights of {type(model).__name__} hold nothing, and no hook knows them: {empty[:5]}. Load a "
-            "checkpoint before they are asked for."
+            f"Weights of {type(model).__name__} are on the meta device, and no hook offloads them: {empty[:5]}. Load a "
+            "checkpoint first."
         )
     return found
 
@@ -59,9 +59,9 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module.
-        module_name: The name of one of its weights, with the path to it.
-        state_dict: Where they are put, if it has their names; changed.
-        device_to_put_offload: The device on which they are to be.
+        module_name: The fully qualified name of one of its weights.
+        state_dict: Changed in place: entries with the names of these weights are replaced.
+        device_to_put_offload: The device of these entries.
 
     Returns:
         `state_dict`.
@@ -91,8 +91,8 @@ def load_offloaded_weights(
         set_module_tensor_to_device(model, name, "cpu", value=weights[name])
 
 
-def waits_elsewhere(model: nn.Module) -> bool:
-    """Whether weights of any part of a model are offloaded between forward passes."""
+def has_offloaded_weights(model: nn.Module) -> bool:
+    """Whether weights of any module of a model are offloaded between forward passes."""
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     return any(True for hook in hooks for _ in _offloading(hook))
 

@@ -1,4 +1,4 @@
-"""A folder of raw weights, one file for each, with an index: where weights go that no checkpoint file holds as they are."""
+"""A folder of offloaded weights: one raw file for each, with an index of dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def offload_weight(
         weight: The weight.
         weight_name: Its name; the file is called `<name>.dat`.
         offload_folder: The folder.
-        index: Where its dtype and shape are noted.
+        index: Changed in place: its dtype and shape are added.
 
     Returns:
         `index`.
@@ -46,14 +46,14 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map a weight of the folder into memory; writing to the tensor leaves the file as it is.
+    """Memory-map a weight of the folder; writing to the tensor does not change the file.
 
     Args:
         weight_file: The file.
         weight_info: Its `dtype` and `shape`.
 
     Raises:
-        ValueError: When that is no dtype or shape, or the file has another size.
+        ValueError: When the dtype or shape is invalid, or the file has another size.
         FileNotFoundError: When there is no such file.
     """
     check_entry(os.path.basename(weight_file).removesuffix(".dat"), weight_info, weight_file)
@@ -65,13 +65,13 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if found != needed:
         raise ValueError(
             f"The offloaded weight {os.fspath(weight_file)!r} has {found} bytes, but {shape} of {dtype} take {needed}: "
-            "it was not written to the end, or belongs to another model. Offload the model again."
+            "it is truncated, or belongs to another model. Offload the model again."
         )
     return torch.from_file(os.fspath(weight_file), shared=False, size=prod(shape), dtype=dtype).view(shape)
 
 
 def check_entry(name: str, entry: Any, source: str | os.PathLike[str]) -> None:
-    """Refuse an entry of an index that does not say where and how a weight is stored.
+    """Raise an error for an index entry that does not say where and how a weight is stored.
 
     Args:
         name: Of the weight.
@@ -79,32 +79,32 @@ def check_entry(name: str, entry: Any, source: str | os.PathLike[str]) -> None:
         source: The index or file, for the error.
 
     Raises:
-        ValueError: With what is wrong.
+        ValueError: Naming what is wrong.
     """
-    wrong = _what_is_wrong(entry)
+    wrong = _problem_of(entry)
     if wrong:
         raise ValueError(
-            f"{os.fspath(source)!r}: the index of offloaded weights has for {name!r} {wrong}: it is damaged, or was not "
+            f"The index of offloaded weights {os.fspath(source)!r} has {wrong} for {name!r}: it is damaged, or was not "
             "written for offloaded weights. Offload the model again."
         )
 
 
-def _what_is_wrong(entry: Any) -> str | None:
+def _problem_of(entry: Any) -> str | None:
     if not isinstance(entry, Mapping):
-        return f"{entry!r}, where dtype and shape were expected"
+        return f"{entry!r} instead of dtype and shape"
     if entry.get("safetensors_file") is not None:
         file = entry["safetensors_file"]
-        return None if isinstance(file, str | os.PathLike) else f"the safetensors_file {file!r}, which is no path"
+        return None if isinstance(file, str | os.PathLike) else f"the safetensors_file {file!r}, which is not a path,"
     dtype, shape = entry.get("dtype"), entry.get("shape")
     if not isinstance(dtype, str) or not isinstance(getattr(torch, dtype, None), torch.dtype):
-        return f"the dtype {dtype!r}, which torch does not have" if "dtype" in entry else "no dtype"
+        return f"the dtype {dtype!r}, which torch does not have," if "dtype" in entry else "no dtype"
     if not isinstance(shape, list | tuple) or not all(type(size) is int and size >= 0 for size in shape):
-        return f"the shape {shape!r}, which is no list of sizes" if "shape" in entry else "no shape"
+        return f"the shape {shape!r}, which is not a list of sizes," if "shape" in entry else "no shape"
     return None
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
-    """Write the index of the folder; what it has on other weights already is kept.
+    """Write the index of the folder; entries of other weights are kept.
 
     Args:
         index: Dtype and shape by name; nothing is written when it is empty.
@@ -133,9 +133,9 @@ def read_index(offload_folder: str | os.PathLike[str]) -> Index:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(path)!r} is no index of offloaded weights: {error}.") from None
+        raise ValueError(f"{str(path)!r} is not an index of offloaded weights: {error}.") from None
     if not isinstance(index, dict):
-        raise ValueError(f"{str(path)!r} is no index of offloaded weights: it holds a {type(index).__name__}.")
+        raise ValueError(f"{str(path)!r} is not an index of offloaded weights: it holds a {type(index).__name__}.")
     for name, entry in index.items():
         check_entry(name, entry, path)
     return index
@@ -145,8 +145,8 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """Write all weights of a state dict into a folder, with their index.
 
     Args:
-        save_dir: The folder; it is made if need be.
-        state_dict: The weights.
+        save_dir: The folder; created if missing.
+        state_dict: The weights by name, on any device.
     """
     make_folder(save_dir)
     index: Index = {}

@@ -1,4 +1,4 @@
-"""Weights by name, wherever they wait."""
+"""Offloaded weights by name, wherever they are stored."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from accel_state.public_names import known_as
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     """Weights in CPU memory, in checkpoint files and in a folder, as one mapping.
 
-    Files are mapped into memory on first use and stay mapped: a weight that is used again is not read again, nor
+    Files are memory-mapped on first use and stay mapped: a weight that is used again is neither read again nor
     copied.
 
     Args:
         state_dict: Weights in memory, by name.
         save_folder: A folder of offloaded weights.
-        index: What is known of weights on disk, by name: `dtype` and `shape`; or `safetensors_file` and `weight_name`
-            (the name itself if left out), and `dtype` where it is to be another. That of the folder when None.
-        device: Where weights from checkpoint files are put; as they are, in CPU memory, when None.
+        index: The weights on disk, by name: `dtype` and `shape`; or `safetensors_file` and `weight_name`
+            (the name itself if left out), and `dtype` if it is to be converted. The index of the folder when None.
+        device: Device of weights from checkpoint files; CPU memory when None.
 
     Raises:
         ValueError: When all are left out.
@@ -46,7 +46,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: torch.device | str | int | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("OffloadedWeightsLoader got no weights: give state_dict, save_folder or index.")
+            raise ValueError("OffloadedWeightsLoader got no weights: pass state_dict, save_folder or index.")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         self.index = index if index is not None else read_index(save_folder) if save_folder is not None else {}
@@ -61,10 +61,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if info.get("safetensors_file") is None:
             return tensor
         dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
-        return tensor.to(device=self.device, dtype=dtype)  # a copy, if it is one, is not kept
+        return tensor.to(device=self.device, dtype=dtype)  # a converted copy is not cached
 
     def stored(self, key: str) -> torch.Tensor:
-        """A weight on disk as it is stored there, mapped into memory."""
+        """A weight on disk in its stored dtype, memory-mapped."""
         info = self.index.get(key)
         if info is None:
             raise KeyError(
@@ -94,11 +94,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 @known_as("accelerate.utils.offload.PrefixedDataset")
 class PrefixedDataset(Mapping[str, torch.Tensor]):
-    """The part of a mapping that belongs to one module, by the names in that module.
+    """The entries of a mapping that belong to one module, by the names in that module.
 
     Args:
         dataset: The mapping.
-        prefix: What to put before names.
+        prefix: The module's name and a dot, which is put before names.
     """
 
     dataset: Mapping[str, torch.Tensor]
@@ -121,7 +121,7 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """The weights of some modules.
+    """The weights of some modules, by their full names.
 
     Args:
         state_dict: Weights by name.
@@ -137,22 +137,22 @@ def extract_submodules_state_dict(
 
 
 def check_weights_are_stored(
-    model: nn.Module, stored: Container[str], folder: str | os.PathLike[str], parts: Iterable[str] = ("",)
+    model: nn.Module, stored: Container[str], folder: str | os.PathLike[str], modules: Iterable[str] = ("",)
 ) -> None:
-    """Refuse offloaded weights that are not those of a model.
+    """Raise an error if offloaded weights are not those of a model.
 
     Args:
         model: The model.
-        stored: The names of weights that there are; one of several tied names is enough.
+        stored: The names of the stored weights; one of several tied names is enough.
         folder: Where they are, for the error.
-        parts: Names of the modules that need them; `""` stands for all.
+        modules: Names of the modules that need them; `""` stands for all.
 
     Raises:
         ValueError: Naming a parameter that is missing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = {id(parameter) for name, parameter in parameters.items() if name in stored}
-    wanted: dict[str, Any] = extract_submodules_state_dict(parameters, parts)
+    wanted: dict[str, Any] = extract_submodules_state_dict(parameters, modules)
     missing = [name for name, parameter in wanted.items() if id(parameter) not in found]
     if missing:
         more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""

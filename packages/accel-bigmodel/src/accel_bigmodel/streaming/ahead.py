@@ -1,8 +1,8 @@
-"""Reading mapped weights from the disk while the CPU computes with those before them.
+"""Reading memory-mapped weights from the disk ahead of the CPU that computes with them.
 
-A thread touches one byte of every page. That leaves reading to the system, which does it in large pieces ahead of the
-thread when it sees that pages are used in a row (measured: twice as fast as asking for the same by `madvise`), and the
-pages are also entered into the tables of this process.
+A thread touches one byte of every page. That leaves reading to the system, which reads large ranges ahead of the
+thread when it sees sequential access (measured: twice as fast as `madvise`), and the
+pages are also entered into the page tables of this process.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from accel_bigmodel.hooks.align import AlignDevicesHook
 
 WINDOW_BYTES = 256 << 20
-SMALL_BYTES = 1 << 16  # which are read with the pages around them
+SMALL_BYTES = 1 << 16  # smaller tensors are read with the pages around them
 STEP_BYTES = 1 << 23
 
 
 class ReadAhead:
-    """Sees that weights are in memory when modules use them where they are.
+    """Reads weights in files into memory before modules use them in place.
 
-    It expects modules in the order in which they stand in the model, and from the second pass on in that in which they
+    It expects modules in the order of the model, and from the second forward pass on in the order in which they
     ran.
 
     Args:
-        units: Those with weights in files, by their hooks.
-        window_bytes: How much is read in advance.
+        units: Hooks and units with weights in files.
+        window_bytes: How many bytes are read ahead.
     """
 
     def __init__(self, units: Iterable[tuple[AlignDevicesHook, Unit]], window_bytes: int = WINDOW_BYTES) -> None:
@@ -44,18 +44,18 @@ class ReadAhead:
         hooks = list(self._mapped)
         self._follows = dict(zip(hooks, [*hooks[1:], *hooks[:1]], strict=True))
         self._before: AlignDevicesHook | None = None
-        self._ahead: dict[AlignDevicesHook, None] = {}  # asked for, not yet used
+        self._ahead: dict[AlignDevicesHook, None] = {}  # being read, not yet used
         self._ahead_bytes = 0
         self._touched: set[AlignDevicesHook] = set()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     @property
     def hooks(self) -> list[AlignDevicesHook]:
-        """Those for which it does something."""
+        """The hooks whose weights are read ahead."""
         return list(self._mapped)
 
     def fetch(self, hook: AlignDevicesHook) -> bool:
-        """Ask for what follows; the hook takes its weights itself."""
+        """Start reading the weights that follow; returns False, because the hook fills its slots itself."""
         if hook not in self._mapped:
             return False
         if next(iter(self._ahead), None) is hook:
@@ -70,24 +70,24 @@ class ReadAhead:
         last = next(reversed(self._ahead), hook)
         while self._ahead_bytes < self._window_bytes:
             last = self._follows[last]
-            if last is hook or last in self._ahead:  # once around
+            if last is hook or last in self._ahead:  # back at the first one
                 break
             self._ahead[last] = None
             self._ahead_bytes += self._bytes_of(last)
-            self._ask_for(last)
+            self._start_reading(last)
         return False
 
     def release(self, hook: AlignDevicesHook, output: Any) -> Any:
-        """Nothing is to be given back."""
+        """Return the output: there is nothing to release."""
         return output
 
     def __reduce__(self) -> Any:
-        return ReadAhead, ((), self._window_bytes)  # a copy knows nothing of these files, and needs not
+        return ReadAhead, ((), self._window_bytes)  # a copy does not read ahead, and need not
 
     def _bytes_of(self, hook: AlignDevicesHook) -> int:
         return sum(tensor.numel() for tensor in self._mapped[hook])
 
-    def _ask_for(self, hook: AlignDevicesHook) -> None:
+    def _start_reading(self, hook: AlignDevicesHook) -> None:
         is_new = hook not in self._touched
         self._touched.add(hook)
         for tensor in self._mapped[hook]:
@@ -96,12 +96,12 @@ class ReadAhead:
 
 
 def _large_mapped(unit: Unit) -> list[torch.Tensor]:
-    """The bytes (uint8, one dimension) of its large weights in files."""
-    mapped = [piece.source.detach() for piece in unit.pieces if piece.home is None]
+    """Views of the bytes (uint8, one dimension) of its large weights in files."""
+    mapped = [weight.source.detach() for weight in unit.weights if weight.home is None]
     return [tensor.view(-1).view(torch.uint8) for tensor in mapped if tensor.nbytes >= SMALL_BYTES]
 
 
 def _touch(tensor: torch.Tensor) -> None:
     """Read one byte of each page."""
-    for piece in tensor.split(STEP_BYTES):
-        piece[:: mmap.PAGESIZE].max()
+    for chunk in tensor.split(STEP_BYTES):
+        chunk[:: mmap.PAGESIZE].max()

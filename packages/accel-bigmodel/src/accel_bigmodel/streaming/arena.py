@@ -1,4 +1,4 @@
-"""A piece of device memory in which blocks come and go."""
+"""A fixed buffer of device memory in which blocks of weights are allocated and freed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 @dataclass(eq=False, slots=True)
 class Region:
-    """A part of the memory that belongs to one block.
+    """The device memory of one block.
 
     Args:
         memory: Its bytes (uint8, one dimension).
-        begin: Its first byte in the arena; None when it is memory of its own.
-        busy_until: Marks, as the lane makes them, of computations that must end before anything is written here.
+        begin: Its first byte in the arena; None when it was allocated outside of it.
+        busy_until: Events (see `Lane.mark`) that must have completed before this memory is written.
     """
 
     memory: torch.Tensor
@@ -26,7 +26,7 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class _Used:
-    """Bytes that were given back while a kernel may still use them."""
+    """Bytes that were freed while a kernel may still use them."""
 
     begin: int
     end: int
@@ -34,11 +34,11 @@ class _Used:
 
 
 class Arena:
-    """Fixed memory, of which blocks take the first gap that is large enough.
+    """A buffer of fixed size; a block gets the first free range that is large enough.
 
     Args:
-        memory: The memory (uint8, one dimension).
-        busy_until: Events behind the last work that uses it.
+        memory: The buffer (uint8, one dimension).
+        busy_until: Events recorded after the last work that uses it.
     """
 
     def __init__(self, memory: torch.Tensor, busy_until: Iterable[Any] = ()) -> None:
@@ -48,11 +48,11 @@ class Arena:
 
     @property
     def num_bytes(self) -> int:
-        """How much device memory it hands out, in bytes."""
+        """Size of the buffer in bytes."""
         return self._memory.numel()
 
     def take(self, num_bytes: int) -> Region | None:
-        """A region; None when no gap is as large as that."""
+        """Allocate a region; None when no free range is large enough."""
         begin = 0
         for other_begin, other_end in self._taken:
             if other_begin - begin >= num_bytes:
@@ -65,7 +65,7 @@ class Arena:
         return Region(self._memory[begin:end], begin, self._marks_within(begin, end))
 
     def give_back(self, region: Region) -> None:
-        """Let others have a region of this arena."""
+        """Free a region of this arena."""
         assert region.begin is not None
         end = region.begin + region.memory.numel()
         self._taken.remove((region.begin, end))
@@ -73,7 +73,7 @@ class Arena:
             self._used.append(_Used(region.begin, end, tuple(region.busy_until)))
 
     def _marks_within(self, begin: int, end: int) -> list[Any]:
-        """What whoever writes here has to wait for; what lies outside is kept for the next one."""
+        """The events that a writer of this range has to wait for; those of other ranges are kept."""
         found: list[Any] = []
         kept: list[_Used] = []
         for used in self._used:

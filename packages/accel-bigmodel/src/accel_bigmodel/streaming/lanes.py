@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from accel_bigmodel.streaming.arena import Region
-from accel_bigmodel.streaming.units import Block, Piece
+from accel_bigmodel.streaming.units import Block, UnitWeight
 from accel_state.warning import warn_user
 
 NUM_STAGES = 3  # pinned buffers in which weights from files are staged for one copy
@@ -24,10 +24,10 @@ NUM_STAGES = 3  # pinned buffers in which weights from files are staged for one 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What one copy of a block cost.
+    """Durations of one copy of a block.
 
     Args:
-        moved_seconds: How long the copy took.
+        moved_seconds: Duration of the copy.
         waited_seconds: How long compute was stalled by it.
     """
 
@@ -51,7 +51,7 @@ class Lane(ABC):
 
     @abstractmethod
     def begin(self, block: Block, region: Region) -> Any:
-        """Begin to copy a block into a region; returns the arrival, for the methods below."""
+        """Start copying a block into a region; returns a handle of the copy (the arrival) for the methods below."""
 
     @abstractmethod
     def settle(self, arrival: Any) -> None:
@@ -59,27 +59,27 @@ class Lane(ABC):
 
     @abstractmethod
     def wait(self, arrival: Any) -> None:
-        """Have everything computed from now on wait for the block."""
+        """Make all compute that is enqueued from now on wait for the block."""
 
     @abstractmethod
     def mark(self, before: list[Any]) -> list[Any]:
-        """Events behind everything that was enqueued so far, in place of earlier ones."""
+        """Events recorded after everything that was enqueued so far; earlier ones are reused."""
 
     @abstractmethod
     def timing(self, arrival: Any) -> Timing:
-        """What a copy cost that was waited for."""
+        """Durations of a copy that was waited for."""
 
 
-def fill(pieces: Iterable[Piece], target: torch.Tensor) -> None:
-    """Pack weights, each in its final dtype.
+def fill(weights: Iterable[UnitWeight], target: torch.Tensor) -> None:
+    """Pack weights into one buffer, each in its final dtype.
 
     Args:
-        pieces: The weights.
-        target: The block's bytes, in CPU memory.
+        weights: The weights to copy, each to its own offset.
+        target: The block's bytes in CPU memory (uint8, one dimension).
     """
     with torch.no_grad():
-        for piece in pieces:
-            piece.view(target).copy_(piece.source.detach())
+        for weight in weights:
+            weight.view(target).copy_(weight.source.detach())
 
 
 def _helper_of(owner: object) -> Callable[..., Future[Any]]:
@@ -91,7 +91,7 @@ def _helper_of(owner: object) -> Callable[..., Future[Any]]:
 
 @dataclass(slots=True)
 class _Filling:
-    """A block that a thread converts, and how long it took."""
+    """A block that a thread converts, and the durations of that."""
 
     done: Future[float]
     waited_seconds: float = 0.0
@@ -109,11 +109,11 @@ class ThreadLane(Lane):
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def begin(self, block: Block, region: Region) -> _Filling:
-        """Let the thread convert the weights."""
-        return _Filling(self._submit(_timed_fill, list(block.pieces), region.memory))
+        """Have the thread convert the weights."""
+        return _Filling(self._submit(_timed_fill, list(block.weights), region.memory))
 
     def settle(self, arrival: _Filling) -> None:
-        """Nothing: there is one thread."""
+        """Nothing to do: one thread keeps the order."""
 
     def wait(self, arrival: _Filling) -> None:
         """Wait for the thread."""
@@ -122,17 +122,17 @@ class ThreadLane(Lane):
         arrival.waited_seconds = time.perf_counter() - begin
 
     def mark(self, before: list[Any]) -> list[Any]:
-        """None: what a CPU has begun has ended."""
+        """No events: a CPU runs synchronously."""
         return []
 
     def timing(self, arrival: _Filling) -> Timing:
-        """As the clock says."""
+        """Durations as measured by this process's clock."""
         return Timing(arrival.done.result(), arrival.waited_seconds)
 
 
-def _timed_fill(pieces: list[Piece], target: torch.Tensor) -> float:
+def _timed_fill(weights: list[UnitWeight], target: torch.Tensor) -> float:
     begin = time.perf_counter()
-    fill(pieces, target)
+    fill(weights, target)
     return time.perf_counter() - begin
 
 
@@ -144,7 +144,7 @@ class _Copying:
     ended: Any
     wait_begun: Any
     wait_ended: Any
-    handed_over: Future[None] | None = None  # when a thread has to pack or stage the block before
+    enqueued: Future[None] | None = None  # when a thread has to pack or stage the block first
 
 
 class StreamLane(Lane):
@@ -163,7 +163,7 @@ class StreamLane(Lane):
         self._addresses: set[int] = set()  # of packed weights
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the accelerator."""
+        """Memory on the accelerator (uint8, one dimension)."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def begin(self, block: Block, region: Region) -> _Copying:
@@ -178,46 +178,48 @@ class StreamLane(Lane):
             self._copy(block.packed, block, region.memory, marks, arrival)
         else:
             prepare = self._pack if block.is_in_memory else self._stage
-            arrival.handed_over = self._submit(prepare, block, region.memory, marks, arrival)
+            arrival.enqueued = self._submit(prepare, block, region.memory, marks, arrival)
         return arrival
 
     def _is_packed(self, block: Block) -> bool:
-        """Whether all weights are where the block was packed; a program may have replaced some."""
+        """Whether all weights still are in the packed buffer; a program may have replaced some."""
         if block.packed is None:
             return False
         address, size = block.packed.data_ptr(), block.packed.numel()
         return all(
-            piece.source.data_ptr() == address + piece.offset
-            if piece.offset < size
-            else piece.source.data_ptr() in self._addresses
-            for piece in block.pieces
-            if piece.num_bytes
+            weight.source.data_ptr() == address + weight.offset
+            if weight.offset < size
+            else weight.source.data_ptr() in self._addresses
+            for weight in block.weights
+            if weight.num_bytes
         )
 
     def _pack(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
         """In the thread: pack the weights into pinned memory, replace them by views of it, and copy them."""
-        guests = [piece for piece in block.pieces if piece.source.data_ptr() in self._addresses]  # tied to packed ones
-        own = [piece for piece in block.pieces if piece not in guests]
-        block.lay_out([*own, *guests])
-        block.packed = pinned(sum(piece.room for piece in own), self.device)
+        tied = [
+            weight for weight in block.weights if weight.source.data_ptr() in self._addresses
+        ]  # to weights packed before
+        own = [weight for weight in block.weights if weight not in tied]
+        block.lay_out([*own, *tied])
+        block.packed = pinned(sum(weight.room for weight in own), self.device)
         fill(own, block.packed)
-        for piece in own:
-            if piece.num_bytes:
-                self._addresses.add(piece.view(block.packed).data_ptr())
-                _replace(piece, piece.view(block.packed))
+        for weight in own:
+            if weight.num_bytes:
+                self._addresses.add(weight.view(block.packed).data_ptr())
+                _replace(weight, weight.view(block.packed))
         self._copy(block.packed, block, target, marks, arrival)
 
     def _stage(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
-        """In the thread: stage weights from files in a pinned buffer and begin to copy them."""
+        """In the thread: stage weights from files in a pinned buffer and start copying them."""
         stage = self._next_stage(block.num_bytes)
         stage.sent.synchronize()
-        fill(block.pieces, stage.memory)
+        fill(block.weights, stage.memory)
         self._copy(stage.memory[: block.num_bytes], block, target, marks, arrival)
         stage.sent.record(self._stream)
 
     def _next_stage(self, num_bytes: int) -> _Stage:
         if len(self._stages) == NUM_STAGES:
-            stage = self._stages.pop(0)  # the one that was used longest ago
+            stage = self._stages.pop(0)  # the least recently used one
             if stage.memory.numel() < num_bytes:
                 stage.sent.synchronize()
                 stage.memory = pinned(num_bytes, self.device)
@@ -234,18 +236,18 @@ class StreamLane(Lane):
                 self._stream.wait_event(mark)
             arrival.begun.record(self._stream)
             target[: source.numel()].copy_(source, non_blocking=True)
-            for piece in block.pieces:
-                if piece.offset >= source.numel() and piece.num_bytes:
-                    piece.view(target).copy_(piece.source, non_blocking=True)
+            for weight in block.weights:
+                if weight.offset >= source.numel() and weight.num_bytes:
+                    weight.view(target).copy_(weight.source, non_blocking=True)
             arrival.ended.record(self._stream)
 
     def settle(self, arrival: _Copying) -> None:
         """Wait until the thread has enqueued the copy; the stream keeps the order of copies."""
-        if arrival.handed_over is not None:
-            arrival.handed_over.result()
+        if arrival.enqueued is not None:
+            arrival.enqueued.result()
 
     def wait(self, arrival: _Copying) -> None:
-        """Let the compute stream wait for the copy."""
+        """Make the compute stream wait for the copy."""
         self.settle(arrival)
         computing = self._module.current_stream(self.device)
         arrival.wait_begun.record(computing)
@@ -253,13 +255,13 @@ class StreamLane(Lane):
         arrival.wait_ended.record(computing)
 
     def mark(self, before: list[Any]) -> list[Any]:
-        """An event behind all that is enqueued."""
+        """One event, recorded after all that is enqueued on the compute stream."""
         event = before[0] if before else self._event()
         event.record(self._module.current_stream(self.device))
         return [event]
 
     def timing(self, arrival: _Copying) -> Timing:
-        """As the device measured."""
+        """Durations between CUDA events."""
         arrival.wait_ended.synchronize()
         return Timing(
             arrival.begun.elapsed_time(arrival.ended) / 1e3,
@@ -270,14 +272,14 @@ class StreamLane(Lane):
         return self._module.Event(enable_timing=True)
 
 
-def _replace(piece: Piece, view: torch.Tensor) -> None:
-    """Replace a weight by its view in pinned memory, under all names that it has."""
-    assert piece.home is not None
-    mapping, address = piece.home[0], piece.source.data_ptr()
+def _replace(weight: UnitWeight, view: torch.Tensor) -> None:
+    """Replace a weight by its view in pinned memory, under all its names."""
+    assert weight.home is not None
+    mapping, address = weight.home[0], weight.source.data_ptr()
     for name, tensor in mapping.items():
         if tensor.data_ptr() == address and tensor.shape == view.shape:
             mapping[name] = view
-    piece.look_again()
+    weight.refresh()
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -287,7 +289,7 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     model may be half of it again.
 
     Args:
-        num_bytes: Its size.
+        num_bytes: Its size in bytes.
         device: The accelerator that reads it.
 
     Returns:
@@ -312,7 +314,7 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Stage:
-    """A pinned buffer, and an event behind the last copy from it."""
+    """A pinned buffer, and an event recorded after the last copy from it."""
 
     memory: torch.Tensor
     sent: Any

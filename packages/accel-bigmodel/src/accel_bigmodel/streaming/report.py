@@ -1,4 +1,4 @@
-"""Where the parts of a model are, and what copying the offloaded ones to where they run costs."""
+"""Where the modules of a model are, and what copying offloaded weights to their execution device costs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from accel_bigmodel.hooks.hook import ModelHook, SequentialHook
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import Block, find_source
 
-HIDDEN_SHARE = 0.1
-"""Of the time that copies take: when computation waits for less, they are as good as hidden behind it."""
+HIDDEN_FRACTION = 0.1
+"""When compute waits for less than this fraction of the copy time, the copies count as overlapped with compute."""
 
 
 @dataclass(frozen=True)
-class PartReport:
-    """Neighbouring parts of a model that are in one place.
+class ModuleReport:
+    """Consecutive modules of a model that are in one place.
 
     Args:
-        name: Of the part, or of the first and the last.
+        name: Name of the module, or of the first and the last.
         place: Where their weights are: a device, "cpu" or "disk".
-        device: Where they run.
-        num_bytes: What they take.
+        device: Their execution device.
+        num_bytes: Size of their weights.
     """
 
     name: str
@@ -37,15 +37,15 @@ class PartReport:
 
 @dataclass(frozen=True)
 class BlockReport:
-    """A block of weights that travels for each forward pass, as the last pass had it.
+    """A block of weights that is copied to a device for each forward pass, as measured in the last one.
 
     Args:
-        name: Of its first module and its last.
-        place: Where it waits: "cpu" or "disk".
-        device: Where it runs.
-        num_bytes: What it takes there.
-        moved_seconds: How long the copy took.
-        waited_seconds: How long the computation stood still for it.
+        name: Names of its first module and its last.
+        place: Where it is offloaded to: "cpu" or "disk".
+        device: Its execution device.
+        num_bytes: Its size there.
+        moved_seconds: Duration of the copy.
+        waited_seconds: How long compute was stalled by it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class BlockReport:
 
     @property
     def bytes_per_second(self) -> float:
-        """The speed of the copy."""
+        """The bandwidth of the copy."""
         return self.num_bytes / self.moved_seconds if self.moved_seconds else 0.0
 
 
@@ -66,39 +66,37 @@ class OffloadReport:
     """Where a model is and what it waits for; `print` shows it as tables.
 
     Args:
-        parts: Where everything is, one row for consecutive modules in one place.
-        blocks: What travels, in the order in which it first ran.
+        modules: Where the weights are, one row for consecutive modules in one place.
+        blocks: The copied blocks, in the order in which they first ran.
     """
 
-    parts: Sequence[PartReport]
+    modules: Sequence[ModuleReport]
     blocks: Sequence[BlockReport]
 
     @property
     def verdict(self) -> str:
-        """What a forward pass is bound by, in one line."""
+        """Whether a forward pass is compute-bound or transfer-bound, in one line."""
         if not self.blocks:
-            travelling = [part for part in self.parts if part.place != part.device]
-            if not travelling:
-                return "nothing travels"
-            if all(torch.device(part.device).type == "cpu" for part in travelling):
-                return "nothing is copied: the CPU uses weights where they are"
-            return "not known yet: the first forward pass only shows the order of the modules, run another one"
+            offloaded = [row for row in self.modules if row.place != row.device]
+            if not offloaded:
+                return "nothing is offloaded"
+            if all(torch.device(row.device).type == "cpu" for row in offloaded):
+                return "nothing is copied: the CPU uses the weights in place"
+            return "not known yet: the first forward pass only records the order of the modules, run another one"
         moved = sum(block.moved_seconds for block in self.blocks)
         waited = sum(block.waited_seconds for block in self.blocks)
         num_bytes = sum(block.num_bytes for block in self.blocks)
         fastest = max(block.bytes_per_second for block in self.blocks)
-        if waited <= HIDDEN_SHARE * moved:
-            return (
-                f"compute-bound: {_size(num_bytes)} travel in {_time(moved)}, of which {_time(waited)} are waited for"
-            )
+        if waited <= HIDDEN_FRACTION * moved:
+            return f"compute-bound: {_size(num_bytes)} are copied in {_time(moved)}, of which compute waits {_time(waited)}"
         return (
             f"transfer-bound at {num_bytes / max(moved, 1e-9) / 1e9:.1f} of {fastest / 1e9:.1f} GB/s: "
-            f"{_time(waited)} of waiting for {_size(num_bytes)}"
+            f"compute waits {_time(waited)} for {_size(num_bytes)}"
         )
 
     def __str__(self) -> str:
-        places = [(part.name, part.place, part.device, _size(part.num_bytes)) for part in self.parts]
-        text = _table(("part", "is on", "runs on", "size"), places)
+        places = [(row.name, row.place, row.device, _size(row.num_bytes)) for row in self.modules]
+        text = _table(("module", "is on", "runs on", "size"), places)
         if self.blocks:
             rows = [
                 (
@@ -111,7 +109,7 @@ class OffloadReport:
                 )
                 for block in self.blocks
             ]
-            text += "\n\n" + _table(("block", "travels", "size", "copied in", "at", "waited"), rows)
+            text += "\n\n" + _table(("block", "copied", "size", "in", "at", "waited"), rows)
         return f"{text}\n\n{self.verdict}"
 
 
@@ -123,7 +121,7 @@ def offload_report(model: nn.Module) -> OffloadReport:
     """
     streams = {hook.stream for _, hook in offloading_hooks(model) if isinstance(hook.stream, WeightStream)}
     blocks = [_report_on(stream, block) for stream in streams for block in stream.blocks if block.ready]
-    return OffloadReport(_parts(model), blocks)
+    return OffloadReport(_module_rows(model), blocks)
 
 
 def _report_on(stream: WeightStream, block: Block) -> BlockReport:
@@ -134,20 +132,20 @@ def _report_on(stream: WeightStream, block: Block) -> BlockReport:
     )
 
 
-def _parts(model: nn.Module) -> list[PartReport]:
+def _module_rows(model: nn.Module) -> list[ModuleReport]:
     """One row for consecutive modules in one place."""
     hooks = dict(offloading_hooks(model))
     rows = []
     for name, module in model.named_modules():
         for place, device, num_bytes in _places_in(module, hooks.get(name)):
-            rows.append(PartReport(name or "(the model itself)", place, device, num_bytes))
-    parts = []
+            rows.append(ModuleReport(name or "(the model itself)", place, device, num_bytes))
+    merged = []
     for (place, device), group in groupby(rows, key=lambda row: (row.place, row.device)):
         members = list(group)
         first, last = members[0].name, members[-1].name
         name = first if first == last else f"{first} ... {last}"
-        parts.append(PartReport(name, place, device, sum(row.num_bytes for row in members)))
-    return parts
+        merged.append(ModuleReport(name, place, device, sum(row.num_bytes for row in members)))
+    return merged
 
 
 def _places_in(module: nn.Module, hook: AlignDevicesHook | None) -> Iterator[tuple[str, str, int]]:
@@ -164,7 +162,7 @@ def _places_in(module: nn.Module, hook: AlignDevicesHook | None) -> Iterator[tup
 
 
 def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
-    """The hooks that keep weights elsewhere, with the names of their modules."""
+    """The hooks that offload weights, with the names of their modules."""
     for name, module in model.named_modules():
         for hook in _flat(getattr(module, "_hf_hook", None)):
             if isinstance(hook, AlignDevicesHook) and hook.offload and hook.slots:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from accel_bigmodel.sizes import convert_file_size_to_int
 
 MAX_BLOCK_BYTES = 64 << 20
-"""Large enough for a bus to run at its full speed, small enough to wait for the first one."""
+"""Large enough for the full bandwidth of a bus, small enough that waiting for the first block is short."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Streaming:
             those being prefetched. When None, as much as the largest `depth + 1` consecutive blocks take.
 
     Raises:
-        ValueError: For a negative depth, or a budget that is no size.
+        ValueError: For a negative depth, or a budget that is not a size.
 
     Example:
         ```python
@@ -34,27 +34,31 @@ class Streaming:
 
     def __post_init__(self) -> None:
         if isinstance(self.depth, bool) or not isinstance(self.depth, int) or self.depth < 0:
-            raise ValueError(f"Streaming(depth={self.depth!r}): give the number of blocks to prefetch, 0 or more.")
+            raise ValueError(
+                f"Streaming(depth={self.depth!r}): depth must be the number of blocks to prefetch, 0 or more."
+            )
         if self.budget is not None and self.budget_bytes <= 0:
-            raise ValueError(f"Streaming(budget={self.budget!r}): give a number of bytes, or a size such as '2GB'.")
+            raise ValueError(
+                f"Streaming(budget={self.budget!r}): budget must be a number of bytes, or a size such as '2GB'."
+            )
 
     @property
     def budget_bytes(self) -> int:
-        """The budget; 0 when it is left open."""
+        """The budget in bytes; 0 when it is None."""
         return convert_file_size_to_int(self.budget) if self.budget is not None else 0
 
     @property
     def block_bytes(self) -> int:
-        """How large blocks become, unless a single module is larger: so that all that are prefetched fit."""
+        """Target size of a block in bytes, so that all prefetched blocks fit into the budget; single modules may be larger."""
         if self.budget is None:
             return MAX_BLOCK_BYTES
         return max(1, min(MAX_BLOCK_BYTES, self.budget_bytes // (self.depth + 2)))
 
     def arena_bytes(self, sizes: Sequence[int]) -> int:
-        """Device memory for blocks of these sizes, which run in a circle; never less than the largest takes."""
+        """Device memory for blocks of these sizes, which run cyclically; never less than the largest block."""
         if not sizes:
             return 0
-        under_way = min(self.depth + 1, len(sizes))
-        circle = [*sizes, *sizes[: under_way - 1]]
-        wanted = max(sum(circle[begin : begin + under_way]) for begin in range(len(sizes)))
+        num_held = min(self.depth + 1, len(sizes))
+        cycle = [*sizes, *sizes[: num_held - 1]]
+        wanted = max(sum(cycle[begin : begin + num_held]) for begin in range(len(sizes)))
         return max(max(sizes), min(wanted, self.budget_bytes) if self.budget is not None else wanted)

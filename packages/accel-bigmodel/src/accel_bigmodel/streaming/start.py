@@ -17,11 +17,11 @@ from accel_bigmodel.streaming.units import make_unit
 
 
 def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None:
-    """Prefetch the weights of a hooked model where its devices can, and let it report on that.
+    """Prefetch the offloaded weights of a model, on devices that can overlap copies with compute.
 
     Args:
         model: A model whose hooks offload weights between forward passes; it gets the method `offload_report`.
-        settings: How far ahead, and how much memory.
+        settings: Depth and memory budget of prefetching.
     """
     by_device: dict[torch.device, dict[AlignDevicesHook, str]] = {}
     for name, hook in offloading_hooks(model):
@@ -39,7 +39,7 @@ def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None
 
 
 def _without_used_in_place(names: dict[AlignDevicesHook, str]) -> dict[AlignDevicesHook, str]:
-    """The hooks whose weights a CPU cannot use where they are; those with files of the others are read in advance."""
+    """The hooks whose weights a CPU has to convert; files of the others, which it uses in place, are read ahead."""
     units = {hook: unit for hook, name in names.items() if (unit := make_unit(name, hook)) is not None}
     in_place = {hook: unit for hook, unit in units.items() if unit.is_used_in_place}
     reader = ReadAhead((hook, unit) for hook, unit in in_place.items() if not unit.is_in_memory)

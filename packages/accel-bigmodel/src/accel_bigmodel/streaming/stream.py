@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class WeightStream:
     """Copies weights to a device before the modules that need them run.
 
-    During the first pass it only watches in which order modules run, and they fetch their weights themselves. From then
-    on modules that run in a row form blocks, and while one block computes, those that followed it the last time are
-    prefetched. When another block follows than expected, that block is copied at once and remembered for the next time.
+    During the first forward pass it only records the order of the modules, which fetch their weights themselves. From then
+    on, consecutive modules form blocks, and while one block computes, those that followed it the last time are
+    prefetched. When another block follows than expected, that block is copied at once and expected the next time.
 
     Args:
         lane: Copies blocks to the device.
-        settings: How far ahead, and how much memory.
+        settings: Depth and memory budget of prefetching.
         names: The names of the hooked modules.
 
     Attributes:
@@ -41,12 +41,12 @@ class WeightStream:
         self.blocks: list[Block] = []
         self._names = names
         self._units: dict[AlignDevicesHook, Unit | None] = {}  # None for those that cannot be streamed
-        self._watched: dict[Unit, None] = {}  # in the order in which they ran, not yet in a block
+        self._recorded: dict[Unit, None] = {}  # in the order in which they ran, not yet in a block
         self._follows: dict[Block, Block] = {}
         self._current: Block | None = None
         self._arena: Arena | None = None
-        self._in_arena: dict[Block, None] = {}  # those used last at the end
-        self._is_behind = False  # whether something that should be on its way is not
+        self._in_arena: dict[Block, None] = {}  # the least recently used first
+        self._is_behind = False  # whether a block that should be prefetched is not, for lack of memory
         self._lock = threading.Lock()
 
     # ---- what hooks call --------------------------------------------------------------------------------------------
@@ -55,29 +55,29 @@ class WeightStream:
         """Put the weights of a module into their slots.
 
         Returns:
-            Whether they are there now; otherwise the hook has to copy them itself.
+            True if they are there now; otherwise the hook has to copy them itself.
         """
         with self._lock:
             unit = self._unit_of(hook)
             if unit is None or not unit.is_for(hook):
                 return False
-            block = unit.block or self._watch(unit)
-            if block is None or not self._bring(block, unit):
+            block = unit.block or self._record(unit)
+            if block is None or not self._ensure_on_device(block, unit):
                 return False
             if self._current is not block:
                 self._enter(block)
             elif self._is_behind:
-                self._look_ahead(block)
-            for piece, tensor in zip(unit.pieces, self._tensors(block, unit), strict=True):
-                piece.slot.tensors[piece.slot.key] = tensor
+                self._prefetch(block)
+            for weight, tensor in zip(unit.weights, self._tensors(block, unit), strict=True):
+                weight.slot.tensors[weight.slot.key] = tensor
             block.in_use.add(unit)
             return True
 
     def release(self, hook: AlignDevicesHook, output: Any) -> Any:
-        """A module has run, and its slots are empty again.
+        """Release the weights of a module that has run; its slots are empty again.
 
         Returns:
-            Its output; what of it is a view of a weight is copied, because the weight's memory will be used again.
+            Its output; views of a weight in it are cloned, because the weight's memory will be reused.
         """
         with self._lock:
             unit = self._units.get(hook)
@@ -86,7 +86,7 @@ class WeightStream:
                 return output
             block.in_use.discard(unit)
             region = block.region
-            if region is None:  # it was sent away when a larger arena was made
+            if region is None:  # it was dropped when a larger arena was allocated
                 return output
             if region.begin is not None:
                 output = without_views_of(region.memory, output)
@@ -102,13 +102,13 @@ class WeightStream:
             self._units[hook] = make_unit(self._names.get(hook, "?"), hook)
         return self._units[hook]
 
-    def _watch(self, unit: Unit) -> Block | None:
-        """Note that a unit runs; when it was seen before, a pass is complete and is grouped into blocks."""
-        if unit not in self._watched:
-            self._watched[unit] = None
+    def _record(self, unit: Unit) -> Block | None:
+        """Record that a unit runs; when it ran before, a forward pass is complete and is grouped into blocks."""
+        if unit not in self._recorded:
+            self._recorded[unit] = None
             return None
-        blocks = group_into_blocks(list(self._watched), self.settings.block_bytes)
-        self._watched.clear()
+        blocks = group_into_blocks(list(self._recorded), self.settings.block_bytes)
+        self._recorded.clear()
         self._follows.update(zip(blocks, [*blocks[1:], blocks[0]], strict=True))
         self.blocks += blocks
         self._current = None
@@ -116,43 +116,43 @@ class WeightStream:
 
     # ---- moving -----------------------------------------------------------------------------------------------------
 
-    def _bring(self, block: Block, unit: Unit) -> bool:
-        """See that a block is on the device, as it is now; False when others still use what it was before."""
+    def _ensure_on_device(self, block: Block, unit: Unit) -> bool:
+        """Make sure that a block is on the device with its current values; False while other units use the old ones."""
         while True:
-            if block.region is None and not self._send(block, keep=[block]):
-                self._begin(block, self._own_region(block))  # what is in use leaves no room for it
+            if block.region is None and not self._start_copy(block, keep=[block]):
+                self._begin(block, self._own_region(block))  # the arena has no room beside the blocks in use
             if not block.ready:
                 self.lane.wait(block.arrival)
-            if not unit.has_changed() and not self._is_forbidden(block):
+            if not unit.has_changed() and not self._may_be_saved_by_autograd(block):
                 return True
             if block.in_use:
                 return False
             self._drop(block)
 
     def _enter(self, block: Block) -> None:
-        """Computation has come to another block."""
+        """Compute has reached another block."""
         before, self._current = self._current, block
         if before is not None:
             self._follows[before] = block
             self._drop_own(before)
         if block in self._in_arena:
             self._in_arena[block] = self._in_arena.pop(block)
-        self._look_ahead(block)
+        self._prefetch(block)
 
-    def _look_ahead(self, block: Block) -> None:
+    def _prefetch(self, block: Block) -> None:
         """Prefetch the blocks that will be needed next."""
         self._is_behind = False
         needed = [block]
-        for coming in self._coming(block):
-            needed.append(coming)
-            if coming.region is not None and self._is_forbidden(coming) and not coming.in_use:
-                self._drop(coming)
-            if coming.region is None and not self._send(coming, keep=needed):
+        for following in self._next_blocks(block):
+            needed.append(following)
+            if following.region is not None and self._may_be_saved_by_autograd(following) and not following.in_use:
+                self._drop(following)
+            if following.region is None and not self._start_copy(following, keep=needed):
                 self._is_behind = True
                 return
 
-    def _coming(self, block: Block) -> Iterator[Block]:
-        """The blocks that follow, as far as one looks ahead."""
+    def _next_blocks(self, block: Block) -> Iterator[Block]:
+        """The next blocks, up to the prefetch depth."""
         seen = {block}
         for _ in range(self.settings.depth):
             following = self._follows.get(block)
@@ -162,12 +162,12 @@ class WeightStream:
             yield following
             block = following
 
-    def _is_forbidden(self, block: Block) -> bool:
-        """Whether autograd might keep weights that lie where others will be written."""
+    def _may_be_saved_by_autograd(self, block: Block) -> bool:
+        """Whether autograd might save weights for backward whose memory in the arena will be overwritten."""
         return torch.is_grad_enabled() and block.region is not None and block.region.begin is not None
 
-    def _send(self, block: Block, keep: list[Block]) -> bool:
-        """Begin to copy a block; False when there is no room beside what is in use and what is to be kept."""
+    def _start_copy(self, block: Block, keep: list[Block]) -> bool:
+        """Start copying a block; False when there is no room beside the blocks in use and those to keep."""
         if torch.is_grad_enabled():
             self._begin(block, self._own_region(block))
             return True
@@ -186,12 +186,12 @@ class WeightStream:
         return True
 
     def _roomy_arena(self) -> Arena:
-        """The arena, made or made anew when blocks have come that need a larger one."""
+        """The arena, allocated again when new blocks need a larger one."""
         wanted = self.settings.arena_bytes([block.num_bytes for block in self.blocks])
         if self._arena is None or self._arena.num_bytes < wanted:
             for block in list(self._in_arena):
                 self._drop(block)
-            self._arena = None  # its memory, before other memory is asked for
+            self._arena = None  # free its memory before allocating the new one
             with torch.inference_mode(False):
                 memory = self.lane.allocate(wanted)
             self._arena = Arena(memory, self.lane.mark([]))
@@ -202,14 +202,14 @@ class WeightStream:
             return Region(self.lane.allocate(block.num_bytes))
 
     def _begin(self, block: Block, region: Region) -> None:
-        for piece in block.pieces:
-            piece.look_again()
+        for weight in block.weights:
+            weight.refresh()
         block.region, block.ready = region, {}
         block.arrival = self.lane.begin(block, region)
         region.busy_until = []
 
     def _drop(self, block: Block) -> None:
-        """Give the memory of a block back; the weights still are where they came from."""
+        """Free the device memory of a block; its weights are still in CPU memory or on disk."""
         region = block.region
         if region is None:
             return
@@ -221,17 +221,17 @@ class WeightStream:
             self._arena.give_back(region)
 
     def _drop_own(self, block: Block) -> None:
-        """Give back memory that was not from the arena, once nobody uses it."""
+        """Free memory outside of the arena, once no unit uses it."""
         if block.region is not None and block.region.begin is None and not block.in_use:
             self._drop(block)
 
     def _tensors(self, block: Block, unit: Unit) -> list[torch.Tensor]:
-        """What goes into the slots of a unit."""
+        """The tensors for the slots of a unit, views of the block's memory."""
         if unit not in block.ready:
             assert block.region is not None
             memory = block.region.memory
             with torch.inference_mode(False), torch.no_grad():
-                block.ready[unit] = [_like(piece.slot.empty, piece.view(memory)) for piece in unit.pieces]
+                block.ready[unit] = [_like(weight.slot.empty, weight.view(memory)) for weight in unit.weights]
         return block.ready[unit]
 
     # ---- copies -----------------------------------------------------------------------------------------------------
@@ -244,14 +244,14 @@ class WeightStream:
 
 
 CANNOT_COPY = (
-    "This model's weights are streamed to a device by threads and buffers, which can be neither copied nor pickled: take "
-    "its hooks off first (remove_hook_from_submodules), or save its weights (save_model, or "
+    "A model whose weights are streamed to a device by threads and buffers can be neither deep-copied nor pickled: remove "
+    "its hooks first (remove_hook_from_submodules), or save its weights (save_model, or "
     "get_state_dict_offloaded_model)."
 )
 
 
 def without_views_of(memory: torch.Tensor, output: Any) -> Any:
-    """A module's output, in which tensors that share memory with another one are copied; as it is if there are none."""
+    """A module's output, in which views of `memory` are cloned; the output itself if there are none."""
     address = memory.untyped_storage().data_ptr()
 
     def is_view(tensor: torch.Tensor) -> bool:
@@ -269,7 +269,7 @@ def without_views_of(memory: torch.Tensor, output: Any) -> Any:
 
 
 def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value as a parameter, if it takes the place of one, with all that is known of that."""
+    """The value as a parameter with the attributes of the old one, if that is a parameter."""
     if not isinstance(old, nn.Parameter):
         return value
     made = nn.Parameter(value, requires_grad=old.requires_grad)

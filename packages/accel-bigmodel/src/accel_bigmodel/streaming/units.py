@@ -1,4 +1,4 @@
-"""What is prefetched: the weights of a module (a unit), and those of several that run in a row (a block)."""
+"""The units of prefetching: the weights of one module (a unit), and those of consecutive modules (a block)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from accel_bigmodel.hooks.align import AlignDevicesHook, WeightSlot
     from accel_bigmodel.streaming.arena import Region
 
-ALIGNMENT = 512  # bytes, so that a view of any dtype may begin there
+ALIGNMENT = 512  # bytes, so that a view of any dtype can start there
 Home = tuple[MutableMapping[str, torch.Tensor], str]
 
 
 @dataclass(slots=True)
-class Piece:
-    """One weight of a unit: where it waits, and where it lies in the unit's block.
+class UnitWeight:
+    """One weight of a unit: where it is offloaded to, and its offset in the unit's block.
 
     Args:
-        slot: The place in the module.
-        source: The weight in CPU memory or in a mapped file, any dtype.
-        dtype: What it is on the device.
-        home: The mapping that holds it in CPU memory, and its name there; None for weights in files.
-        offset: Its first byte in the block.
-        version: Of the source, when it was read last.
+        slot: The parameter or buffer of the module.
+        source: The weight in CPU memory or in a memory-mapped file, any dtype.
+        dtype: Its dtype on the device.
+        home: The mapping that holds it in CPU memory, and its key there; None for weights in files.
+        offset: Its offset in the block, in bytes.
+        version: The version counter of the source when it was read last.
     """
 
     slot: WeightSlot
@@ -42,27 +42,27 @@ class Piece:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes on the device."""
+        """Its size on the device."""
         return self.source.numel() * self.dtype.itemsize
 
     @property
     def room(self) -> int:
-        """What it takes in a block."""
+        """Its size in a block, in bytes, with padding for alignment."""
         return -(-self.num_bytes // ALIGNMENT) * ALIGNMENT
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
-        """Its part of a block's bytes (uint8, one dimension), with its own dtype and shape."""
-        part = block[self.offset : self.offset + self.num_bytes]
-        return part.view(self.dtype).view(self.source.shape)
+        """A view of its bytes in a block (uint8, one dimension), with its own dtype and shape."""
+        bytes_of_weight = block[self.offset : self.offset + self.num_bytes]
+        return bytes_of_weight.view(self.dtype).view(self.source.shape)
 
     def has_changed(self) -> bool:
-        """Whether somebody wrote to the weight, or put another in its place, since it was read."""
+        """Whether the weight was written to or replaced since it was read."""
         return (self.home is not None and self.home[0][self.home[1]] is not self.source) or (
             _version(self.source) != self.version
         )
 
-    def look_again(self) -> None:
-        """Take the weight as it is now."""
+    def refresh(self) -> None:
+        """Take the current weight and its version."""
         if self.home is not None:
             self.source = self.home[0][self.home[1]]
         self.version = _version(self.source)
@@ -73,14 +73,14 @@ class Unit:
     """The weights of one hooked module.
 
     Args:
-        name: The module's.
+        name: The module's name.
         hook: Its hook.
-        pieces: Its weights.
+        weights: Its weights.
     """
 
     name: str
     hook: InitVar[AlignDevicesHook]
-    pieces: list[Piece]
+    weights: list[UnitWeight]
     block: Block | None = None
     _made_of: tuple[Any, ...] = ()
 
@@ -88,33 +88,33 @@ class Unit:
         self._made_of = (hook.execution_device, hook.weights_map, hook.slots)
 
     def is_for(self, hook: AlignDevicesHook) -> bool:
-        """Whether the hook still has the device, the weights and the slots that this unit was made of."""
+        """Whether the hook still has the device, the weights and the slots from which this unit was made."""
         device, weights, slots = self._made_of
         return hook.execution_device is device and hook.weights_map is weights and hook.slots is slots
 
     @property
     def room(self) -> int:
-        """What it takes in a block."""
-        return sum(piece.room for piece in self.pieces)
+        """Its size in a block, in bytes, with padding for alignment."""
+        return sum(weight.room for weight in self.weights)
 
     @property
     def is_in_memory(self) -> bool:
         """Whether all its weights are in CPU memory."""
-        return all(piece.home is not None for piece in self.pieces)
+        return all(weight.home is not None for weight in self.weights)
 
     @property
     def is_used_in_place(self) -> bool:
-        """Whether a CPU can compute with the weights where they are."""
-        return all(piece.source.dtype == piece.dtype for piece in self.pieces)
+        """Whether a CPU can compute with the weights in place, because no dtype has to be converted."""
+        return all(weight.source.dtype == weight.dtype for weight in self.weights)
 
     def has_changed(self) -> bool:
-        """Whether one of its weights has."""
-        return any(piece.has_changed() for piece in self.pieces)
+        """Whether one of its weights has changed."""
+        return any(weight.has_changed() for weight in self.weights)
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """Weights that travel together.
+    """Weights that are copied to the device together.
 
     Args:
         units: In the order in which they run.
@@ -124,19 +124,19 @@ class Block:
     num_bytes: int = 0
     packed: torch.Tensor | None = None  # its bytes in pinned memory, once it was packed
     region: Region | None = None  # its bytes on the device
-    arrival: Any = None  # what the lane knows of the copy
+    arrival: Any = None  # the lane's handle of the copy
     in_use: set[Unit] = field(default_factory=set)
-    ready: dict[Unit, list[torch.Tensor]] = field(default_factory=dict)  # what goes into the slots, in the region
+    ready: dict[Unit, list[torch.Tensor]] = field(default_factory=dict)  # tensors for the slots, views of the region
 
     def __post_init__(self) -> None:
         for unit in self.units:
             unit.block = self
-        self.lay_out(self.pieces)
+        self.lay_out(self.weights)
 
     @property
-    def pieces(self) -> Iterator[Piece]:
+    def weights(self) -> Iterator[UnitWeight]:
         """All its weights."""
-        return (piece for unit in self.units for piece in unit.pieces)
+        return (weight for unit in self.units for weight in unit.weights)
 
     @property
     def is_in_memory(self) -> bool:
@@ -145,24 +145,24 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Of its first module, and of its last."""
+        """Names of its first module and its last."""
         first, last = self.units[0].name, self.units[-1].name
         return first if first == last else f"{first} ... {last}"
 
-    def lay_out(self, pieces: Iterable[Piece]) -> None:
-        """Give each weight its part of the block, in this order."""
+    def lay_out(self, weights: Iterable[UnitWeight]) -> None:
+        """Assign each weight its offset in the block, in this order."""
         self.num_bytes = 0
-        for piece in pieces:
-            piece.offset = self.num_bytes
-            self.num_bytes += piece.room
+        for weight in weights:
+            weight.offset = self.num_bytes
+            self.num_bytes += weight.room
 
 
 def group_into_blocks(units: Sequence[Unit], target_bytes: int) -> list[Block]:
-    """Group a sequence of units into blocks. A unit is never split, and CPU memory is not mixed with files.
+    """Group a sequence of units into blocks. A unit is never split, and weights in CPU memory and in files are not mixed.
 
     Args:
         units: In the order in which they run.
-        target_bytes: A block is closed before it would become larger.
+        target_bytes: Largest size of a block of several units.
     """
     blocks: list[list[Unit]] = []
     for _, run in groupby(units, key=lambda unit: unit.is_in_memory):
@@ -183,14 +183,14 @@ def make_unit(name: str, hook: AlignDevicesHook) -> Unit | None:
         None if one of them needs more than a copy (a quantised or a strided one), or is on the device already because
         it is tied to one there.
     """
-    pieces = []
+    weights = []
     for slot in hook.slots or ():
         source, home = find_source(hook.weights_map, slot.name)
         if not _is_plain(slot.empty, source) or (hook.tied_params_map or {}).get(source.data_ptr()):
             return None
         is_number = source.is_floating_point() or source.is_complex()
-        pieces.append(Piece(slot, source, slot.empty.dtype if is_number else source.dtype, home))
-    return Unit(name, hook, pieces) if pieces else None
+        weights.append(UnitWeight(slot, source, slot.empty.dtype if is_number else source.dtype, home))
+    return Unit(name, hook, weights) if weights else None
 
 
 def _is_plain(old: torch.Tensor, source: torch.Tensor) -> bool:
@@ -200,12 +200,12 @@ def _is_plain(old: torch.Tensor, source: torch.Tensor) -> bool:
         and source.device.type == "cpu"
         and source.is_contiguous()
         and source.shape == old.shape
-        and source.dtype != torch.int8  # its scales travel beside it
+        and source.dtype != torch.int8  # which needs its scales too
     )
 
 
 def find_source(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Home | None]:
-    """A weight as it waits, perhaps of another dtype than the one in which it is used, and who holds it in memory."""
+    """An offloaded weight in its stored dtype, with the mapping that holds it in CPU memory and its key, or None."""
     while isinstance(weights, PrefixedDataset):
         name = f"{weights.prefix}{name}"
         weights = weights.dataset

@@ -60,7 +60,7 @@ _accelerate() {
         _accelerate_offer "$pending" "$current"
     elif [[ "$current" == -* ]]; then
         flags="$(_accelerate_flags "$command")"
-        # who has written a hyphen gets hyphens
+        # a flag begun with hyphens is completed with hyphens
         if [[ "${current#--}" == *-* ]]; then
             flags="$(printf '%s\n' "$flags" | sed -e 's/_/-/g')"
         fi

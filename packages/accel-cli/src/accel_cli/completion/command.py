@@ -1,4 +1,4 @@
-"""The command `accelerate completion`: a script that lets a shell complete command lines."""
+"""The command `accelerate completion`: prints a completion script for a shell."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(args: Namespace) -> None:
 
 
 def completion_script(shell: str) -> str:
-    """Write the script that makes a shell complete every command, flag and value.
+    """Make the completion script of a shell, for every command, flag and value.
 
     Args:
         shell: One of `SHELLS`.

@@ -6,7 +6,7 @@ from accel_cli.completion.tables import Dialect
 
 
 def quote(text: str) -> str:
-    """Spell a text for fish, where a backslash protects quotes within quotes."""
+    """Quote a `str` for fish, where a backslash escapes quotes within quotes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -67,7 +67,7 @@ function _accelerate
             printf '%s=%s\n' $flag $value
         end
     else if string match -q -- '-*' $current
-        # who has written a hyphen gets hyphens
+        # a flag begun with hyphens is completed with hyphens
         if string match -q -- '--?*-*' $current
             for line in (_accelerate_flags "$command")
                 set -l parts (string split -m 1 \t -- $line)

@@ -1,4 +1,4 @@
-"""The words of all commands as functions of a shell."""
+"""The commands, flags and values of all commands, as functions of a shell."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Dialect:
         head: Begins the function; `{name}` stands for its name.
         case: One value of the argument, and the command that prints; `{value}` and `{print}`.
         foot: Ends the function.
-        quote: Spells a text.
-        hints: Whether what a word means may stand behind it.
+        quote: Quotes a `str`.
+        hints: Whether completions have descriptions.
     """
 
     head: str
@@ -44,7 +44,7 @@ class Dialect:
 
 
 def tables(words: list[Words], dialect: Dialect) -> str:
-    """Write the functions that a completion asks.
+    """Write the functions that a completion script calls.
 
     Args:
         words: Those of all commands.
@@ -78,6 +78,6 @@ def _values(words: list[Words]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _short(text: str) -> str:
-    """Cut a help text after its first part."""
+    """Truncate a help text."""
     text = " ".join(text.split()).rstrip(".")
     return text if len(text) <= HINT_LENGTH else text[: HINT_LENGTH - 3].rsplit(" ", 1)[0] + "..."

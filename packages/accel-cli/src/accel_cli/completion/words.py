@@ -1,4 +1,4 @@
-"""Which words a command line may have at which place, read off the parsers."""
+"""The words that a command line may have at each position, read from the parsers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_cli.launch.flags.table import find
 
-# what a shell can find itself
+# completed by the shell itself
 FILE, FOLDER, ANYTHING = ":file", ":folder", ":anything"
 
 KINDS = {
@@ -40,13 +40,13 @@ class Flag:
 
 @dataclass(slots=True)
 class Words:
-    """What a command understands.
+    """The subcommands, flags and arguments of a command.
 
     Attributes:
         path: Its name, with that of the command it belongs to; empty for the program.
-        commands: Its own commands, and what they do.
+        commands: Its subcommands, and their help.
         flags: Its flags.
-        argument: What stands without a flag, as in `Flag.values`.
+        argument: Its positional argument, as in `Flag.values`.
         runs_another: Whether everything after its first argument is for another program.
     """
 
@@ -58,11 +58,11 @@ class Words:
 
 
 def read_words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Words]:
-    """Yield what a program and each of its commands understand.
+    """Yield the words of a program and each of its commands.
 
     Args:
         parser: The parser of the program.
-        path: Where we are in its commands.
+        path: The command of this parser.
     """
     words = Words(path)
     below: list[tuple[str, Any]] = []
@@ -89,7 +89,7 @@ def _spellings(action: argparse.Action) -> list[str]:
 
 
 def _values(action: argparse.Action) -> tuple[str, ...]:
-    """Find out what may follow a flag, or stand for an argument."""
+    """The values of a flag or a positional argument."""
     if action.nargs == 0:
         return ()
     if action.choices is not None:

@@ -34,7 +34,7 @@ _accelerate_offer() {
     esac
 }
 
-# words, each with a tabulator and what it means behind it
+# words, each followed by a tab and its description
 _accelerate_describe() {
     local line; local -a names shown
     for line in "${(@f)1}"; do
@@ -73,7 +73,7 @@ _accelerate() {
         [[ -n "$pending" ]] && _accelerate_offer "$pending"
     elif [[ "$current" == -* ]]; then
         flags="$(_accelerate_flags "$command")"
-        # who has written a hyphen gets hyphens
+        # a flag begun with hyphens is completed with hyphens
         if [[ "${current#--}" == *-* ]]; then
             flags="$(print -r -- "$flags" | awk -F'\t' -v OFS='\t' '{ gsub("_", "-", $1); print }')"
         fi

@@ -1,4 +1,4 @@
-"""Looking through what a config file says: all mistakes are named at once, each with its line."""
+"""Checking a config file: all errors are reported at once, each with its line."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 from accel_cli.configfile.migrate import migrate, old_spellings
 from accel_cli.configfile.source import Source
 from accel_cli.errors import did_you_mean
-from accel_cli.launch.flags.table import DEEPSPEED, PREFIXES, find, foreign_groups, full_name, is_option
-from accel_cli.launch.values import check_word, coerce
+from accel_cli.launch.flags.table import DEEPSPEED, PREFIXES, find, full_name, is_option, plugin_groups
+from accel_cli.launch.values import check_choice, coerce
 
 ADVICE = "Correct or remove them, or upgrade accelerate where a newer version wrote the file."
 
 
 class Check:
-    """Looks through one file, and collects what is wrong with it.
+    """Checks one file, and collects its errors.
 
     Args:
-        written: What the file says.
+        written: The content of the file.
         source: The file.
 
     Attributes:
-        mistakes: What was found so far, in words that name the file and the line.
+        mistakes: The messages so far, each with the file and the line.
     """
 
     def __init__(self, written: dict[str, Any], source: Source) -> None:
@@ -32,32 +32,34 @@ class Check:
         self.mistakes: list[str] = []
 
     def finish(self) -> None:
-        """Tell of everything that was found.
+        """Raise an error with everything that was found.
 
         Raises:
-            ValueError: When something was.
+            ValueError: There is at least one error.
         """
         if len(self.mistakes) == 1:
             raise ValueError(self.mistakes[0])
         if self.mistakes:
             own = str(self.source)
             lines = [f"  - {mistake.removeprefix(own).removeprefix(', ').strip()}" for mistake in self.mistakes]
-            raise ValueError("\n".join([f"{own} has {len(lines)} mistakes:", *lines]))
+            raise ValueError("\n".join([f"{own} has {len(lines)} errors:", *lines]))
 
     def sections(self, names: Iterable[str]) -> None:
-        """Refuse sections that are none: nothing else can be looked at then.
+        """Check that sections are mappings; if not, nothing else can be checked.
 
         Raises:
-            ValueError: Naming them.
+            ValueError: Some are not.
         """
         for name in names:
             content = self.written.get(name)
             if content is not None and not isinstance(content, dict):
-                self.mistakes.append(f"{self.source.at(name)}: {name} must hold `key: value` pairs, got {content!r}.")
+                self.mistakes.append(
+                    f"{self.source.at(name)}: {name} must contain `key: value` pairs, got {content!r}."
+                )
         self.finish()
 
     def up_to_date(self) -> dict[str, Any]:
-        """Return what the file says, in today's words where older ones would not be understood."""
+        """Return the content of the file, with keys of older versions renamed."""
         values, done = migrate(self.written, loading=True)
         for item in done:
             if not item.change.new:
@@ -70,9 +72,9 @@ class Check:
         return values
 
     def keys(self, values: dict[str, Any], known: list[str]) -> set[str]:
-        """Refuse keys that do not exist, and return the sections of other packages."""
+        """Check for unknown keys, and return the sections of other packages."""
         unknown = {str(key) for key in set(values) - set(known)}
-        sections = unknown & {group.section for group in foreign_groups()} if unknown else set()
+        sections = unknown & {group.section for group in plugin_groups()} if unknown else set()
         if sections:
             self.sections(sections)
         for key in sorted(unknown - sections):
@@ -81,7 +83,7 @@ class Check:
         return sections
 
     def values(self, values: dict[str, Any]) -> None:
-        """Refuse values that their launch options do not allow."""
+        """Check values by their launch options."""
         for key, value in values.items():
             if isinstance(value, dict):
                 for name, item in value.items():
@@ -90,13 +92,15 @@ class Check:
                 self._value(key, key, value)
 
     def missing(self, names: list[str]) -> None:
-        """Refuse a file that lacks something."""
+        """Report missing keys."""
         if names:
-            self.mistakes.append(f"{self.source} lacks {', '.join(names)}.")
+            self.mistakes.append(
+                f"{self.source} has no {', no '.join(names)}. Add {'it' if len(names) == 1 else 'them'}."
+            )
 
     @contextmanager
     def naming(self, key: str) -> Iterator[None]:
-        """Note the error that ends a block, with the file and the line of a key."""
+        """Collect the error that ends a block, with the file and the line of a key."""
         try:
             yield
         except ValueError as error:
@@ -109,7 +113,7 @@ class Check:
         with self.naming(key):
             where = self._as_written(key)
             coerce(option, value, where)
-            check_word(option, value, where)
+            check_choice(option, value, where)
 
     def _as_written(self, key: str) -> str:
         for spelling in old_spellings(key):
@@ -120,7 +124,7 @@ class Check:
 
 
 def _home_of(name: str, known: list[str]) -> str:
-    """Say in which section an option belongs that stands outside of all."""
+    """The hint for an option that belongs into a section."""
     homes = [section for section, prefix in PREFIXES.items() if name.startswith(prefix) and is_option(name)]
     if name in [option.name for option in DEEPSPEED.options]:
         homes = ["deepspeed_config"]

@@ -1,4 +1,4 @@
-"""Where the config file is when nobody names one."""
+"""The path of the default config file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def default_config_path(environ: Mapping[str, str]) -> str:
     return os.path.join(config_folder(environ), FILE_NAME)
 
 
-# read by other libraries; the environment counts as it is when this module is first imported
+# read by other libraries; with the environment variables at the first import of this module
 hf_cache_home = hub_home(os.environ)
 cache_dir = config_folder(os.environ)
 default_config_file = default_yaml_config_file = default_json_config_file = default_config_path(os.environ)

@@ -1,4 +1,4 @@
-"""What older versions wrote otherwise, and what it is called today."""
+"""Keys and values of older versions, and their names today."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that an older version wrote otherwise.
+    """One key or value that an older version wrote differently.
 
     Attributes:
-        old: The key it had: `"key"` or `"section.key"`.
-        new: Today's key; the same where only the value has changed, empty where there is nothing of the kind any more.
-        convert: From the old value to today's.
-        why: What to tell the user, where the names do not say it.
-        on_loading: Whether an old file cannot be used without it. The others are made by `accelerate config update`.
-        when: Given all that the file says, whether it is an old way at all.
+        old: The old key: `"key"` or `"section.key"`.
+        new: Today's key; the same if only the value has changed, empty if the key was removed.
+        convert: Converts the old value to today's.
+        why: The reason, for the user.
+        on_loading: Whether an old file cannot be loaded without it. The others are made by `accelerate config update`.
+        when: Given the content of the file, whether the change applies.
     """
 
     old: str
@@ -40,7 +40,7 @@ class Done:
     Attributes:
         change: The row of the table.
         before: The old value.
-        after: Today's; None for what was removed.
+        after: Today's; None if it was removed.
     """
 
     change: Change
@@ -59,50 +59,50 @@ class Done:
 
 
 def word_for(*words: str, first: int = 1) -> Callable[[Any], Any]:
-    """Make a function that turns the number of a choice, as a number or as text, into its name."""
+    """Make a function that converts the number of a choice, an `int` or `str`, to its name."""
     names = {str(number): word for number, word in enumerate(words, first)}
     return lambda value: value if isinstance(value, bool) else names.get(str(value), value)
 
 
 def spelled(**words: Any) -> Callable[[Any], Any]:
-    """Make a function that replaces some texts, in any case, and leaves everything else alone."""
+    """Make a function that replaces some `str`, ignoring case, and keeps all other values."""
     return lambda value: words.get(value.upper(), value) if isinstance(value, str) else value
 
 
 def empty_is_none(value: Any) -> Any:
-    """Turn an empty text into None."""
+    """Convert an empty `str` to None."""
     return None if value == "" else value
 
 
 def none_if_off(value: Any) -> Any:
-    """Turn the word no, which an unquoted YAML file holds as False, into None."""
+    """Convert `no`, which is False in YAML without quotes, to None."""
     return None if value is False or str(value).upper() == "NO" else value
 
 
 def lower_case(value: Any) -> Any:
-    """Turn a text into lower case; an unquoted `no` has become False in YAML."""
+    """Convert a `str` to lower case; `no` without quotes is False in YAML."""
     return "no" if value is False else value.lower() if isinstance(value, str) else value
 
 
 def joined(value: Any) -> Any:
-    """Turn a list, or a single number, into text with commas."""
+    """Convert a list, or a single number, to a `str` separated by commas."""
     if isinstance(value, (list, tuple)):
         return ",".join(str(item) for item in value)
     return str(value) if isinstance(value, int) else value
 
 
 def truth_or_same(value: Any) -> Any:
-    """Turn the words yes and no, true and false into bools."""
+    """Convert yes and no, true and false to bools."""
     return {"yes": True, "true": True, "no": False, "false": False}.get(str(value).lower(), value)
 
 
 def device(value: Any) -> Any:
-    """Turn a switch for offloading into the place that it meant."""
+    """Convert a bool for offloading to the device."""
     return {True: "cpu", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
 
 def names_strategy(values: Values) -> bool:
-    """True when version 1 of FSDP is told what to shard in the words of version 2."""
+    """True when a file for FSDP 1 has its sharding strategy under the key of FSDP 2."""
     section = values["fsdp_config"]
     strategy = str(section["fsdp_reshard_after_forward"]).upper()
     return str(section.get("fsdp_version", 1)) == "1" and strategy in FSDP_SHARDING_STRATEGY
@@ -147,14 +147,14 @@ CHANGES: tuple[Change, ...] = (
 
 
 def migrate(values: Values, *, loading: bool = False) -> tuple[Values, list[Done]]:
-    """Bring what a file says up to date.
+    """Update the content of a file to today's keys and values.
 
     Args:
         values: The content of the file; it is not changed.
-        loading: Whether to make only the changes without which the file cannot be used.
+        loading: Whether to make only the changes without which the file cannot be loaded.
 
     Returns:
-        The new content, and what was changed, in the order in which it was.
+        The new content, and the changes in order.
     """
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     done = list(_add_prefixes(values))
@@ -165,7 +165,7 @@ def migrate(values: Values, *, loading: bool = False) -> tuple[Values, list[Done
 
 
 def old_spellings(key: str) -> list[str]:
-    """List every name that a key of today may have in an old file, today's first."""
+    """List every name that a key may have in an old file, today's first."""
     section, _, name = key.rpartition(".")
     names = [key, *(change.old for change in CHANGES if change.new == key and change.old != key)]
     prefix = PREFIXES.get(section, "")
@@ -174,7 +174,7 @@ def old_spellings(key: str) -> list[str]:
 
 
 def _add_prefixes(values: Values) -> Iterator[Done]:
-    """Give the keys of a section the prefix that they may lack."""
+    """Add the prefix to keys of a section that lack it."""
     old_names = {change.old for change in CHANGES}
     for section, prefix in PREFIXES.items():
         content = values.get(section)

@@ -1,4 +1,4 @@
-"""From the text of a config file to values: JSON, or YAML without its dangerous parts."""
+"""Parsing a config file: JSON, or YAML without tags that run code."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from accel_cli.configfile.source import Source, yaml_loader
 
 
 def parse(source: Source, format: str | None = None) -> dict[str, Any]:
-    """Read what a config file says, without judging it.
+    """Parse a config file without checking its values.
 
-    Of a key that is there twice, the last value counts, as in accelerate 1.15, with a warning when they differ.
+    If a key occurs twice, the last value is used, as in accelerate 1.15, with a warning if they differ.
 
     Args:
         source: The file.
         format: `"json"` or `"yaml"`; chosen by the ending of the name when None.
 
     Raises:
-        ValueError: When it is not JSON or YAML, or is not a set of `key: value` pairs.
+        ValueError: It is not JSON or YAML, or does not contain `key: value` pairs.
     """
     format = format or ("json" if source.is_json else "yaml")
     try:
@@ -27,7 +27,7 @@ def parse(source: Source, format: str | None = None) -> dict[str, Any]:
         raise ValueError(f"{source} is nested too deeply.") from None
     if not isinstance(values, dict):
         kind = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ValueError(f"{source} must hold `key: value` pairs, but holds {kind}.")
+        raise ValueError(f"{source} must contain `key: value` pairs, but contains {kind}.")
     return values
 
 
@@ -50,7 +50,9 @@ def _last_of_doubles(source: Source, pairs: list[tuple[str, Any]]) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in pairs:
         if values.get(key, value) != value:
-            _warn(f"{source} has the key {key!r} twice, with different values: {value!r} counts. Keep one of them.")
+            _warn(
+                f"{source} has the key {key!r} twice, with different values. The last one, {value!r}, is used. Keep one of them."
+            )
         values[key] = value
     return values
 
@@ -67,7 +69,7 @@ def _parse_yaml(source: Source) -> Any:
     base: Any = yaml_loader(source.text)
 
     class SettingsLoader(base):
-        """Knows plain values only, and warns of a key that is there twice with different values."""
+        """Loads plain values only, and warns if a key occurs twice with different values."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             seen: dict[str, tuple[int, Any]] = {}
@@ -79,18 +81,18 @@ def _parse_yaml(source: Source) -> Any:
                 if before is not value and _content(before) != _content(value):
                     _warn(
                         f"{source}, line {line} has the key {key.value!r} again (first in line {first}), with another "
-                        "value: the last one counts. Keep one of them."
+                        "value. The last one is used. Keep one of them."
                     )
                 seen[key.value] = (line, value)
             return super().construct_mapping(node, deep)
 
-        def refuse(self, node: Any) -> Any:
+        def reject_tag(self, node: Any) -> Any:
             raise ValueError(
-                f"{source}, line {node.start_mark.line + 1}: the tag {_short(node.tag)!r} is not allowed, a settings "
-                "file holds plain values only."
+                f"{source}, line {node.start_mark.line + 1}: the tag {_short(node.tag)!r} is not allowed. A config "
+                "file contains plain values only."
             )
 
-    SettingsLoader.add_constructor(None, SettingsLoader.refuse)
+    SettingsLoader.add_constructor(None, SettingsLoader.reject_tag)
     try:
         return yaml.load(source.text, SettingsLoader)
     except yaml.MarkedYAMLError as error:
@@ -102,7 +104,7 @@ def _parse_yaml(source: Source) -> Any:
 
 
 def _content(node: Any) -> Any:
-    """What a node of YAML says, for comparing."""
+    """The content of a YAML node, for comparing."""
     if not isinstance(node.value, list):
         return node.tag, node.value
     return [tuple(map(_content, item)) if isinstance(item, tuple) else _content(item) for item in node.value]

@@ -19,14 +19,14 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseCon
         `ClusterConfig`, or `SageMakerConfig` when the file says `compute_environment: AMAZON_SAGEMAKER`.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it cannot be read, or says something that is not allowed.
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read, or a value in it is not valid.
     """
     values, source = read_values(config_file)
     return config_class(values).from_values(values, source)
 
 
 def config_class(values: dict[str, Any]) -> type[BaseConfig]:
-    """Choose the kind of settings that a file holds."""
+    """Choose the class for the content of a file."""
     at_amazon = str(values.get("compute_environment")).upper() == "AMAZON_SAGEMAKER"
     return SageMakerConfig if at_amazon else ClusterConfig

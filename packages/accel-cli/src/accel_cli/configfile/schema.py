@@ -1,4 +1,4 @@
-"""What a config file may say."""
+"""The keys of a config file, as dataclasses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class BaseConfig:
 
     Args:
         compute_environment: Where processes run.
-        distributed_type: How they work together.
-        mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; None leaves it open.
+        distributed_type: The kind of hardware and engine.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; None if not set.
         use_cpu: Whether to train on the CPU.
-        debug: Whether to check shapes before collective operations.
+        debug: Whether to compare shapes on all ranks before collectives.
     """
 
     compute_environment: ComputeEnvironment
@@ -42,24 +42,24 @@ class BaseConfig:
                 setattr(self, section, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, without what is None or an empty section."""
+        """Return plain values, without None and empty sections."""
         values = {key: value.value if isinstance(value, Enum) else value for key, value in self.__dict__.items()}
         return {key: value for key, value in values.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Complete what a file says, and turn old spellings into today's.
+        """Add defaults to the content of a file, and convert old spellings to today's.
 
         Args:
             config_dict: The content of a file; it is not changed.
 
         Raises:
-            ValueError: Without a `distributed_type`.
+            ValueError: There is no `distributed_type`.
         """
         values = {key: _UNQUOTED.get(key, value) if value is False else value for key, value in config_dict.items()}
         environment = values.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE)
         if "distributed_type" not in values:
-            raise ValueError("There is no `distributed_type`: add for example `distributed_type: 'NO'`.")
+            raise ValueError("`distributed_type` is missing. Add for example `distributed_type: 'NO'`.")
         alone = values["distributed_type"] in (DistributedType.NO, "NO")
         if alone and environment != ComputeEnvironment.AMAZON_SAGEMAKER:
             values.setdefault("num_processes", 1)
@@ -74,15 +74,15 @@ class BaseConfig:
 
     @classmethod
     def from_values(cls, values: dict[str, Any], source: Source | str) -> Self:
-        """Make settings from what a file says.
+        """Make settings from the content of a file.
 
         Args:
             values: The content of the file.
             source: The file, for error messages.
 
         Raises:
-            ValueError: For keys that do not exist, values that are not allowed, and settings that are missing: all of
-                them at once.
+            ValueError: There are unknown keys, values that are not valid, or missing settings: all of them in one
+                message.
         """
         from accel_cli.configfile.check import Check
 
@@ -106,7 +106,7 @@ class BaseConfig:
                 values[key] = _member(kind, values[key], key)
         check.finish()
         config = cls(**{key: value for key, value in values.items() if key not in foreign})
-        for section in foreign:  # of other packages' options: no fields, and written and read like one
+        for section in foreign:  # options of other packages: not fields, but written and read like them
             setattr(config, section, values[section])
         return config
 
@@ -128,13 +128,13 @@ class BaseConfig:
         return cls.from_values(values, source)
 
     def to_json_file(self, json_file: str) -> None:
-        """Write the settings as JSON, whole or not at all."""
+        """Write the settings as JSON, with an atomic rename."""
         from accel_cli.configfile.values import write_json
 
         write_json(json_file, self.to_dict())
 
     def to_yaml_file(self, yaml_file: str) -> None:
-        """Write the settings as YAML, whole or not at all."""
+        """Write the settings as YAML, with an atomic rename."""
         from accel_cli.configfile.values import write_yaml
 
         write_yaml(yaml_file, self.to_dict())
@@ -143,7 +143,7 @@ class BaseConfig:
 @known_as("accelerate.commands.config.config_args.ClusterConfig")
 @dataclass
 class ClusterConfig(BaseConfig):
-    """Settings for machines of one's own.
+    """Settings for launches on machines other than SageMaker.
 
     The sections (`fsdp_config`, ...) are dictionaries of launch options; the other fields are launch options, too.
     """
@@ -206,7 +206,7 @@ class SageMakerConfig(BaseConfig):
     distributed_types: ClassVar[type[Enum]] = SageMakerDistributedType
 
 
-# an unquoted NO is false in YAML
+# NO without quotes is false in YAML
 _UNQUOTED = {"distributed_type": "NO", "mixed_precision": "no", "dynamo_backend": "NO"}
 
 

@@ -1,4 +1,4 @@
-"""The text of a config file, and where in it something stands."""
+"""The text of a config file, and the lines of its keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LARGEST_FILE_BYTES = 1_000_000
-LONGEST_FOR_LIBYAML = 4_000  # characters; a deeper nesting than this makes libyaml overflow the stack
+LONGEST_FOR_LIBYAML = 4_000  # characters; deep nesting in longer ones makes libyaml overflow the stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class Source:
     """A config file that was read.
 
     Attributes:
-        path: Its path, as it was named.
-        text: What it holds.
+        path: Its path, as given.
+        text: Its content.
     """
 
     path: str
@@ -28,15 +28,15 @@ class Source:
 
     @property
     def is_json(self) -> bool:
-        """True when the file must hold JSON because of its name."""
+        """True when the file must be JSON because of its name."""
         return self.path.endswith(".json")
 
     def at(self, *spellings: str) -> str:
         """Name the file and the line of a key.
 
         Args:
-            *spellings: The key, with the names it may have in the file: `"num_machines"` or `"fsdp_config.version"`.
-                Without a line when none of them is found.
+            *spellings: The names that the key may have in the file: `"num_machines"` or `"fsdp_config.version"`.
+                Without a line if none of them is found.
         """
         for key in spellings:
             line = self.line_of(key)
@@ -45,7 +45,7 @@ class Source:
         return str(self)
 
     def line_of(self, key: str) -> int:
-        """Return the number of the line with a key, from 1; 0 when there is no such line."""
+        """Return the number of the line with a key, from 1; 0 if there is none."""
         return _line_in_yaml(self.text, key.split(".")) or _line_by_search(self.text, key.rpartition(".")[2])
 
 
@@ -56,8 +56,8 @@ def read_source(path: str | os.PathLike[str]) -> Source:
         path: The file.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it is no text file, or much too large.
+        FileNotFoundError: There is no such file.
+        ValueError: It is not a text file, or much too large.
     """
     source = Source(os.fspath(path))
     if not os.path.exists(path):
@@ -70,7 +70,9 @@ def read_source(path: str | os.PathLike[str]) -> Source:
     except OSError as error:
         raise ValueError(f"{source} cannot be read: {error.strerror or error}.") from error
     if len(content) > LARGEST_FILE_BYTES:
-        raise ValueError(f"{source} cannot be read: more than {LARGEST_FILE_BYTES} bytes are no settings.")
+        raise ValueError(
+            f"{source} cannot be read: it has more than {LARGEST_FILE_BYTES} bytes, too many for a config file."
+        )
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,7 +85,7 @@ def read_source(path: str | os.PathLike[str]) -> Source:
 
 
 def yaml_loader(text: str) -> Any:
-    """Choose PyYAML's fast safe loader, or its slower one where a text is long enough to bring the other down."""
+    """Choose PyYAML's fast safe loader, or the slower one for long texts, where the fast one may crash."""
     import yaml
 
     return yaml.SafeLoader if len(text) > LONGEST_FOR_LIBYAML else getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,4 +1,4 @@
-"""Bringing an old config file up to date."""
+"""Updating an old config file."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from accel_cli.configfile.write import write_config
 
 
 def update(path: str) -> list[str]:
-    """Rewrite a config file in today's words, with today's defaults for what it lacks.
+    """Rewrite a config file with today's keys and values, and defaults for missing keys.
 
-    The file is replaced as a whole or not at all, and not touched when there is nothing to change. Comments are not
-    kept.
+    The file is replaced with an atomic rename, and not touched if there is nothing to change. Comments are not kept.
 
     Args:
         path: The file.
 
     Returns:
-        What was changed, one line for each.
+        The changes, one line for each.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it cannot be read, or says something that is not allowed.
+        FileNotFoundError: There is no such file.
+        ValueError: It cannot be read, or a value in it is not valid.
     """
     written, source = read_values(path)
     kind = config_class(written)
-    kind.from_values(written, source)  # so that mistakes are named as the file has them
+    kind.from_values(written, source)  # so that errors name the keys of the file
     values, done = migrate(written)
     config = kind.from_values(values, source)
     after = config.to_dict()
@@ -39,7 +38,7 @@ def update(path: str) -> list[str]:
 
 
 def _rest(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Say what is different without a row in the table: defaults that were added, emptiness that was left out."""
+    """Describe the other differences: defaults that were added, empty values that were removed."""
     added = [f"added {key}: {after[key]!r}" for key in after if key not in before]
     removed = [f"removed {key}: {before[key]!r}" for key in before if key not in after]
     changed = [
@@ -51,5 +50,5 @@ def _rest(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _is_of_its_kind(text: str, path: str) -> bool:
-    """False for JSON in a file that its name calls YAML."""
+    """False for JSON in a file with the name of a YAML file."""
     return Path(path).suffix == ".json" or not text.lstrip().startswith("{")

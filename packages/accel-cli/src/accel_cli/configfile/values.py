@@ -1,4 +1,4 @@
-"""The values of a config file, from the disk and to it, without judging them."""
+"""Reading and writing the values of a config file, without checking them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_cli.configfile.source import Source, read_source
 def read_values(
     config_file: str | os.PathLike[str] | None, format: str | None = None
 ) -> tuple[dict[str, Any], Source]:
-    """Read what a config file says, without judging it.
+    """Read the values of a config file without checking them.
 
     Args:
         config_file: A path; None means the default file.
@@ -26,8 +26,8 @@ def read_values(
         The values, and the file, for messages.
 
     Raises:
-        FileNotFoundError: When there is no such file.
-        ValueError: When it is not JSON or YAML, or is not a set of `key: value` pairs.
+        FileNotFoundError: There is no such file.
+        ValueError: It is not JSON or YAML, or does not contain `key: value` pairs.
     """
     path = os.path.expanduser(config_file) if config_file is not None else default_config_path(os.environ)
     source = read_source(path)
@@ -47,8 +47,8 @@ def write_yaml(path: str | os.PathLike[str], values: dict[str, Any]) -> None:
 
 
 def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the file, then rename: readers see the old content or the new, never a part."""
-    path = Path(os.path.realpath(path))  # a link stays a link
+    """Write a temporary file and rename it, so that readers see the old or the new content."""
+    path = Path(os.path.realpath(path))  # a symbolic link is kept
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     handle, draft = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:

@@ -16,28 +16,28 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def write_config(path: str | os.PathLike[str], config: BaseConfig) -> None:
-    """Write settings, as JSON where the name ends in `.json` and as YAML otherwise. Missing folders are made."""
+    """Write settings, as JSON if the name ends in `.json` and as YAML otherwise. Missing folders are created."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     (write_json if str(path).endswith(".json") else write_yaml)(path, config.to_dict())
 
 
 def check_target(path: str | os.PathLike[str]) -> None:
-    """Find out whether a file can be written, before somebody answers questions for it.
+    """Check that a file can be written, before the user answers questions for it.
 
     Args:
         path: The file. Its folder may be missing.
 
     Raises:
-        ValueError: When it is a folder, or its folder cannot be written to.
+        ValueError: It is a folder, or its folder is not writable.
     """
     target = Path(path)
     if target.is_dir():
         raise UsageError(
-            f"{str(target)!r} is a folder: name a file in it, for example {str(target / 'config.yaml')!r}."
+            f"{str(target)!r} is a folder. Name a file in it, for example {str(target / 'config.yaml')!r}."
         )
     folder = next((parent for parent in target.absolute().parents if parent.exists()), Path("/"))
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise UsageError(f"{str(target)!r} cannot be written: {str(folder)!r} is no folder that you may write to.")
+        raise UsageError(f"{str(target)!r} cannot be written: {str(folder)!r} is not a writable folder.")
 
 
 def write_basic_config(
@@ -50,15 +50,15 @@ def write_basic_config(
 
     Args:
         mixed_precision: Precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        save_location: The file to write, normally the default config file. Missing folders are made.
-        format: How to write. JSON is YAML, too, and programs read back what this function wrote as JSON;
-            `accelerate config default` asks for YAML, which people can edit.
+        save_location: The file to write, by default the default config file. Missing folders are created.
+        format: JSON is YAML, too, and programs read the file of this function as JSON. `accelerate config default`
+            uses YAML, which is easier to edit.
 
     Returns:
-        The path, or False when a file was there already: it is left as it is.
+        The path, or False if the file already exists: it is not changed.
 
     Raises:
-        ValueError: For another precision.
+        ValueError: The precision is not valid.
 
     Example:
         ```python
@@ -72,7 +72,7 @@ def write_basic_config(
         raise UsageError(f"mixed_precision must be one of {', '.join(PRECISIONS)}, got {mixed_precision!r}.")
     path = Path(save_location).expanduser()
     if path.exists():
-        print(f"{path} exists already and stays as it is: name another file, or remove this one first.")
+        print(f"{path} already exists and was not changed. Name another file, or remove this one first.")
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     as_json = format == "json" or path.suffix == ".json"
@@ -81,7 +81,7 @@ def write_basic_config(
 
 
 def _this_machine(mixed_precision: str) -> ClusterConfig:
-    """Describe a launch on everything this machine has."""
+    """Settings for a launch on all accelerators of this machine."""
     from accel_state.devices import detect_device_kind
 
     kind = detect_device_kind()

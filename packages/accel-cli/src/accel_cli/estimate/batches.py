@@ -1,4 +1,4 @@
-"""What a model is trained with: inputs and labels of the right shape."""
+"""Batches for a training step: inputs and labels of the right shape."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LABEL_SHAPES: dict[str, str] = {  # end of the class name -> dimensions; (exampl
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch, and how the loss comes out.
+    """One batch, and its loss function.
 
     Attributes:
-        loss: Makes the loss, a scalar, from what the model gives.
-        args: For the model's forward.
-        kwargs: For the model's forward.
+        loss: Computes the loss, a 0-dim tensor, from the outputs of the model.
+        args: Positional arguments of the model's forward.
+        kwargs: Keyword arguments of the model's forward.
     """
 
     loss: Callable[[Any], torch.Tensor]
@@ -41,11 +41,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How large the batch is.
+    """The size of the batch.
 
     Attributes:
         examples: Number of examples.
-        tokens: Length of each text; None for 512, or less where the model takes less.
+        tokens: Sequence length; None for 512, or the model's maximum if that is less.
     """
 
     examples: int = 1
@@ -56,14 +56,14 @@ def transformers_batch(model: nn.Module, size: BatchSize) -> Batch:
     """Make a batch for a model of transformers.
 
     Raises:
-        UsageError: Its input is of a kind that is not known here.
+        UsageError: Its main input is not supported.
     """
     config: Any = model.config
     main_input = getattr(model, "main_input_name", "input_ids")
     if main_input not in INPUTS:
         raise UsageError(
-            f"{type(model).__name__} takes {main_input!r}, which is not among {', '.join(INPUTS)}: estimate without "
-            "--training"
+            f"--training is not possible for {type(model).__name__}: its main input is {main_input!r}, which is not one of "
+            f"{', '.join(INPUTS)}. Estimate without --training."
         )
     parameters = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {main_input: INPUTS[main_input](config, size)}
@@ -100,7 +100,7 @@ def _num_tokens(config: Any, size: BatchSize) -> int:
     longest = _first(config, "max_position_embeddings", "n_positions", "max_target_positions", default=None)
     wanted = size.tokens or min(DEFAULT_SEQUENCE_LENGTH, longest or DEFAULT_SEQUENCE_LENGTH)
     if longest is not None and wanted > longest:
-        raise UsageError(f"--sequence_length is {wanted}, but the model takes at most {longest} tokens")
+        raise UsageError(f"--sequence_length {wanted} is too long: the model takes at most {longest} tokens.")
     return int(wanted)
 
 
@@ -145,7 +145,7 @@ def _loss_of_transformers(outputs: Any) -> torch.Tensor:
 
 
 def _mean(outputs: Any) -> torch.Tensor:
-    """A stand-in for the loss of a model that computes none."""
+    """The mean of the outputs, as the loss of a model that does not compute one."""
     if isinstance(outputs, Mapping):
         outputs = next(iter(outputs.values()))
     first = outputs[0] if isinstance(outputs, tuple | list) else outputs
@@ -153,9 +153,9 @@ def _mean(outputs: Any) -> torch.Tensor:
 
 
 def _first(config: Any, *names: str, default: Any) -> Any:
-    """The first of several attributes that a configuration, or its part for text, has."""
-    parts = [config, *(part for name in ("text_config", "decoder") if (part := getattr(config, name, None)))]
-    for part in parts:
+    """The first of several attributes that a configuration, or its configuration for text, has."""
+    configs = [config, *(inner for name in ("text_config", "decoder") if (inner := getattr(config, name, None)))]
+    for part in configs:
         for name in names:
             if (value := getattr(part, name, None)) is not None:
                 return value

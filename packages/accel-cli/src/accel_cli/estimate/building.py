@@ -1,4 +1,4 @@
-"""Models that have shapes but no values, built by the library they are of."""
+"""Building models on the meta device, by their library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INSTALLED: dict[str, Callable[[], bool]] = {
 
 
 class WrongLibraryError(UsageError, RuntimeError):
-    """A model is of another library than the one that is to build it."""
+    """A model is not of the library that should build it."""
 
 
 def create_empty_model(
@@ -30,19 +30,19 @@ def create_empty_model(
 
     Args:
         model_name: A local folder, or a name on the Hub.
-        library_name: `"timm"` or `"transformers"`; found out when None.
-        trust_remote_code: Whether code that comes with the model may run.
+        library_name: `"timm"` or `"transformers"`; detected when None.
+        trust_remote_code: Whether code from the model's repository may run.
         access_token: For the Hub.
 
     Raises:
-        UsageError: The model cannot be found or built, and why.
+        UsageError: The model cannot be found or built.
         MissingLibraryError: Its library is not installed.
     """
     return build_on_meta(find_model(model_name, library_name, access_token), trust_remote_code)
 
 
 def build_on_meta(source: ModelSource, trust_remote_code: bool = False) -> nn.Module:
-    """Build a model on the meta device. Where its code asks for values, only its parameters are there."""
+    """Build a model on the meta device. If its code needs values, only its parameters are on the meta device."""
     import torch
 
     try:
@@ -58,15 +58,16 @@ def build_on_meta(source: ModelSource, trust_remote_code: bool = False) -> nn.Mo
 
 
 def build(source: ModelSource, trust_remote_code: bool = False) -> nn.Module:
-    """Build a model, in float32, wherever the surrounding contexts put its tensors.
+    """Build a model in float32, on the device of the surrounding contexts.
 
     Raises:
-        UsageError: It cannot be built, and why.
+        UsageError: It cannot be built.
         MissingLibraryError: Its library is not installed.
     """
     if source.library is None:
         raise UsageError(
-            f"The files of {source.name!r} do not say how the model is built: only sizes can be estimated"
+            f"The model {source.name!r} cannot be built, because it has only safetensors files. Estimate its sizes alone, "
+            "without --training."
         )
     check_library(source.library)
     if not INSTALLED[source.library]():
@@ -79,8 +80,8 @@ def _build_transformers(source: ModelSource, trust_remote_code: bool) -> nn.Modu
 
     if source.config.get("auto_map") and not trust_remote_code and not _is_native(source.config):
         raise UsageError(
-            f"The model {source.name!r} is built by code that comes with it ({source.config['auto_map']}): read the code, "
-            "then add --trust_remote_code"
+            f"The model {source.name!r} needs code of its repository ({source.config['auto_map']}). Read the code, then add "
+            "--trust_remote_code."
         )
     where = str(source.folder or source.name)
     offline = {"local_files_only": True} if source.folder else {}
@@ -102,14 +103,14 @@ def _build_transformers(source: ModelSource, trust_remote_code: bool) -> nn.Modu
 
 
 def _is_native(config: dict[str, Any]) -> bool:
-    """True when transformers itself has the model, so that code coming with it is not needed."""
+    """True when transformers itself has the model, so that code from its repository is not needed."""
     import transformers
 
     return config.get("model_type") in transformers.CONFIG_MAPPING
 
 
 def _transformers_class(source: ModelSource, config: Any, trust_remote_code: bool) -> Callable[[Any], nn.Module]:
-    """Find the class to build: the one the model was saved as, or the model without a head."""
+    """Find the class to build: the class of the saved model, or the model without a head."""
     import transformers
 
     names = getattr(config, "architectures", None) or []
@@ -125,8 +126,8 @@ def _transformers_class(source: ModelSource, config: Any, trust_remote_code: boo
     if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
         hint = did_you_mean(names[0], [name for name in dir(transformers) if name[:1].isupper()])
         raise UsageError(
-            f"The class {names[0]!r} that {source.name!r} names is no model of transformers {transformers.__version__}: "
-            f"update transformers, or correct the name in config.json.{hint}"
+            f"The class {names[0]!r} in the config.json of {source.name!r} is not a model of transformers "
+            f"{transformers.__version__}. Upgrade transformers, or correct the name in config.json.{hint}"
         )
     return found
 
@@ -162,15 +163,15 @@ BUILDERS: dict[str, Callable[[ModelSource, bool], Any]] = {
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Give the name under which timm finds a model; one on the Hub has a slash in its name.
+    """The name under which timm finds a model; one on the Hub has a slash in its name.
 
-    timm's own names, and those that say where the model is (`local-dir:...`), stay as they are.
+    timm's own names, and those with a prefix (`local-dir:...`), are not changed.
     """
     return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 
 def check_has_model(error: Exception) -> str:
-    """Tell which library said that it does not have a model.
+    """The library whose error says that it does not have a model.
 
     Args:
         error: What `create_empty_model` or a library raised.

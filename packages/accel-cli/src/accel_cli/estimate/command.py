@@ -10,7 +10,7 @@ from accel_cli.arguments import CommandParser, Option, add_options, command_pars
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.estimate.optimizers import OPTIMIZERS
 from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
-from accel_state.settings.option import WHOLE, one_of
+from accel_state.settings.option import INTEGER, one_of
 
 if TYPE_CHECKING:
     from accel_cli.estimate.report import Report
@@ -22,23 +22,23 @@ PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
 
 OPTIONS = (
     Option("model_name", "A folder with a model, or the name of one on the Hugging Face Hub."),
-    Option("--library_name", "Library of the model; found out if left out.", kind=one_of("timm", "transformers")),
+    Option("--library_name", "Library of the model; detected if left out.", kind=one_of("timm", "transformers")),
     Option("--dtypes", "Dtypes to estimate for.", nargs="+", metavar="DTYPE",
            default=("float32", "float16", "int8", "int4"), kind=one_of(*BITS)),
-    switch("--trust_remote_code", "Run code that comes with the model."),
+    switch("--trust_remote_code", "Run code from the model's repository."),
     switch("--json", "Print JSON, with sizes in bytes."),
 )  # fmt: skip
 
 TRAINING_OPTIONS = (
-    switch("--training", "Take one training step without values, and show what it needs."),
+    switch("--training", "Simulate one training step on fake tensors, and show its memory."),
     Option("--optimizer", "Optimizer of the training.", default="adamw", kind=one_of(*OPTIMIZERS), metavar="NAME"),
-    Option("--batch_size", "Examples per device.", default=1, kind=WHOLE, metavar="N"),
-    Option("--sequence_length", "Tokens per example; 512, or what the model takes, if left out.", kind=WHOLE,
+    Option("--batch_size", "Examples per device.", default=1, kind=INTEGER, metavar="N"),
+    Option("--sequence_length", "Tokens per example; 512, or the model's maximum, if left out.", kind=INTEGER,
            metavar="N"),
-    Option("--mixed_precision", "Dtype to compute in.", default="no", kind=one_of("no", "fp16", "bf16")),
-    switch("--gradient_checkpointing", "Compute activations again in the backward pass."),
-    Option("--parallel", "Way of spreading the training, to show what each device needs.", kind=one_of(*PARALLEL_NAMES)),
-    Option("--num_devices", "Devices that share the work.", kind=WHOLE, metavar="N"),
+    Option("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
+    switch("--gradient_checkpointing", "Activation checkpointing: recompute activations in the backward pass."),
+    Option("--parallel", "Kind of parallelism, to show the memory per device.", kind=one_of(*PARALLEL_NAMES)),
+    Option("--num_devices", "Number of devices.", kind=INTEGER, metavar="N"),
 )  # fmt: skip
 
 
@@ -58,18 +58,18 @@ def estimate_command_parser(subparsers: Any = None) -> CommandParser:
 
 
 def estimate_command(args: Namespace) -> list[list[Any]]:
-    """Print what a model needs.
+    """Print the memory that a model needs.
 
     Args:
-        args: What the parser of `estimate_command_parser` gave.
+        args: The parsed arguments of `estimate_command_parser`.
 
     Returns:
         One row for each dtype, as printed.
 
     Raises:
-        ValueError: The model cannot be found or built, or something about the training is impossible.
+        ValueError: The model cannot be found or built, or an option of the training is not valid.
     """
-    # what programs for accelerate 1.15 pass lacks the newer options
+    # programs for accelerate 1.15 do not set the newer options
     args = Namespace(**vars(estimate_command_parser().parse_args([args.model_name])) | vars(args))
     report = make_report(args)
     if args.json:
@@ -80,7 +80,7 @@ def estimate_command(args: Namespace) -> list[list[Any]]:
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate estimate-memory`."""
+    """Run `accelerate estimate-memory`."""
     estimate_command(args)
     return 0
 
@@ -92,8 +92,8 @@ def gather_data(args: Namespace) -> list[list[Any]]:
         args: With `model_name`, `library_name`, `dtypes` and `trust_remote_code`.
 
     Returns:
-        For each dtype its name, bytes of the largest layer and of the model, and the parts of training with
-        Adam as `estimate_training_usage` gives them.
+        For each dtype its name, bytes of the largest layer and of the model, and the result of
+        `estimate_training_usage`.
 
     Raises:
         ValueError: The model cannot be found or built.
@@ -103,7 +103,7 @@ def gather_data(args: Namespace) -> list[list[Any]]:
 
 
 def make_report(args: Namespace) -> Report:
-    """Do what the command line asks for; print nothing."""
+    """Make the estimate for a command line, without printing it."""
     _check(args)
     from accel_cli.estimate.report import Report
 
@@ -112,30 +112,32 @@ def make_report(args: Namespace) -> Report:
     if not (args.training or args.parallel):
         return Report(args, source.library, size, rows)
     states, step = _train(source, size, args)
-    shares = None
+    shards = None
     if args.parallel:
         from accel_cli.estimate.sharding import per_device
 
-        shares = per_device(args.parallel, args.num_devices, states, step)
-    return Report(args, source.library, size, rows, states, step, shares)
+        shards = per_device(args.parallel, args.num_devices, states, step)
+    return Report(args, source.library, size, rows, states, step, shards)
 
 
 def _check(args: Namespace) -> None:
     for name in ("batch_size", "sequence_length", "num_devices"):
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise UsageError(f"--{name} is {value}: give a number from 1")
+            raise UsageError(f"--{name} must be at least 1, got {value}.")
     if args.num_devices is not None and args.parallel is None:
-        raise UsageError(f"--num_devices {args.num_devices} needs --parallel: choose from {', '.join(PARALLEL_NAMES)}")
+        raise UsageError(
+            f"--num_devices {args.num_devices} needs --parallel. Choose from {', '.join(PARALLEL_NAMES)}."
+        )
     if args.parallel is not None and args.num_devices is None:
-        raise UsageError(f"--parallel {args.parallel} needs --num_devices: how many share the work?")
+        raise UsageError(f"--parallel {args.parallel} needs --num_devices, the number of ranks.")
     if not args.training:
         given: set[str] = getattr(args, "nondefault", set())
         for name in ("batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing"):
             if name in given:
-                raise UsageError(f"--{name} changes a training step: add --training")
+                raise UsageError(f"--{name} only affects a training step. Add --training.")
         if "optimizer" in given and not args.parallel:
-            raise UsageError("--optimizer changes a training step: add --training or --parallel")
+            raise UsageError("--optimizer only affects a training step. Add --training or --parallel.")
 
 
 def _find(args: Namespace) -> ModelSource:
@@ -174,7 +176,7 @@ def _train(source: ModelSource, size: ModelSize, args: Namespace) -> tuple[Model
 
 
 def _built(build: Callable[[], Any]) -> Any:
-    """Build a model, quietly, and say in one line why it cannot be built."""
+    """Build a model without log messages, and convert errors to one line."""
     import logging
 
     from accel_state.errors import MissingLibraryError
@@ -188,10 +190,10 @@ def _built(build: Callable[[], Any]) -> Any:
         raise UsageError(str(error)) from error
     except UsageError:
         raise
-    except Exception as error:  # whatever a library makes of a configuration
+    except Exception as error:  # any error of a library about the configuration
         reason = " ".join(str(error).split())[:300]
         raise UsageError(
-            f"The model cannot be built ({type(error).__name__}: {reason}): check its config.json"
+            f"The model cannot be built ({type(error).__name__}: {reason}). Check its config.json."
         ) from error
     finally:
         logger.setLevel(before)

@@ -17,14 +17,16 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a `config.json`.
 
     Raises:
-        UsageError: It is not one.
+        UsageError: It is not valid.
     """
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise UsageError(f"{path} has {path.stat().st_size} bytes, too many for a configuration: check it")
+            raise UsageError(
+                f"{path} has {path.stat().st_size} bytes, too many for a model's configuration. Check the file."
+            )
         config = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): mend it, or download the model again") from error
+        raise UsageError(f"{path} cannot be read ({error}). Correct it, or download the model again.") from error
     if not isinstance(config, dict):
-        raise UsageError(f"{path} holds a {type(config).__name__}, not an object: it is no model's configuration")
+        raise UsageError(f"{path} is not a model's configuration: it holds a {type(config).__name__}, not an object.")
     return config

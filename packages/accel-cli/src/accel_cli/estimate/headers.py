@@ -28,7 +28,7 @@ def read_headers(folder: Path) -> list[TensorHeader]:
 def largest_layer(headers: list[TensorHeader]) -> tuple[int, str]:
     """Number of values in the largest layer, and its name.
 
-    Layers are told from names: tensors of `model.layers.3.*` belong together, others go by the module they are in.
+    Layers are found by names: tensors of `model.layers.3.*` are one layer, others are grouped by their module.
     """
     layers: dict[str, int] = {}
     for header in headers:

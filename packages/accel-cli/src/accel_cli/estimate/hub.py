@@ -1,4 +1,4 @@
-"""Questions to the Hugging Face Hub, and what its answers mean."""
+"""Requests to the Hugging Face Hub, and messages for its errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_cli.errors import UsageError
 from accel_cli.estimate.config_json import CONFIG_NAME, LIBRARIES, read_config
 
 REFUSED = (401, 403)
-ANSWER_SECONDS = 5.0  # after which the Hub counts as out of reach
+TIMEOUT_SECONDS = 5.0  # of a request to the Hub
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
@@ -16,19 +16,18 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
     Args:
         repo: Its name on the Hub.
-        token: To get at models that are not open to all.
+        token: For gated and private models.
 
     Returns:
-        What the Hub knows about it (`huggingface_hub.ModelInfo`); `"gated"` when the Hub refuses to tell; `False` when
-        it has no such model.
+        The `huggingface_hub.ModelInfo`; `"gated"` if access is denied; `False` if there is no such model.
 
     Raises:
-        UsageError: The Hub cannot be reached, or `repo` cannot be a name there.
+        UsageError: The Hub cannot be reached, or `repo` is not a valid name.
     """
     from huggingface_hub import model_info
 
     try:
-        return model_info(repo, token=token, timeout=ANSWER_SECONDS)
+        return model_info(repo, token=token, timeout=TIMEOUT_SECONDS)
     except Exception as error:
         problem = hub_problem(error, repo)
         if problem.kind == "gated":
@@ -39,7 +38,7 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 
 class HubError(UsageError, OSError):
-    """The Hub could not give what was asked for.
+    """A request to the Hub failed.
 
     An `OSError`, too, as what the Hub's own client raises.
 
@@ -53,59 +52,63 @@ class HubError(UsageError, OSError):
 
 
 def hub_problem(error: Exception, repo: str) -> HubError:
-    """Say what went wrong. Only an answer of the Hub makes a model gated; without an answer, it is not known."""
+    """Convert an error of the Hub's client. A model is gated only if the Hub has answered so."""
     from huggingface_hub import errors
 
     status = getattr(getattr(error, "response", None), "status_code", None)
     if isinstance(error, errors.HFValidationError):
-        return HubError("name", f"{repo!r} is neither a folder nor a name on the Hub, such as 'org/model': check it")
+        return HubError("name", f"{repo!r} is neither a folder nor a valid name on the Hub, such as 'org/model'.")
     if isinstance(error, errors.GatedRepoError) or status == 403:
         return HubError(
             "gated",
-            f"The Hub refuses {repo!r} ({status or 'gated'}): ask for access on its page, then run `hf auth login`",
+            f"The Hub denies access to {repo!r} ({status or 'gated'}). Ask for access on its page, then run `hf auth login`.",
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        # the Hub answers 401 for what does not exist, too, so as not to tell what is private
+        # the Hub answers 401 for missing models, too, to hide private ones
         hint = ", or run `hf auth login` if it is private" if status == 401 else ""
-        return HubError("missing", f"The Hub has no model {repo!r}, and there is no such folder: check the name{hint}")
+        return HubError(
+            "missing", f"The model {repo!r} was not found on the Hub, nor as a folder. Check the name{hint}."
+        )
     if status == 401:
-        return HubError("gated", f"The Hub refuses {repo!r} (401): run `hf auth login`")
+        return HubError("gated", f"The Hub denies access to {repo!r} (401). Run `hf auth login`.")
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        return HubError("other", f"The model {repo!r} has no {CONFIG_NAME}: it is of no library that is known here")
+        return HubError("other", f"The model {repo!r} has no {CONFIG_NAME}, so that it is not of a supported library.")
     if status is not None:
-        return HubError("other", f"The Hub answered {status} when asked for {repo!r}: try again later")
+        return HubError("other", f"The Hub returned status {status} for {repo!r}. Try again later.")
     if _is_offline(error):
         return HubError(
             "offline",
-            f"{repo!r} is no folder, and the Hub cannot be reached (offline: {_first_line(error)}): connect, or name a "
-            "local folder",
+            f"{repo!r} is not a folder, and the Hub cannot be reached (offline: {_first_line(error)}). Connect to the "
+            "network, or name a local folder.",
         )
-    return HubError("other", f"Asking the Hub for {repo!r} failed ({type(error).__name__}: {_first_line(error)})")
+    return HubError(
+        "other", f"The request to the Hub for {repo!r} failed ({type(error).__name__}: {_first_line(error)})."
+    )
 
 
 def model_library(name: str, token: str | None = None) -> str:
-    """Which library a model on the Hub is of.
+    """The library of a model on the Hub.
 
     Raises:
-        UsageError: The Hub cannot tell, or it is one that cannot be estimated.
+        UsageError: The Hub does not have it, or it is not supported.
     """
     from huggingface_hub import model_info
 
     try:
-        library = getattr(model_info(name, token=token, timeout=ANSWER_SECONDS), "library_name", None)
+        library = getattr(model_info(name, token=token, timeout=TIMEOUT_SECONDS), "library_name", None)
     except Exception as error:
         raise hub_problem(error, name) from error
     if library is None:
-        raise UsageError(f"The Hub does not say of which library {name!r} is: give --library_name")
+        raise UsageError(f"The Hub does not have the library of {name!r}. Give --library_name.")
     if library not in LIBRARIES:
         raise UsageError(
-            f"The model {name!r} is of {library!r}, but only those of {', '.join(LIBRARIES)} can be built"
+            f"The model {name!r} is of the library {library!r}, which is not supported. Supported are {', '.join(LIBRARIES)}."
         )
     return str(library)
 
 
 def download_config(name: str, token: str | None = None) -> dict[str, Any]:
-    """Get a model's `config.json`, from the cache where it is there.
+    """Download a model's `config.json`, or read it from the cache.
 
     Raises:
         UsageError: It has none, or the Hub cannot be reached.
@@ -115,8 +118,8 @@ def download_config(name: str, token: str | None = None) -> dict[str, Any]:
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
     try:
-        # one question first: a download tries again and again, for minutes, when the network is down
-        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), token=token, timeout=ANSWER_SECONDS)
+        # one request first: a download retries for minutes when the network is down
+        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), token=token, timeout=TIMEOUT_SECONDS)
         path = hf_hub_download(name, CONFIG_NAME, token=token)
     except Exception as error:
         problem = hub_problem(error, name)
@@ -128,7 +131,7 @@ def download_config(name: str, token: str | None = None) -> dict[str, Any]:
 
 
 def _is_offline(error: BaseException | None) -> bool:
-    """True for every way in which the network fails, whichever library the Hub's client uses."""
+    """True for network errors, whichever HTTP library the Hub's client uses."""
     while error is not None:
         names = {kind.__name__ for kind in type(error).__mro__}
         if names & {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "TransportError", "ConnectionError", "Timeout",

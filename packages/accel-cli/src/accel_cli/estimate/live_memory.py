@@ -29,14 +29,14 @@ class _Block:
 
 
 class LiveMemory(TorchDispatchMode):
-    """Knows at any time how many bytes tensors occupy that were made inside it, by kind.
+    """Counts the bytes of all live tensors that were created inside it, by kind.
 
-    Memory counts from the operation that made it until the last tensor, or the graph for the backward pass, lets go of
-    it. Views share memory, which counts once. What a kernel allocates for its own use is not seen.
+    Memory is counted from the operation that allocates it until it is freed: until no tensor, and no graph for the backward
+    pass, refers to it. Views share memory, which is counted once. Workspace inside a kernel is not counted.
 
-    Works with real tensors and with fake ones, which have shapes and lifetimes but no values. Where a program asks a
-    fake tensor for its value, it is told 1; for a bool, True if it asked whether *all* are (so that no token
-    counts as padding), otherwise False (so that no value counts as out of range, and nothing is drawn again).
+    Works with real tensors and with fake ones, which have shapes and lifetimes but no values. The value of a fake scalar
+    is 1; of a bool, True if it is the result of `all` (so that no token counts as padding), otherwise False (so that no
+    value counts as out of range, and nothing is resampled).
 
     Attributes:
         live: Kind of memory -> bytes, now.
@@ -52,7 +52,7 @@ class LiveMemory(TorchDispatchMode):
         self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it made."""
+        """Run an operation and count the tensors that it creates."""
         if func in READ_SCALAR and isinstance(args[0], FakeTensor):
             return self._value(args[0])
         result = (_grouped_mm if func is GROUPED_MM else func)(*args, **(kwargs or {}))
@@ -93,7 +93,7 @@ class LiveMemory(TorchDispatchMode):
             self.phase.at_peak = dict(self.live)
 
     def call(self, tensor: torch.Tensor, kind: str) -> None:
-        """Say of what kind a tensor's memory is."""
+        """Set the kind of a tensor's memory."""
         block: _Block | None = self._blocks.get(tensor.untyped_storage())
         if block is not None and block.kind != kind:
             self.live[block.kind] -= block.num_bytes
@@ -102,7 +102,7 @@ class LiveMemory(TorchDispatchMode):
 
     @contextmanager
     def during(self, name: str) -> Iterator[Phase]:
-        """Give the record of what is live while the body runs."""
+        """Record the live memory while the body runs."""
         self.phase = Phase(name, dict(self.live))
         self._peak = self._total
         yield self.phase
@@ -110,7 +110,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _grouped_mm(first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Multiply the matrices of a mixture of experts; fake ones torch multiplies in bfloat16 only."""
+    """Grouped matrix multiplication of a mixture of experts; torch supports it for fake tensors in bfloat16 only."""
     if not isinstance(first, FakeTensor) or first.dtype is torch.bfloat16:
         return GROUPED_MM(first, second, *args, **kwargs)
     return GROUPED_MM(first.bfloat16(), second.bfloat16(), *args, **kwargs).to(first.dtype)

@@ -18,7 +18,7 @@ class OptimizerRow:
 
     Attributes:
         class_name: In `torch.optim`.
-        settings: Its arguments. With `foreach`, as torch chooses on GPUs, all parameters are updated at once, which
+        settings: Its arguments. With `foreach`, the default of torch on GPUs, all parameters are updated at once, which
             needs memory for intermediate results of their size.
     """
 
@@ -38,12 +38,12 @@ OPTIMIZERS: dict[str, OptimizerRow] = {
 
 
 def make_optimizer(name: str, parameters: list[nn.Parameter], memory: LiveMemory) -> torch.optim.Optimizer:
-    """Make an optimizer that has taken its first step, so that its state is there and counted.
+    """Make an optimizer that has taken its first step, so that its state is allocated and counted.
 
     Args:
         name: A name in `OPTIMIZERS`.
-        parameters: What it updates.
-        memory: Where its state is called by its name.
+        parameters: The parameters that it updates.
+        memory: The counter, in which the kind of its state is set.
     """
     import torch
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from accel_cli.estimate.sharding import PARALLEL, PerDevice
 from accel_cli.estimate.sizes import FormatRow, ModelSize
-from accel_cli.estimate.table import create_ascii_table
 from accel_cli.estimate.training_report import ModelStates, TrainingStep
 
 FORMAT_HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
@@ -17,16 +17,16 @@ FORMAT_HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All that was estimated.
+    """A complete estimate.
 
     Attributes:
         args: The command line.
-        library: Of the model.
-        size: Of the model in float32.
+        library: The library of the model.
+        size: The size of the model in float32.
         formats: Its size in each dtype.
-        states: What training keeps; None when it was not asked for.
-        step: A training step; None when it was not asked for.
-        shares: What each device needs; None when it was not asked for.
+        states: The model states of training; None without training.
+        step: A training step; None without training.
+        shards: The memory of each device; None without `--parallel`.
     """
 
     args: Namespace
@@ -35,7 +35,7 @@ class Report:
     formats: list[FormatRow]
     states: ModelStates | None = None
     step: TrainingStep | None = None
-    shares: PerDevice | None = None
+    shards: PerDevice | None = None
 
     def format_table(self) -> list[list[Any]]:
         """One row of text for each dtype."""
@@ -50,15 +50,15 @@ class Report:
                 FORMAT_HEADERS, self.format_table(), f"Memory Usage for loading `{self.args.model_name}`"
             )
         ]
-        if self.states is not None and (self.step is not None or self.shares is None):
+        if self.states is not None and (self.step is not None or self.shards is None):
             tables.append(create_ascii_table(["one device", "memory"], self._training_rows(), self._title()))
-        if self.shares is not None:
-            title = f"{PARALLEL[self.shares.parallel].title}, each of {self.shares.num_devices} devices"
-            tables.append(create_ascii_table(["per device", "memory"], self._share_rows(), title))
+        if self.shards is not None:
+            title = f"{PARALLEL[self.shards.parallel].title}, each of {self.shards.num_devices} devices"
+            tables.append(create_ascii_table(["per device", "memory"], self._shard_rows(), title))
         return "\n".join(tables)
 
     def as_json(self) -> str:
-        """The same in bytes."""
+        """The report as JSON, with sizes in bytes."""
         content: dict[str, Any] = {
             "model": self.args.model_name,
             "library": self.library,
@@ -92,8 +92,8 @@ class Report:
                     for phase in self.step.phases
                 ],
             }
-        if self.shares is not None:
-            content["per_device"] = asdict(self.shares)
+        if self.shards is not None:
+            content["per_device"] = asdict(self.shards)
         return json.dumps(content, indent=2)
 
     def _settings(self) -> dict[str, Any]:
@@ -122,14 +122,14 @@ class Report:
         rows += [[f"peak, {phase.name}", readable(phase.peak_bytes)] for phase in self.step.phases]
         return [*rows, ["peak", readable(self.step.peak.peak_bytes)]]
 
-    def _share_rows(self) -> list[list[str]]:
-        shares = self.shares
-        assert shares is not None
-        rows = _state_rows(shares.parameters, shares.gradients, shares.optimizer)
-        rows.append(["communication", readable(shares.communication)])
-        if shares.activations is None:
-            return [*rows, ["sum, without activations", readable(shares.peak)]]
-        return [*rows, ["activations", readable(shares.activations)], ["peak", readable(shares.peak)]]
+    def _shard_rows(self) -> list[list[str]]:
+        shards = self.shards
+        assert shards is not None
+        rows = _state_rows(shards.parameters, shards.gradients, shards.optimizer)
+        rows.append(["communication", readable(shards.communication)])
+        if shards.activations is None:
+            return [*rows, ["sum, without activations", readable(shards.peak)]]
+        return [*rows, ["activations", readable(shards.activations)], ["peak", readable(shards.peak)]]
 
 
 def _state_rows(parameters: int, gradients: int, optimizer: int) -> list[list[str]]:
@@ -141,7 +141,31 @@ def _state_rows(parameters: int, gradients: int, optimizer: int) -> list[list[st
 
 
 def readable(num_bytes: float) -> str:
-    """A number of bytes for people; a negative one stands for what is not usual."""
+    """A number of bytes with a unit; negative numbers mean that it does not apply."""
     from accel_ops.memory import convert_bytes
 
     return "N/A" if num_bytes < 0 else convert_bytes(num_bytes)
+
+
+def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[Any]], title: str) -> str:
+    """Draw a table.
+
+    Args:
+        headers: One for each column.
+        rows: One value for each column.
+        title: Above the table.
+    """
+    lines = [list(map(str, line)) for line in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    widths[-1] += max(0, len(title) + 2 - (sum(widths) + len(widths) - 1))
+    bars = ["─" * width for width in widths]
+    head, *body = ("│" + "│".join(map(str.center, line, widths)) + "│" for line in lines)
+    return "\n".join([
+        "┌" + "─".join(bars) + "┐",
+        "│" + title.center(sum(widths) + len(widths) - 1) + "│",
+        "├" + "┬".join(bars) + "┤",
+        head,
+        "├" + "┼".join(bars) + "┤",
+        *body,
+        "└" + "┴".join(bars) + "┘",
+    ])  # fmt: skip

@@ -1,7 +1,7 @@
-"""What each device holds when a training is spread over several.
+"""Memory per device of sharded and replicated training.
 
-The states of a model (parameters, gradients, optimizer) are divided as in ZeRO (Rajbhandari et al., arXiv:1910.02054,
-section 5); what each device needs besides is in the rows of `PARALLEL`.
+The states of a model (parameters, gradients, optimizer) are sharded as in ZeRO (Rajbhandari et al., arXiv:1910.02054,
+section 5); further memory of each device is in the rows of `PARALLEL`.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def _whole(shapes: tuple[ParameterShape, ...], num_devices: int) -> int:
 
 
 def _flat_share(shapes: tuple[ParameterShape, ...], num_devices: int) -> int:
-    """ZeRO lays all parameters end to end and cuts that into equal parts."""
+    """ZeRO flattens and concatenates all parameters, and shards the result evenly."""
     itemsize = max((size for _, size in shapes), default=0)
     return math.ceil(sum(math.prod(shape) for shape, _ in shapes) / num_devices) * itemsize
 
 
 def _row_share(shapes: tuple[ParameterShape, ...], num_devices: int) -> int:
-    """FSDP 2 cuts each parameter along its first dimension; the first device has the largest part."""
+    """FSDP 2 shards each parameter along its first dimension; the first device has the largest shard."""
     return sum(
         math.ceil(shape[0] / num_devices) * math.prod(shape[1:]) * itemsize if shape else itemsize
         for shape, itemsize in shapes
@@ -43,7 +43,7 @@ def _row_share(shapes: tuple[ParameterShape, ...], num_devices: int) -> int:
 
 
 def _matrix_share(shapes: tuple[ParameterShape, ...], num_devices: int) -> int:
-    """Tensor parallelism cuts matrices; vectors (norms, biases) are whole on every device."""
+    """Tensor parallelism shards matrices; vectors (norms, biases) are replicated."""
     return sum(
         math.prod(shape) * itemsize // (num_devices if len(shape) > 1 else 1) for shape, itemsize in shapes
     )  # fmt: skip
@@ -54,15 +54,15 @@ Share = Callable[[tuple[ParameterShape, ...], int], int]
 
 @dataclass(frozen=True, slots=True)
 class ParallelRow:
-    """One way of spreading a training.
+    """One kind of parallelism.
 
     Attributes:
-        title: For people.
-        parameters: How much of the parameters each device holds.
-        gradients: How much of the gradients.
-        optimizer: How much of the optimizer's state.
-        gathered_layers: How many whole layers each device holds for a while, each like the largest: one that
-            computes, the next one arriving, and the gradients of one before they are divided.
+        title: Its name in the report.
+        parameters: Bytes of parameters on each device.
+        gradients: Bytes of gradients on each device.
+        optimizer: Bytes of optimizer state on each device.
+        gathered_layers: How many unsharded layers each device holds at a time, each of the largest size: the one that
+            computes, the one being prefetched, and the gradients of one before the reduce-scatter.
         gradient_copies: Copies of the device's gradients for communication.
     """
 
@@ -75,7 +75,7 @@ class ParallelRow:
 
 
 PARALLEL: dict[str, ParallelRow] = {
-    "ddp": ParallelRow("DDP", gradient_copies=1),  # the buckets that are summed
+    "ddp": ParallelRow("DDP", gradient_copies=1),  # the buckets of the all-reduce
     "zero1": ParallelRow("ZeRO 1", optimizer=_flat_share),
     "zero2": ParallelRow("ZeRO 2", gradients=_flat_share, optimizer=_flat_share),
     "zero3": ParallelRow("ZeRO 3", _flat_share, _flat_share, _flat_share, gathered_layers=3),
@@ -86,17 +86,17 @@ PARALLEL: dict[str, ParallelRow] = {
 
 @dataclass(frozen=True, slots=True)
 class PerDevice:
-    """What one device holds, in bytes; the first one where the parts are not equal.
+    """Memory of one device, in bytes; of the first one where shards are not equal.
 
     Attributes:
         parallel: A name in `PARALLEL`.
-        num_devices: How many there are.
-        parameters: With buffers, which every device has.
-        gradients: Of its part.
-        optimizer: Of its part.
+        num_devices: The number of devices.
+        parameters: Its shard of the parameters, and all buffers.
+        gradients: Its shard of the gradients.
+        optimizer: Its shard of the optimizer state.
         communication: Gathered layers, and buffers for communication.
-        activations: What forward keeps for backward; None when no step was taken.
-        peak: The most at any time in a step; without a step, the sum of the rest.
+        activations: Kept by the forward pass for the backward pass; None without a step.
+        peak: The peak memory of a step; without a step, the sum of the rest.
     """
 
     parallel: str
@@ -110,12 +110,12 @@ class PerDevice:
 
 
 def per_device(parallel: str, num_devices: int, states: ModelStates, step: TrainingStep | None) -> PerDevice:
-    """Work out what each device holds.
+    """Compute the memory of each device.
 
     Args:
         parallel: A name in `PARALLEL`.
-        num_devices: How many devices share the work; each has a batch of its own, but for `"tp"`.
-        states: Of the whole model.
+        num_devices: The number of devices; each has its own batch, except for `"tp"`.
+        states: Of the full model.
         step: A step on one device with the batch of one device.
     """
     row = PARALLEL[parallel]
@@ -132,8 +132,10 @@ def per_device(parallel: str, num_devices: int, states: ModelStates, step: Train
         communication = row.gathered_layers * states.largest_layer_bytes + row.gradient_copies * gradients
     peak = parameters + gradients + optimizer + communication
     if step is not None:
-        # where the optimizer works on a part, its intermediate results are of that part
-        fractions[WEIGHT_COPIES] = 0.0 if row.gathered_layers else 1.0  # made of each gathered layer, and let go of
+        # where the optimizer updates a shard, its intermediate results have the size of the shard
+        fractions[WEIGHT_COPIES] = (
+            0.0 if row.gathered_layers else 1.0
+        )  # made of each gathered layer, and freed with it
         own = {STEPPING: fractions[OPTIMIZER]}
         peak = max(
             round(

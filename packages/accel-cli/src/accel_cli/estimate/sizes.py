@@ -1,4 +1,4 @@
-"""How large a model is in each dtype, and to train it with Adam."""
+"""The size of a model in each dtype, and the memory to train it with Adam."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ModelSize:
 
     Attributes:
         total: All parameters and buffers, tied ones once.
-        largest_layer: The largest part that must be on one device.
-        layer_names: Where that is found.
+        largest_layer: The largest module that must be on one device.
+        layer_names: Its names.
     """
 
     total: int
@@ -31,13 +31,13 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class FormatRow:
-    """What a model needs in one dtype, in bytes.
+    """The memory of a model in one dtype, in bytes.
 
     Attributes:
-        dtype: The format.
+        dtype: Name of the dtype.
         largest_layer: As in `ModelSize`.
         total: As in `ModelSize`.
-        training: What each part of training with Adam needs; -1 where training in the format is not usual.
+        training: The memory of training with Adam, by kind; -1 for dtypes that are not for training.
     """
 
     dtype: str
@@ -47,12 +47,12 @@ class FormatRow:
 
     @property
     def adam(self) -> float:
-        """The most that training with Adam needs at a time, or -1."""
+        """The peak memory of training with Adam, or -1."""
         return max(self.training.values())
 
 
 def format_rows(size: ModelSize, dtypes: list[str]) -> list[FormatRow]:
-    """Give the sizes in several dtypes."""
+    """The sizes in several dtypes."""
     rows = []
     for dtype in dtypes:
         share = BITS[dtype] / BITS["float32"] if dtype != "float32" else 1
@@ -62,16 +62,16 @@ def format_rows(size: ModelSize, dtypes: list[str]) -> list[FormatRow]:
 
 
 def estimate_training_usage(bytes: float, mixed_precision: str, msamp_config: str | None = None) -> dict[str, float]:
-    """Estimate what training with Adam and a batch of one needs.
+    """Estimate the memory of training with Adam and a batch size of 1.
 
     Args:
         bytes: Size of the model in float32.
         mixed_precision: `"float32"`, `"float16"` or `"bfloat16"`; others are not for training.
-        msamp_config: No longer of use.
+        msamp_config: Ignored.
 
     Returns:
-        Bytes for the `model`, its `gradients`, the `optimizer` and the `step`; -1 for each in other formats. In half
-        precision there is a float32 model, half a copy of it, and gradients in both.
+        Bytes for the `model`, its `gradients`, the `optimizer` and the `step`; -1 for each in other dtypes. Half precision
+        means a model in float32, a copy in half precision, and gradients in both.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
@@ -81,7 +81,7 @@ def estimate_training_usage(bytes: float, mixed_precision: str, msamp_config: st
 
 
 def measure_model(model: nn.Module) -> ModelSize:
-    """Add up a model that was built in float32."""
+    """The size of a model that was built in float32."""
     from accel_bigmodel.sizes import calculate_maximum_sizes
 
     total, (largest, names) = calculate_maximum_sizes(model)
@@ -89,7 +89,7 @@ def measure_model(model: nn.Module) -> ModelSize:
 
 
 def measure_folder(folder: Path) -> ModelSize:
-    """Add up the safetensors files of a folder, as if their values were float32.
+    """The size of the model in the safetensors files of a folder, in float32.
 
     Raises:
         UsageError: A file is damaged.

@@ -1,4 +1,4 @@
-"""Where a model comes from: a local folder, or the Hub; a library that builds it, or just files with tensors."""
+"""The source of a model: a local folder or the Hub, with a library that builds it or only safetensors files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from accel_cli.estimate.config_json import CONFIG_NAME, LIBRARIES, read_config
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that was named.
+    """A model and its source.
 
     Attributes:
-        name: As it was given.
+        name: Its name, as given.
         folder: The local folder; None for a model on the Hub.
-        library: What builds it; None for a folder with safetensors files only.
-        config: Content of its `config.json`, empty where that was not needed.
+        library: The library that builds it; None for a folder with safetensors files only.
+        config: Content of its `config.json`; empty if it was not needed.
         token: For the Hub.
     """
 
@@ -31,15 +31,15 @@ class ModelSource:
 
 
 def find_model(name: str, library: str | None = None, token: str | None = None) -> ModelSource:
-    """Find out what a name stands for. A local folder is never looked up on the Hub.
+    """Find a model by its name. A local folder is never looked up on the Hub.
 
     Args:
         name: A folder, or a model on the Hub.
-        library: `"timm"` or `"transformers"`, where the user knows; guessed when None.
+        library: `"timm"` or `"transformers"`; detected when None.
         token: For the Hub.
 
     Raises:
-        UsageError: There is no such model, it cannot be reached, or it is of another library.
+        UsageError: There is no such model, it cannot be reached, or its library is not supported.
     """
     if library is not None:
         check_library(library)
@@ -47,23 +47,23 @@ def find_model(name: str, library: str | None = None, token: str | None = None) 
     if path.is_dir():
         return _local(name, path, library)
     if path.is_file():
-        raise UsageError(f"{name!r} is a file: name the folder it is in")
+        raise UsageError(f"{name!r} is a file. Name the folder of the model.")
     if os.path.isabs(path) or name.startswith((".", "~")) or name.count("/") > 1 or os.sep == "\\" and "\\" in name:
-        raise MissingFileError(f"The folder {name!r} does not exist: check the path")
+        raise MissingFileError(f"The folder {name!r} does not exist. Check the path.")
     return _on_hub(name, library, token)
 
 
 def check_library(library: str) -> None:
-    """Refuse a library that cannot build models here."""
+    """Raise for a library that is not supported."""
     if library not in LIBRARIES:
         raise UsageError(
-            f"The library {library!r} is not one of {', '.join(LIBRARIES)}: models of others cannot be estimated."
+            f"--library_name {library} is not supported. Choose from {', '.join(LIBRARIES)}."
             + did_you_mean(library, list(LIBRARIES))
         )
 
 
 def library_of(config: dict[str, Any]) -> str | None:
-    """Which library wrote a `config.json`; None for one that is not known."""
+    """The library that wrote a `config.json`; None if it is unknown."""
     if "model_type" in config or "architectures" in config:
         return "transformers"
     return "timm" if "architecture" in config else None
@@ -78,21 +78,21 @@ def _local(name: str, folder: Path, library: str | None) -> ModelSource:
         if found is not None or weight_files(folder):
             return ModelSource(name, folder, found, config)
         raise UsageError(
-            f"{folder / CONFIG_NAME} names neither a model_type, as those of transformers do, nor an architecture, as "
-            "those of timm: give --library_name"
+            f"{folder / CONFIG_NAME} has neither a model_type, as for transformers, nor an architecture, as for timm. "
+            "Give --library_name."
         )
     if library is None and weight_files(folder):
         return ModelSource(name, folder, None, {})
     raise UsageError(
         f"The folder {name!r} has no {CONFIG_NAME}" + (" and no safetensors files" if library is None else "")
-        + ": name the folder of a model"
+        + ". Name the folder of a model."
     )  # fmt: skip
 
 
 def _on_hub(name: str, library: str | None, token: str | None) -> ModelSource:
     from accel_cli.estimate.hub import download_config, model_library
 
-    if library == "timm" and "/" not in name:  # what timm itself calls its models
+    if library == "timm" and "/" not in name:  # timm's own model names
         return ModelSource(name, None, library, {"architecture": name})
     library = library or model_library(name, token)
     return ModelSource(name, None, library, download_config(name, token), token)

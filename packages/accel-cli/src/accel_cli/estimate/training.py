@@ -1,4 +1,4 @@
-"""The memory of a training step, found by taking one with tensors that have no values."""
+"""The memory of a training step, measured by running one on fake tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from accel_cli.errors import UsageError
 from accel_cli.estimate.batches import Batch
-from accel_cli.estimate.gpu_operations import GpuOperations
 from accel_cli.estimate.live_memory import LiveMemory
 from accel_cli.estimate.optimizers import make_optimizer
 from accel_cli.estimate.training_report import (
@@ -37,13 +38,13 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class StepSettings:
-    """How the step is taken.
+    """The settings of the training step.
 
     Attributes:
         optimizer: A name in `optimizers.OPTIMIZERS`.
         mixed_precision: `"no"`, `"bf16"` or `"fp16"`, as in `Accelerator`.
         gradient_checkpointing: Whether activations are recomputed in the backward pass.
-        as_on_gpu: Use the operations of a GPU where they need other memory than those of the CPU.
+        as_on_gpu: Whether to use GPU operations where they need other memory than those of the CPU.
     """
 
     optimizer: str = "adamw"
@@ -58,16 +59,16 @@ def measure_fake(
     settings: StepSettings,
     largest_layer_bytes: int,
 ) -> tuple[ModelStates, TrainingStep | None]:
-    """Take a step without values, and count.
+    """Run a training step on fake tensors, and measure its memory.
 
     Args:
         build: Makes the model, in float32.
-        make_batch: Makes what it is trained with; no step is taken without it.
-        settings: How the step is taken.
-        largest_layer_bytes: Of the model; only noted.
+        make_batch: Makes a batch; without it, no step is run.
+        settings: The settings of the step.
+        largest_layer_bytes: Of the model; only recorded.
 
     Raises:
-        ValueError: The step cannot be taken without values, and why.
+        ValueError: The step cannot run on fake tensors.
     """
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the reason is in our error, too
     with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as memory:
@@ -75,11 +76,11 @@ def measure_fake(
             return measure(memory, build(), make_batch, settings, largest_layer_bytes)
         except UsageError:
             raise
-        except Exception as error:  # whatever the code of a model makes of tensors without values
+        except Exception as error:  # any error of a model's code about fake tensors
             reason = " ".join(str(error).split())[:300]
             raise UsageError(
-                f"A training step of this model cannot be taken without values ({type(error).__name__}: {reason}): "
-                "estimate without --training"
+                f"A training step of this model cannot run on fake tensors ({type(error).__name__}: {reason}). "
+                "Estimate without --training."
             ) from error
 
 
@@ -90,7 +91,7 @@ def measure(
     settings: StepSettings,
     largest_layer_bytes: int,
 ) -> tuple[ModelStates, TrainingStep | None]:
-    """Take a step and count; as `measure_fake`, but with a model that was made inside `memory`."""
+    """Run a step and measure; as `measure_fake`, but with a model that was built inside `memory`."""
     model.train()
     if settings.gradient_checkpointing:
         enable_checkpointing(model)
@@ -140,14 +141,14 @@ def _autocast(mixed_precision: str) -> AbstractContextManager[Any]:
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Have a model compute activations again in the backward pass.
+    """Enable activation checkpointing in a model.
 
     Raises:
-        UsageError: It cannot.
+        UsageError: It does not support it.
     """
-    kinds = {"use_reentrant": False, "preserve_rng_state": False}  # random states have values
+    kinds = {"use_reentrant": False, "preserve_rng_state": False}  # RNG states are not fake tensors
     if hasattr(getattr(model, "config", None), "use_cache"):
-        model.config.use_cache = False  # goes with it, and saves a warning
+        model.config.use_cache = False  # it is not supported together, with a warning
     if hasattr(model, "activation_checkpointing_enable"):  # transformers 5
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kinds)
     elif hasattr(model, "gradient_checkpointing_enable"):
@@ -155,4 +156,50 @@ def enable_checkpointing(model: Any) -> None:
     elif hasattr(model, "set_grad_checkpointing"):  # timm
         model.set_grad_checkpointing(True)
     else:
-        raise UsageError(f"{type(model).__name__} has no gradient checkpointing: leave --gradient_checkpointing out")
+        raise UsageError(
+            f"{type(model).__name__} does not support activation checkpointing. Leave --gradient_checkpointing out."
+        )
+
+
+class GpuOperations(TorchFunctionMode):
+    """Replaces operations by those that allocate as much memory as on a GPU, for fake tensors.
+
+    - Dropout keeps a mask of one byte per value, not a tensor of the input's dtype.
+    - Attention with dropout is fused, so that the matrix of attention weights is never allocated.
+    - Autocast computes norms, softmax and losses in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the operation or its replacement."""
+        return REPLACED.get(func, func)(*args, **(kwargs or {}))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0 or inplace:
+        return F.dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
+    return F.scaled_dot_product_attention(*args, **kwargs)
+
+
+def _in_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def call(input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_autocast_enabled("cpu"):
+            return operation(input, *args, **kwargs)
+        with torch.autocast("cpu", enabled=False):
+            return operation(input.float(), *args, **kwargs)
+
+    return call
+
+
+FLOAT32 = (
+    F.layer_norm, F.group_norm, F.softmax, torch.softmax, torch.Tensor.softmax, F.log_softmax, torch.log_softmax,
+    F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.cosine_similarity, F.softplus,
+)  # fmt: skip
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **{operation: _in_float32(operation) for operation in FLOAT32},
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+}

@@ -1,4 +1,4 @@
-"""What is known about the memory of a training step. Free of torch, for those who only print it."""
+"""The measured memory of a training step. Does not import torch, for code that only prints it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BUFFERS = "buffers"
 GRADIENTS = "gradients"
 OPTIMIZER = "optimizer state"
 WEIGHT_COPIES = "weight copies"  # in half precision, made by autocast
-ACTIVATIONS = "activations"  # with everything else that comes and goes
+ACTIVATIONS = "activations"  # with all other temporary tensors
 
 FORWARD = "forward pass"
 BACKWARD = "backward pass"
@@ -18,12 +18,12 @@ STEPPING = "optimizer step"
 
 @dataclass(slots=True)
 class Phase:
-    """A part of a training step.
+    """One phase of a training step.
 
     Attributes:
-        name: What happens in it.
-        at_peak: Kind of memory -> bytes at the moment when the sum was largest.
-        at_end: The same when it was over.
+        name: Its name.
+        at_peak: Kind of memory -> bytes at the peak.
+        at_end: The same at the end of the phase.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Phase:
 
     @property
     def peak_bytes(self) -> int:
-        """The largest sum."""
+        """The peak memory in bytes."""
         return sum(self.at_peak.values())
 
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """What lasts from step to step.
+    """The memory that persists from step to step.
 
     Attributes:
         shapes: Shape of each parameter and bytes per value; tied ones once.
@@ -59,12 +59,12 @@ class ModelStates:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """Memory of one step of a training that is under way, in bytes.
+    """The memory of one training step after the first, in bytes.
 
     Attributes:
-        activations: What the forward pass keeps for the backward pass, with inputs and outputs.
-        weight_copies: Parameters in the dtype that is computed in, where that is another one.
-        phases: Forward, backward and optimizer step, each with its peak.
+        activations: Kept by the forward pass for the backward pass, with inputs and outputs.
+        weight_copies: Parameters cast to the autocast dtype.
+        phases: Forward pass, backward pass and optimizer step, each with its peak.
     """
 
     activations: int
@@ -73,5 +73,5 @@ class TrainingStep:
 
     @property
     def peak(self) -> Phase:
-        """The part of the step that needs most."""
+        """The phase with the highest peak."""
         return max(self.phases, key=lambda phase: phase.peak_bytes)

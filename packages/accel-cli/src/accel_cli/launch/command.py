@@ -36,21 +36,21 @@ def launch_command_parser(subparsers: Any = None) -> CommandParser:
     """Build the parser of `accelerate launch`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers` gave, or None for a parser of its own.
+        subparsers: What `ArgumentParser.add_subparsers` returned, or None for a separate parser.
     """
     return command_parser(subparsers, "launch", HELP, add_arguments, launch_command)
 
 
 def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
-    """Check and complete a parsed command line, and plan the launch.
+    """Check and resolve a parsed command line, and plan the launch.
 
     Returns:
         The settings, and the plan.
 
     Raises:
-        ValueError: When something is wrong with the command line, the config file or the environment.
+        ValueError: The command line, the config file or the environment is not valid.
     """
-    # `--help` does not wait for these
+    # imported here, so that `--help` does not load them
     from accel_cli.launch.libraries import check_libraries
     from accel_cli.launch.machine import Machine
     from accel_cli.launch.plan import make_plan
@@ -69,7 +69,7 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
 
 
 def run(args: Namespace) -> int:
-    """Carry out `accelerate launch`. A single command takes the place of this process.
+    """Run `accelerate launch`. A single command replaces this process (exec).
 
     Returns:
         The exit status for the shell.
@@ -88,7 +88,7 @@ def run(args: Namespace) -> int:
 
 
 def run_plan(plan: Plan) -> int:
-    """Start what is planned, wait, and return the exit status."""
+    """Start the processes of a plan, wait, and return the exit status."""
     from importlib import import_module
 
     run_it = import_module(RUNNERS.get(plan.runner, COMMAND_RUNNER)).run
@@ -101,7 +101,7 @@ def run_plan(plan: Plan) -> int:
 
 
 def finish(plan: Plan) -> None:
-    """Carry a plan out, and raise when the script fails, as `launch_command` does."""
+    """Run a plan, and raise if the script fails, as `launch_command` does."""
     status = run_plan(plan)
     if status and plan.quiet:
         sys.exit(status)
@@ -112,14 +112,14 @@ def finish(plan: Plan) -> None:
 
 
 def launch_command(args: Namespace) -> None:
-    """Launch from a Python program, and come back when the script has ended.
+    """Launch from a Python program, and return when the script has ended.
 
     Args:
-        args: What the parser of `launch_command_parser` gave.
+        args: The parsed arguments of `launch_command_parser`.
 
     Raises:
-        ValueError: When something is wrong with the arguments.
-        subprocess.CalledProcessError: When the script fails; with `--quiet`, `SystemExit` instead.
+        ValueError: The arguments are not valid.
+        subprocess.CalledProcessError: The script failed; with `--quiet`, `SystemExit` instead.
 
     Example:
         ```python

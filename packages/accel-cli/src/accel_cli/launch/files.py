@@ -1,4 +1,4 @@
-"""Writing what a command will read."""
+"""Writing files that a launched command reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from accel_cli.errors import UsageError
 
 
 def write_private(path: str, text: str) -> None:
-    """Write a file that only this user can read, whole or not at all.
+    """Write a file that only this user can read, with an atomic rename.
 
-    A link in its place is replaced, not followed.
+    A symbolic link of this name is replaced, not followed.
 
     Raises:
-        ValueError: When the file cannot be written.
+        ValueError: The file cannot be written.
     """
     folder = os.path.dirname(path) or "."
     try:
@@ -34,7 +34,7 @@ def write_private(path: str, text: str) -> None:
 
 @contextmanager
 def present(files: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Have files while a block runs.
+    """Create files for the time that a block runs.
 
     Args:
         files: Path and text of each.

@@ -1,4 +1,4 @@
-"""What environment variables say about a launch: the same variables that hand the settings on to the script."""
+"""Launch settings from environment variables: the same variables that pass the settings to the script."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from accel_cli.launch.values import coerce
 
 ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")  # one excludes the others
 
-OF_OTHERS = (
+SHARED_VARIABLES = (
     "CCL_WORKER_COUNT",
     "OMP_NUM_THREADS",
-)  # may hold more than we understand, and reach the script as they are
+)  # may have values that we cannot parse, and are passed to the script unchanged
 
-# variable -> what to tell who still sets it
+# environment variable -> why it is retired
 RETIRED_VARIABLES = {
-    "ACCELERATE_USE_IPEX": "Intel's extension for PyTorch is retired, and torch has what it did",
-    "ACCELERATE_USE_XPU": "Intel GPUs are found without it",
+    "ACCELERATE_USE_IPEX": "Intel Extension for PyTorch is retired, and torch has its features",
+    "ACCELERATE_USE_XPU": "Intel GPUs are detected without it",
 }
 
 
 def take_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
-    """Give every option that nobody else has set the value of its variable.
+    """Set every option that neither a flag nor the config file has set from its environment variable.
 
     Args:
-        settings: What was settled so far.
-        environ: The environment variables; empty ones do not count.
+        settings: The settings so far.
+        environ: The environment variables; empty ones are ignored.
 
     Returns:
-        The settings with what the variables say.
+        The settings with the values of the variables.
 
     Raises:
         ValueError: For a value that is not allowed.
     """
     settings = _take_cpu(settings, environ)
     for group in groups_of(settings):
-        if group.announced_by:
-            settings = _take_announcement(settings, group, environ)
-        if group.handed_when(settings):
+        if group.enabled_by:
+            settings = _take_engine(settings, group, environ)
+        if group.passed_when(settings):
             found = (_read(option, environ) for option in group.options if option.name not in settings.sources)
             values = {name: value for pair in found if pair is not None for name, value in (pair,)}
             if values:
                 settings = settings.with_values(values, "environment")
     retired = ((name, why) for name, why in RETIRED_VARIABLES.items() if environ.get(name))
     return settings.noting(
-        *(f"the environment variable {name} has no effect any more: {why}." for name, why in retired)
+        *(f"the environment variable {name} has no effect any more, because {why}." for name, why in retired)
     )
 
 
@@ -64,19 +64,19 @@ def _take_cpu(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSet
     return settings.but(use_cpu=use_cpu, sources={**settings.sources, "cpu": "environment"})
 
 
-def _take_announcement(settings: LaunchSettings, group: OptionGroup, environ: Mapping[str, str]) -> LaunchSettings:
-    """Switch an engine on, where neither command line nor config file has chosen another."""
+def _take_engine(settings: LaunchSettings, group: OptionGroup, environ: Mapping[str, str]) -> LaunchSettings:
+    """Enable an engine, unless the command line or the config file has chosen another."""
     flag = group.shown_with.lstrip("-")
-    word = environ.get(group.announced_by)
+    word = environ.get(group.enabled_by)
     other = [engine for engine in ENGINES if engine != flag and getattr(settings, engine)] if flag in ENGINES else []
     if not word or other or getattr(settings, flag):
         return settings
-    wanted = coerce(ROWS[flag], word, f"environment variable {group.announced_by}")
+    wanted = coerce(ROWS[flag], word, f"environment variable {group.enabled_by}")
     return settings.with_values({flag: True}, "environment") if wanted else settings
 
 
 def _read(option: Option, environ: Mapping[str, str]) -> tuple[str, Any] | None:
-    """Read the variable of an option: its name and value, or None where there is nothing to be read."""
+    """Read the variable of an option: the option's name and value, or None if the variable is not set."""
     variables = option.environment.split()
     found = [name for name in variables if environ.get(name)]
     if not found:
@@ -87,6 +87,6 @@ def _read(option: Option, environ: Mapping[str, str]) -> tuple[str, Any] | None:
     try:
         return option.name, coerce(option, text, f"environment variable {' '.join(found)}")
     except UsageError:
-        if option.environment in OF_OTHERS:
+        if option.environment in SHARED_VARIABLES:
             return None
         raise

@@ -1,4 +1,4 @@
-"""What a config file says about a launch."""
+"""Launch settings from a config file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_cli.launch.values import coerce
 HARDWARE_FLAGS = ("cpu", "multi_gpu", "tpu")
 MODE_FLAGS = (*HARDWARE_FLAGS, "use_deepspeed", "use_fsdp", "use_megatron_lm")
 
-# distributed_type of a config file -> the flag that says the same; every MULTI_<accelerator> is --multi_gpu
+# distributed_type of a config file -> the equivalent flag; every MULTI_<accelerator> is --multi_gpu
 MODES = {"DEEPSPEED": "use_deepspeed", "FSDP": "use_fsdp", "MEGATRON_LM": "use_megatron_lm", "XLA": "tpu"}
 MODES_ON_CPU = ("use_deepspeed", "use_fsdp")
 ONE_PROCESS_TYPES = ("NO",)
@@ -26,18 +26,18 @@ RENAMED_KEYS = {"tpu_vm": "vm", "tpu_env": "env"}
 
 
 def take_file(settings: LaunchSettings, environ: Mapping[str, str]) -> LaunchSettings:
-    """Read the config file that was named, or the default one if it exists and the command line lets it count.
+    """Read the config file of `--config_file`, or the default one if it exists and `--cpu` is not given.
 
     Args:
-        settings: What was settled so far.
-        environ: The environment variables, which say where the default file is.
+        settings: The settings so far.
+        environ: The environment variables, for the path of the default file.
 
     Returns:
-        The settings with what the file says.
+        The settings with the values of the file.
 
     Raises:
-        FileNotFoundError: When the file that was named does not exist.
-        ValueError: When it says something that is not allowed.
+        FileNotFoundError: The file of `--config_file` does not exist.
+        ValueError: A value in it is not valid.
     """
     path = settings.config_file
     if path is None:
@@ -91,11 +91,11 @@ def _unknown_key(path: str | None, section: str, key: Any, name: str) -> str:
     from accel_cli.configfile.source import read_source
 
     where = read_source(path or "").at(f"{section}.{key}")
-    return f"{where}: {section}.{key} means nothing here.{did_you_mean(name, list(all_options()))}"
+    return f"{where}: {section}.{key} is not an option and has no effect.{did_you_mean(name, list(all_options()))}"
 
 
 def _take_mode(settings: LaunchSettings, kind: str, use_cpu: bool) -> LaunchSettings:
-    """Let the file choose hardware and engine where the command line does not."""
+    """Choose hardware and engine by the file where the command line does not."""
     given = [flag for flag in MODE_FLAGS if getattr(settings, flag)]
     engine = MODES.get(kind)
     if engine and (not given or (given == ["cpu"] and engine in MODES_ON_CPU)):
@@ -108,17 +108,17 @@ def _take_mode(settings: LaunchSettings, kind: str, use_cpu: bool) -> LaunchSett
 
 
 def _deepspeed_fields(config: Any) -> tuple[str, ...]:
-    """Name what the file says that a config of DeepSpeed's own would say, too."""
+    """The fields of the file that a DeepSpeed configuration file would contain, too."""
     fields = tuple(str(key) for key in config.deepspeed_config)
     return (*fields, "mixed_precision") if fields and config.mixed_precision else fields
 
 
 def _take_sagemaker(settings: LaunchSettings, config: Any, path: str) -> LaunchSettings:
-    """Start the job at Amazon, unless the command line names hardware or an engine for this machine."""
+    """Plan a job on Amazon SageMaker, unless the command line names hardware or an engine for this machine."""
     given = [f"--{flag}" for flag in MODE_FLAGS if getattr(settings, flag)]
     if given:
         return settings.noting(
-            f"{path} is for Amazon SageMaker and does not count: {given[0]} starts on this machine."
+            f"{path} is for Amazon SageMaker and is ignored, because {given[0]} launches on this machine."
         )
     own = ("mixed_precision", "enable_cpu_affinity", "debug", "dynamo_config", "num_machines")
     settings = settings.but(settings_file=path, sagemaker=config)

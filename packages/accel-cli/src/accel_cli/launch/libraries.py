@@ -1,4 +1,4 @@
-"""Which launches need a library that may not be installed."""
+"""Launches that need a library which may not be installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from accel_cli.launch.settings import LaunchSettings
 
 @dataclass(frozen=True, slots=True)
 class Needed:
-    """A library without which a launch makes no sense.
+    """A library that a launch needs.
 
     Attributes:
-        wanted_by: Given the settings, the flag or setting that asks for it; empty when nothing does.
+        wanted_by: Given the settings, the flag or setting that needs it; empty when nothing does.
         library: Its name, for `import` and for pip.
-        install: What to give to pip.
-        has: Modules of it that are used, and that not all of its versions have.
+        install: The argument of `pip install`.
+        has: Modules of it that are used and that not all of its versions have.
     """
 
     wanted_by: Callable[[LaunchSettings], str]
@@ -36,10 +36,10 @@ NEEDED = (
 
 
 def check_libraries(settings: LaunchSettings) -> None:
-    """Refuse a launch whose library is not installed.
+    """Check that the libraries of a launch are installed.
 
     Raises:
-        ValueError: Naming the library, and how to install it.
+        ValueError: One is not installed, or lacks a module.
     """
     for row in NEEDED:
         who = row.wanted_by(settings)
@@ -50,7 +50,7 @@ def check_libraries(settings: LaunchSettings) -> None:
         lacking = [module for module in row.has if who and not _has_module(module)]
         if lacking:
             raise NotHereError(
-                f"{who} needs the module {lacking[0]!r}, which {_version(row.library)} lacks. Run: pip install "
+                f"{who} needs the module {lacking[0]!r}, which {_version(row.library)} does not have. Run: pip install "
                 f"{row.install}"
             )
     if settings.runner == "deepspeed":
@@ -96,7 +96,7 @@ def _check_launcher(settings: LaunchSettings) -> None:
     if launcher.program and shutil.which(launcher.program) is None:
         raise NotHereError(
             f"--deepspeed_multinode_launcher {launcher.name} needs the program {launcher.program!r}, which is not "
-            "installed: install it, or take the launcher 'standard'."
+            "installed. Install it, or use --deepspeed_multinode_launcher standard."
         )
 
 

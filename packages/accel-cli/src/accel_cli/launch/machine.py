@@ -1,4 +1,4 @@
-"""What this machine has, as far as a launch must know."""
+"""Hardware, files and ports of this machine, as far as a launch needs them."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from accel_cli.errors import MissingFileError, UsageError
 
 
 class Machine:
-    """Answers about this machine. Tests put another one in its place."""
+    """Queries about this machine. Tests replace it with a fake."""
 
     def num_devices(self) -> int:
-        """Count the accelerators that processes can be put on; 0 without any. Imports torch."""
+        """Count the accelerators of this machine; 0 without any. Imports torch."""
         from accel_state.devices import detect_device_kind
 
         kind = detect_device_kind()
         return 0 if kind.name == "cpu" else kind.device_count()
 
     def has_devices(self) -> bool:
-        """Tell whether there is an accelerator that processes can be put on. Imports torch."""
+        """Whether this machine has an accelerator. Imports torch."""
         return self.num_devices() > 0
 
     def visible_devices_variable(self) -> str:
-        """Name the variable that limits which accelerators a process sees. Imports torch."""
+        """The environment variable that limits which accelerators a process sees. Imports torch."""
         from accel_state.devices import detect_device_kind
 
         return detect_device_kind().visible_devices_variable or "CUDA_VISIBLE_DEVICES"
@@ -47,8 +47,8 @@ class Machine:
         """Read which machines a hostfile lists, and how many processes each takes where it says so.
 
         Raises:
-            FileNotFoundError: When there is no such file.
-            ValueError: When it cannot be read, or lists nothing.
+            FileNotFoundError: There is no such file.
+            ValueError: It cannot be read, or lists no machine.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -59,15 +59,15 @@ class Machine:
             raise UsageError(f"The hostfile {path!r} cannot be read: {error}.") from None
         hosts = dict(_host(words) for words in lines if words)
         if not hosts:
-            raise UsageError(f"The hostfile {path!r} lists no machine: write one name per line.")
+            raise UsageError(f"The hostfile {path!r} lists no machine. Write one name per line.")
         return hosts
 
     def exists(self, path: str) -> bool:
-        """Tell whether a file is there."""
+        """Whether a file exists."""
         return os.path.exists(path)
 
     def is_root(self) -> bool:
-        """Tell whether this user may do anything."""
+        """Whether this user is root."""
         return hasattr(os, "geteuid") and os.geteuid() == 0
 
     def find_program(self, name: str) -> str | None:
@@ -77,7 +77,7 @@ class Machine:
         return shutil.which(name)
 
     def mpi_version(self) -> str:
-        """Ask mpirun what it is; an empty text when there is none."""
+        """The output of `mpirun --version`; empty when there is no mpirun."""
         import subprocess
 
         if self.find_program("mpirun") is None:
@@ -85,17 +85,17 @@ class Machine:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
         return f"{done.stdout}\n{done.stderr}".strip()
 
-    def port(self, wanted: int | None, usual: int = 29500) -> int:
-        """Choose the port at which the processes meet.
+    def port(self, wanted: int | None, default: int = 29500) -> int:
+        """Choose the port of the rendezvous.
 
         Args:
-            wanted: What the user named; 0 for any free port, None for no opinion.
-            usual: Taken when the user has no opinion and it is free.
+            wanted: The port that the user named; 0 for any free port, None if none was named.
+            default: Used when the user named none and it is free.
         """
         if wanted:
             return wanted
-        if wanted is None and is_free(usual):
-            return usual
+        if wanted is None and is_free(default):
+            return default
         return free_port()
 
 
@@ -108,7 +108,7 @@ def _host(words: list[str]) -> tuple[str, int | None]:
 
 
 def network_variables() -> dict[str, str]:
-    """Return what NVIDIA cards need that cannot send to one another directly. Asks the driver."""
+    """Return the NCCL variables for NVIDIA GPUs without peer-to-peer access. Asks the driver."""
     from accel_state.environment import check_cuda_p2p_ib_support
 
     if check_cuda_p2p_ib_support():
@@ -117,7 +117,7 @@ def network_variables() -> dict[str, str]:
 
 
 def is_free(port: int) -> bool:
-    """True when nobody listens on a port of this machine."""
+    """True when no process listens on a port of this machine."""
     import socket
 
     with socket.socket() as probe:
@@ -131,7 +131,7 @@ def is_free(port: int) -> bool:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Keep a port for a process that will listen on it, so that no other program is given it meanwhile."""
+    """Reserve a port for a process that will listen on it, so that no other program gets it meanwhile."""
     import socket
 
     with socket.socket() as kept:
@@ -141,7 +141,7 @@ def reserved_port() -> Iterator[int]:
 
 
 def free_port() -> int:
-    """Ask the system for a port that nobody uses now."""
+    """Ask the system for a free port."""
     import socket
 
     with socket.socket() as probe:
@@ -150,9 +150,9 @@ def free_port() -> int:
 
 
 def holder_of(port: int) -> str:
-    """Say who listens on a port of this machine: `"process 12 (python train.py)"`, or `"another program"`.
+    """Name the process that listens on a port of this machine: `"process 12 (python train.py)"`.
 
-    Only the processes that this user may look into are found.
+    It is `"another program"` for a process that this user may not inspect.
     """
     wanted = {f"socket:[{inode}]" for inode in _listening(port)}
     for path in glob.glob("/proc/[0-9]*/fd/*") if wanted else []:
@@ -162,14 +162,14 @@ def holder_of(port: int) -> str:
             process = path.split("/")[2]
             with open(f"/proc/{process}/cmdline", "rb") as file:
                 words = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
-        except OSError:  # it ended meanwhile, or belongs to somebody else
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
         return f"process {process} ({words[:80]})"
     return "another program"
 
 
 def _listening(port: int) -> list[str]:
-    """Find the sockets of this machine that listen on a port, as the kernel numbers them."""
+    """Find the inode numbers of the sockets of this machine that listen on a port."""
     inodes = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:

@@ -1,4 +1,4 @@
-"""How this machine reaches the others."""
+"""The network addresses and interfaces of this machine."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def own_address(towards: str) -> str | None:
     """Find the address by which another machine sees this one.
 
     Args:
-        towards: The other machine, by name or address; may be this one.
+        towards: Name or address of the other machine, which may be this one.
 
     Returns:
-        The address; None when there is no way there.
+        The address; None when the other machine cannot be reached.
     """
     try:
         family, kind, _, _, target = socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM)[0]
@@ -29,10 +29,10 @@ def own_address(towards: str) -> str | None:
 
 
 def gloo_interface(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """What processes on the CPU must know to meet on the network of an address, where nobody has said it.
+    """The variables by which gloo finds the network interface of an address, unless they are set already.
 
     Args:
-        address: This machine's own; gloo would guess one from its name, often that of no network at all.
+        address: Of this machine. gloo would resolve its host name instead, which often gives a loopback address.
         environ: The variables that are set already.
     """
     if "GLOO_SOCKET_IFNAME" in environ or address.startswith("127."):
@@ -42,7 +42,7 @@ def gloo_interface(address: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def interface_of(address: str) -> str | None:
-    """Find the network interface that has an IPv4 address; None where the system does not say."""
+    """Find the network interface that has an IPv4 address; None where the system does not support it."""
     if not sys.platform.startswith("linux"):
         return None
     import fcntl

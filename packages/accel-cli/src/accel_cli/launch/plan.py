@@ -12,10 +12,10 @@ from accel_cli.launch.flags.table import groups_of
 from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import ROWS, LaunchSettings
 
-USUAL_PORT = 29500
+DEFAULT_PORT = 29500
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
-# a value from one of these is written over a variable; a default or the variable's own value is not
+# a value from one of these sources overrides a variable that is set; a default does not
 CHOSEN = ("flag", "file", "guess")
 
 # options that torch's launcher has under the same name
@@ -24,17 +24,17 @@ PASSED_ON = ("tee", "log_dir", "role", "rdzv_conf", "max_restarts", "monitor_int
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a launch will do.
+    """The command and the environment of a launch.
 
     Attributes:
         runner: Who starts the processes: a key of `PLANNERS`.
-        argv: The command; typed into a shell with `environment`, it does the same.
-        environment: Variables to set, on top of those that are there.
-        port_may_change: Whether another port may be taken when somebody is faster.
-        quiet: Whether to say nothing of our own when the script fails.
-        files: Path and content of what the command reads: written before it, and removed after it.
-        worker: The command of one process, where this program starts each by itself.
-        num_workers: How many of these there are.
+        argv: The command; with `environment`, it does the same in a shell.
+        environment: Variables to set, in addition to those that are set already.
+        port_may_change: Whether another port may be used if this one is taken.
+        quiet: Whether to print nothing of our own when the script fails.
+        files: Path and content of files that the command reads: written before it, and removed after it.
+        worker: The command of one process, where this program starts each process itself.
+        num_workers: The number of these processes.
         hang_timeout: After how many seconds without progress the run is ended; None for never.
     """
 
@@ -50,17 +50,17 @@ class Plan:
 
 
 def make_plan(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> Plan:
-    """Turn settings into a plan. Nothing is started, read or asked.
+    """Turn settings into a plan: a pure function, which starts and reads nothing.
 
     Args:
-        settings: What `resolve` gave.
-        environ: The variables that are set already; one that the user set is not overwritten by a mere default.
+        settings: The resolved settings.
+        environ: The variables that are set already; a default does not override them.
     """
     environ = os.environ if environ is None else environ
     return PLANNERS[settings.runner](settings, environ)
 
 
-def _plan_alone(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
+def _plan_single(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return Plan(
         "simple",
         tuple(script_command(settings)),
@@ -81,28 +81,28 @@ def _plan_agent(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
 
 
 def _plan_local(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
-    """What torch's agent would start, too, but started at once."""
+    """The processes that torch's agent would start, started directly."""
     python, *script = script_command(settings)
-    meeting = {"MASTER_ADDR": settings.main_process_ip or "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}
+    address = {"MASTER_ADDR": settings.main_process_ip or "127.0.0.1", "MASTER_PORT": str(settings.main_process_port)}
     agent = _plan_agent(settings, environ)
     return replace(
         agent,
         runner="local",
-        environment=agent.environment | meeting,
+        environment=agent.environment | address,
         worker=(python, *script) if settings.no_python else (python, "-u", *script),
         num_workers=settings.num_processes,
     )
 
 
 def _elsewhere(module: str, name: str = "plan") -> Callable[[LaunchSettings, Mapping[str, str]], Plan]:
-    """Find the planner when it is wanted: few launches need it."""
+    """Import the planner when it is used: few launches need it."""
     return lambda settings, environ: getattr(import_module(f"accel_cli.launch.runners.{module}"), name)(
         settings, environ
     )
 
 
 PLANNERS: dict[str, Callable[[LaunchSettings, Mapping[str, str]], Plan]] = {
-    "simple": _plan_alone,
+    "simple": _plan_single,
     "local": _plan_local,
     "torchrun": _plan_agent,
     "mpi": _elsewhere("mpi"),
@@ -114,14 +114,14 @@ PLANNERS: dict[str, Callable[[LaunchSettings, Mapping[str, str]], Plan]] = {
 
 
 def environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell the script of the settings."""
+    """Return the environment variables that pass the settings to the script."""
     variables = {}
     for group in groups_of(settings):
         for option, variable, text in group.variables(settings):
             if not option or settings.sources.get(option) in CHOSEN or variable not in environ:
                 variables[variable] = text
-        if group.announced_by not in variables and is_on(environ.get(group.announced_by)):
-            variables[group.announced_by] = "false"  # the command line or the config file has chosen another way
+        if group.enabled_by not in variables and is_on(environ.get(group.enabled_by)):
+            variables[group.enabled_by] = "false"  # the command line or the config file has chosen another engine
     if settings.use_deepspeed:
         variables |= deepspeed_environment(settings, environ)
     if settings.use_cpu:
@@ -135,12 +135,12 @@ def environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[st
 
 
 def is_on(word: str | None) -> bool:
-    """Tell whether a variable switches something on."""
+    """Whether the value of an environment variable means true."""
     return (word or "").lower() in ("1", "true", "t", "yes", "y", "on")
 
 
 def deepspeed_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what DeepSpeed's processes need besides: they find the modules of this folder wherever they run."""
+    """Return further variables for DeepSpeed's processes, which must import modules of this folder on any machine."""
     folders = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     variables = {"PYTHONPATH": os.pathsep.join([*folders, os.path.abspath(".")])}
     if settings.deepspeed_fields:
@@ -149,13 +149,13 @@ def deepspeed_environment(settings: LaunchSettings, environ: Mapping[str, str]) 
 
 
 def single_environment(settings: LaunchSettings) -> dict[str, str]:
-    """Return what a process needs besides when nobody but us starts it."""
+    """Return further variables for a single process that is not started by torch's agent."""
     variables = {"ACCELERATE_USE_CPU": str(settings.use_cpu)}
     if settings.use_cpu:
         variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
     if settings.inside_mpi:
         variables["MASTER_ADDR"] = settings.main_process_ip or "127.0.0.1"
-        variables["MASTER_PORT"] = str(settings.main_process_port or USUAL_PORT)
+        variables["MASTER_PORT"] = str(settings.main_process_port or DEFAULT_PORT)
     return variables
 
 
@@ -167,19 +167,19 @@ def script_command(settings: LaunchSettings) -> list[str]:
 
 
 def rendezvous(settings: LaunchSettings) -> str:
-    """Return the rendezvous backend. The static one cannot bring processes together a second time."""
+    """Return the rendezvous backend. The static one does not support restarts."""
     again = settings.max_restarts > 0 and settings.num_machines == 1
     return "c10d" if again and settings.rdzv_backend == "static" else str(settings.rdzv_backend)
 
 
 def agent_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what torch's agent itself must find: after a restart, its store would still hold the old addresses."""
+    """Return the variables of torch's agent itself: after a restart, a shared store would hold the old addresses."""
     own_store = settings.max_restarts > 0 and rendezvous(settings) != "static"
     return {OWN_STORE: "1"} if own_store and OWN_STORE not in environ else {}
 
 
-def agent_words(settings: LaunchSettings) -> dict[str, object]:
-    """Return what torch's elastic agent is told about processes and machines, by the names of its own flags."""
+def agent_arguments(settings: LaunchSettings) -> dict[str, object]:
+    """Return the arguments of torch's elastic agent about processes and machines, by the names of its flags."""
     words: dict[str, object] = {
         "nnodes": settings.num_machines,
         "nproc_per_node": settings.num_processes // settings.num_machines,
@@ -188,12 +188,12 @@ def agent_words(settings: LaunchSettings) -> dict[str, object]:
         words["node_rank"] = settings.machine_rank
     if rendezvous(settings) != ROWS["rdzv_backend"].default:
         words["rdzv_backend"] = rendezvous(settings)
-    return words | _meeting_point(settings)
+    return words | _rendezvous_address(settings)
 
 
 def torchrun_command(settings: LaunchSettings) -> list[str]:
     """Return the command that runs the script in several processes, under torch's elastic agent."""
-    words = agent_words(settings)
+    words = agent_arguments(settings)
     for name in PASSED_ON:
         value = getattr(settings, name)
         if value != ROWS[name].default:
@@ -204,10 +204,10 @@ def torchrun_command(settings: LaunchSettings) -> list[str]:
     return [sys.executable or "python3", "-m", "torch.distributed.run", *flags, *kind, *script]
 
 
-def _meeting_point(settings: LaunchSettings) -> dict[str, object]:
-    """Say where the processes find one another: an address and a port, or a rendezvous endpoint."""
+def _rendezvous_address(settings: LaunchSettings) -> dict[str, object]:
+    """Return the arguments for the rendezvous: an address and a port, or a rendezvous endpoint."""
     address = settings.main_process_ip or "127.0.0.1"
-    port = settings.main_process_port or USUAL_PORT
+    port = settings.main_process_port or DEFAULT_PORT
     alone = settings.num_machines == 1
     if alone and not settings.port_was_named and rendezvous(settings) == "c10d":
         return {"rdzv_endpoint": "localhost:0"}  # the agent takes a free port

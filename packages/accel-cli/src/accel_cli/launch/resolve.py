@@ -1,4 +1,4 @@
-"""From what the user gave to complete settings: flag, then config file, then environment, then a guess."""
+"""Resolving launch settings: flag, then config file, then environment variable, then a guess."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accel_cli.launch.machine import Machine
 from accel_cli.launch.settings import ROWS, LaunchSettings
 from accel_cli.launch.values import first_number
 
-NO_OPTIONS = ("nondefault", "func")  # what a parsed command line holds besides options
+NO_OPTIONS = ("nondefault", "func")  # entries of a parsed command line that are not options
 
-# who counts the processes of one machine, and of all, when mpirun started us
+# the numbers of processes on this machine, and on all, when mpirun started this one
 MPI_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
-DEEPSPEED_HOSTFILE = "/job/hostfile"  # where DeepSpeed looks when nobody names one
-STANDARD = "standard"  # this command is run on each machine, and torch's agents meet
+DEEPSPEED_HOSTFILE = "/job/hostfile"  # DeepSpeed's default
+STANDARD = "standard"  # this command is run on each machine, with torch's agents
 AGENT_OPTIONS = (
     "max_restarts",
     "tee",
@@ -28,45 +28,45 @@ AGENT_OPTIONS = (
     "role",
     "rdzv_backend",
     "rdzv_conf",
-)  # what only torch's agent knows
-MEETING_HERE = (
+)  # which only torch's agent supports
+RENDEZVOUS_HERE = (
     "local",
     "torchrun",
     "mpi",
-)  # runners whose processes meet at a port of this machine, if it is the only one
+)  # runners with a rendezvous at a port of this machine, if it is the only one
 
 RUNS_HERE = ("simple", "local", "torchrun")  # runners whose processes compute on this machine
 
 RETIRED_FLAGS = {
-    "ipex": "Intel's extension for PyTorch is retired, and torch has what it did",
-    "use_xpu": "Intel GPUs are found without it",
+    "ipex": "Intel Extension for PyTorch is retired, and torch has its features",
+    "use_xpu": "Intel GPUs are detected without it",
 }
 
 
 def resolve(
     args: Namespace, environ: Mapping[str, str] | None = None, machine: Machine | None = None
 ) -> LaunchSettings:
-    """Complete what was parsed.
+    """Resolve a parsed command line to complete settings.
 
     Args:
-        args: The parsed command line; it is not changed. A program may have changed it, or have made one by hand:
-            options that it lacks have their default, and values other than the default count as given.
+        args: The parsed command line; it is not changed. A program may have changed it, or have built one by hand:
+            options that it lacks have their default, and values other than the default are taken as given.
         environ: The environment variables; those of this process when None.
-        machine: Who answers questions about the machine.
+        machine: Queries about the machine.
 
     Returns:
-        The settings, with every field settled.
+        The settings, with every field resolved.
 
     Raises:
-        ValueError: For values that are not allowed.
-        FileNotFoundError: When the config file that was named does not exist.
+        ValueError: A value is not valid.
+        FileNotFoundError: The config file of `--config_file` does not exist.
     """
     environ = os.environ if environ is None else environ
     return complete(read_settings(args, environ), environ, machine or Machine())
 
 
 def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings:
-    """Take what was given, by flag, config file or environment variable; the first half of `resolve`.
+    """Read all flags, the config file and the environment variables; the first half of `resolve`.
 
     Raises:
         ValueError: For values that are not allowed.
@@ -78,23 +78,23 @@ def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings
 
 
 def from_namespace(args: Namespace) -> LaunchSettings:
-    """Take the values of a parsed command line, or of one that a program has made; nothing is settled."""
+    """Read the values of a parsed command line, or of one that a program has built; nothing is resolved."""
     values = vars(args)
     own = {name: values.get(name, row.initial) for name, row in ROWS.items()}
-    handed = {name: value for name, value in values.items() if name not in NO_OPTIONS and name not in ROWS}
-    return LaunchSettings(**own, options={name: value for name, value in handed.items() if find(name) is not None})
+    others = {name: value for name, value in values.items() if name not in NO_OPTIONS and name not in ROWS}
+    return LaunchSettings(**own, options={name: value for name, value in others.items() if find(name) is not None})
 
 
 def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
-    """Guess, by looking at the machine, what nobody gave; the second half of `resolve`.
+    """Guess the values that were not given, by the hardware of this machine; the second half of `resolve`.
 
     Args:
-        settings: What `read_settings` gave.
+        settings: The settings of `read_settings`.
         environ: The environment variables.
-        machine: Who answers questions about the machine. Counting accelerators takes seconds.
+        machine: Queries about the machine. Counting accelerators takes seconds.
 
     Returns:
-        The settings, with every field settled.
+        The settings, with every field resolved.
     """
     settings = settings.but(inside_mpi=settings.use_cpu and first_number(environ, MPI_SIZES, 1) > 1)
     settings = _guess_machines(settings, machine)
@@ -108,7 +108,7 @@ def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Mach
 
 
 def _given(args: Namespace, settings: LaunchSettings) -> set[str]:
-    """Name what the command line gave, or a program set afterwards."""
+    """The names of options given on the command line, or set by a program afterwards."""
     values = {name: value for name, value in vars(args).items() if name in ROWS or name in settings.options}
     given = set(getattr(args, "nondefault", ()))
     for name, value in values.items():
@@ -119,7 +119,7 @@ def _given(args: Namespace, settings: LaunchSettings) -> set[str]:
 
 
 def _guess_machines(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
-    """Count the machines: those of the hostfile, else this one."""
+    """Count the machines of the hostfile, or only this one."""
     settings = settings.but(
         deepspeed_hostfile=_expanded(settings.deepspeed_hostfile), mpirun_hostfile=_expanded(settings.mpirun_hostfile)
     )
@@ -148,7 +148,9 @@ def _guess_processes(settings: LaunchSettings, machine: Machine) -> LaunchSettin
     if per_machine == 1:
         return settings
     which = f"accelerator of --gpu_ids {settings.gpu_ids}" if chosen else "accelerator found"
-    return settings.noting(f"starting {per_machine} processes, one for each {which}; --num_processes 1 starts one.")
+    return settings.noting(
+        f"starting {per_machine} processes, one for each {which}. To start a single one, give --num_processes 1."
+    )
 
 
 def _guess_threads(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
@@ -162,7 +164,7 @@ def _guess_threads(settings: LaunchSettings, environ: Mapping[str, str], machine
 
 
 def _guess_deepspeed_launcher(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
-    """DeepSpeed's own launcher needs a list of machines; without one, this command is run on each of them."""
+    """DeepSpeed's own launcher needs a hostfile; without one, this command is run on each machine."""
     settings = settings.but(has_default_hostfile=settings.use_deepspeed and machine.exists(DEEPSPEED_HOSTFILE))
     named = settings.deepspeed_multinode_launcher is not None
     if not settings.use_deepspeed or named:
@@ -185,7 +187,7 @@ def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSetting
         settings = settings.but(visible_devices_variable=machine.visible_devices_variable())
     if settings.tpu and settings.main_training_function is None:
         settings = settings.with_values({"main_training_function": "main"}, "guess")
-    if settings.runner in MEETING_HERE and settings.num_machines == 1:
+    if settings.runner in RENDEZVOUS_HERE and settings.num_machines == 1:
         if not settings.main_process_port:
             settings = settings.but(sources={**settings.sources, "main_process_port": "guess"})
         settings = settings.but(main_process_port=machine.port(settings.main_process_port))
@@ -193,7 +195,7 @@ def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSetting
 
 
 def _look_for_devices(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
-    """Find out whether accelerators that were asked for are missing; only those who asked wait for the answer."""
+    """Check for accelerators where flags, file or environment ask for them; this imports torch."""
     wanted = {
         "--multi_gpu": settings.multi_gpu,
         f"--gpu_ids {settings.gpu_ids}": chosen_devices(settings),
@@ -205,58 +207,60 @@ def _look_for_devices(settings: LaunchSettings, environ: Mapping[str, str], mach
     if any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids")):
         return settings.but(lacks_devices_for=" and ".join(asked_for))
     return settings.noting(
-        f"{settings.settings_file or 'the environment'} asks for GPUs, and this machine has none: the processes "
-        "compute on the CPU. --cpu says so without this note."
+        f"{settings.settings_file or 'the environment'} asks for GPUs, but this machine has none. The processes "
+        "run on the CPU. Give --cpu to do so without this note."
     )
 
 
 def _without_effect(settings: LaunchSettings) -> Iterator[str]:
-    """Yield what to tell about settings that change nothing."""
+    """Yield notes about settings that have no effect."""
     for name, why in RETIRED_FLAGS.items():
         if getattr(settings, name, False):
-            yield f"--{name} has no effect any more: {why}."
+            yield f"--{name} has no effect any more, because {why}."
     if settings.use_cpu and chosen_devices(settings) and settings.sources.get("gpu_ids") == "flag":
         yield "--gpu_ids has no effect with --cpu."
     if str(settings.fp8_backend).lower() == "msamp":
-        yield "MS-AMP is no longer maintained: --fp8_backend ao or te will outlive it."
+        yield "--fp8_backend msamp: MS-AMP is no longer maintained. Use --fp8_backend ao or te."
     if settings.max_restarts > 0 and settings.num_machines > 1 and settings.rdzv_backend == "static":
-        yield "restarts on several machines need --rdzv_backend c10d on each of them."
+        yield (
+            f"--max_restarts {settings.max_restarts} on several machines needs --rdzv_backend c10d on each of them."
+        )
     given: dict[str, list[str]] = {}
     for group in GROUPS:
-        if group.is_loaded and not group.handed_when(settings):  # a flag that was given has been loaded
+        if group.is_loaded and not group.passed_when(settings):  # a flag that was given has been loaded
             flags = [f"--{row.name}" for row in group.options if settings.sources.get(row.name) == "flag"]
-            given.setdefault(group.counts_with or group.shown_with, []).extend(flags)
+            given.setdefault(group.requires or group.shown_with, []).extend(flags)
     for needed, flags in given.items():
         if flags:
             yield f"{', '.join(flags)}: no effect without {needed}."
 
 
-def _is_alone(settings: LaunchSettings) -> bool:
+def _is_single(settings: LaunchSettings) -> bool:
     """True for one process that needs no process group."""
     grouped = settings.multi_gpu or settings.use_fsdp or settings.use_megatron_lm or settings.use_deepspeed
     return settings.num_processes == 1 and settings.num_machines == 1 and not grouped
 
 
 def _needs_no_agent(settings: LaunchSettings) -> bool:
-    """True when all that torch's agent would do is to start CPU processes on this machine."""
+    """True when torch's agent would only start CPU processes on this machine."""
     plain = all(getattr(settings, name) == ROWS[name].default for name in AGENT_OPTIONS)
     local = settings.use_cpu and settings.num_machines == 1 and not settings.use_deepspeed
     return bool(local and plain and os.name == "posix")
 
 
 def _has_deepspeed_launcher(settings: LaunchSettings) -> bool:
-    """True when DeepSpeed's launcher, not torch's agent, reaches the other machines."""
+    """True when DeepSpeed's launcher, not torch's agent, starts the processes on the other machines."""
     return bool(
         settings.use_deepspeed and settings.num_machines > 1 and settings.deepspeed_multinode_launcher != STANDARD
     )
 
 
-# who starts the processes: the first that applies
+# which runner starts the processes: the first whose condition is true
 RUNNERS: dict[str, Callable[[LaunchSettings], bool]] = {
     "sagemaker": lambda settings: settings.sagemaker is not None,
     "tpu_pod": lambda settings: settings.tpu and settings.tpu_use_cluster,
     "tpu": lambda settings: settings.tpu,
-    "simple": lambda settings: settings.inside_mpi or (_is_alone(settings) and not settings.hosts),
+    "simple": lambda settings: settings.inside_mpi or (_is_single(settings) and not settings.hosts),
     "mpi": lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile) and not settings.use_deepspeed,
     "deepspeed": _has_deepspeed_launcher,
     "local": _needs_no_agent,

@@ -1,6 +1,6 @@
-"""The settings of a launch: one field for each option that the launcher itself acts upon, and what was settled of it.
+"""The settings of a launch: one field for each option that the launcher itself uses, and the resolved values.
 
-Options that the launcher only hands over to the processes are fields of their settings classes; see `flags.table`.
+Options that the launcher only passes to the processes are fields of settings classes; see `flags.table`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from accel_cli.arguments import Option, only_if_on, switch
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
-from accel_state.settings.option import BOOLEAN, NUMBER, WHOLE, one_of
+from accel_state.settings.option import BOOLEAN, INTEGER, NUMBER, one_of
 
 PRECEDENCE = ("flag", "file", "environment", "guess")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -20,7 +20,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 COMMAND, HARDWARE, RESOURCES = "", "Hardware Selection Arguments", "Resource Selection Arguments"
 PARADIGM, PROCESSES, TPU = "Training Paradigm Arguments", "Distributed GPUs", "TPU"
 DEEPSPEED, FP8, AWS, MPI = "DeepSpeed Arguments", "FP8 Arguments", "AWS Arguments", "MPI Arguments"
-RETIRED, SCRIPT = "retired", "script"  # no headings: options without help, and what stands last
+RETIRED, SCRIPT = "retired", "script"  # not headings: options without help, and positional arguments
 
 
 def _row(group: str, option: Option, *more: Option) -> Any:
@@ -36,29 +36,29 @@ def _row(group: str, option: Option, *more: Option) -> Any:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class LaunchSettings:
-    """What a launch was told, and what was settled of it. Fields that nobody gave hold their default.
+    """The options of a launch, and what was resolved of them. Options that were not given have their default.
 
-    The fields without a row of their own are settled by `resolve`:
+    The fields without a row of their own are set by `resolve`:
 
     Attributes:
-        use_cpu: Whether processes compute on the CPU.
-        options: Name -> value of the options that settings classes declare; `flags.table.value_of` knows their
+        use_cpu: Whether processes run on the CPU.
+        options: Name -> value of the options that settings classes declare; `flags.table.value_of` adds their
             defaults.
         sources: Option name -> `"flag"`, `"file"`, `"environment"` or `"guess"`; an option that is not in it has its
             default.
-        notes: What the user should be told.
-        runner: Who starts the processes, a key of `accel_cli.launch.plan.PLANNERS`.
+        notes: Lines to print for the user.
+        runner: Which runner starts the processes, a key of `accel_cli.launch.plan.PLANNERS`.
         settings_file: Path of the config file that was read.
         sagemaker: Its content, a `SageMakerConfig`, if it is for Amazon.
-        deepspeed_fields: What the file says that a config of DeepSpeed's own would say, too.
+        deepspeed_fields: Fields of the file that a DeepSpeed configuration file would contain, too.
         inside_mpi: Whether mpirun has started this process.
-        hosts: Machines of the hostfile, with how many processes each takes where it says so.
-        has_default_hostfile: Whether there is a hostfile where DeepSpeed looks for one.
+        hosts: Machines of the hostfile, with the number of slots of each if it is given.
+        has_default_hostfile: Whether DeepSpeed's default hostfile exists.
         visible_devices_variable: The variable that limits which accelerators a process sees.
-        lacks_devices_for: The flags that ask for accelerators where there are none; empty if nothing is missing.
-        mpi_version: What mpirun says of itself.
-        is_root: Whether this user may do anything.
-        port_was_named: Whether somebody chose the port at which processes meet.
+        lacks_devices_for: The flags that ask for accelerators where there are none; empty if none are missing.
+        mpi_version: The output of `mpirun --version`.
+        is_root: Whether this user is root.
+        port_was_named: Whether the user chose the port of the rendezvous.
     """
 
     config_file: str | None = _row(
@@ -80,7 +80,7 @@ class LaunchSettings:
         COMMAND,
         switch(
             "--debug",
-            "Compare shapes on all ranks before every collective: slower, finds hangs.",
+            "Compare shapes on all ranks before every collective: slower, finds the cause of hangs.",
             default=None,
             environment="ACCELERATE_DEBUG_MODE",
             spelled=only_if_on("true"),
@@ -102,13 +102,16 @@ class LaunchSettings:
         ),
     )
     num_processes: int = _row(
-        RESOURCES, Option("--num_processes", "Number of processes, on all machines together.", kind=WHOLE)
+        RESOURCES, Option("--num_processes", "Number of processes, on all machines together.", kind=INTEGER)
     )
-    num_machines: int = _row(RESOURCES, Option("--num_machines", "Number of machines.", kind=WHOLE))
+    num_machines: int = _row(RESOURCES, Option("--num_machines", "Number of machines.", kind=INTEGER))
     num_cpu_threads_per_process: int | None = _row(
         RESOURCES,
         Option(
-            "--num_cpu_threads_per_process", "CPU threads of each process.", kind=WHOLE, environment="OMP_NUM_THREADS"
+            "--num_cpu_threads_per_process",
+            "CPU threads of each process.",
+            kind=INTEGER,
+            environment="OMP_NUM_THREADS",
         ),
     )
     hang_timeout: float | None = _row(
@@ -137,19 +140,20 @@ class LaunchSettings:
     use_megatron_lm: bool = _row(PARADIGM, switch("--use_megatron_lm", "Train with Megatron-LM."))
     engine: str | None = _row(
         PARADIGM,
-        Option("--engine", "Train with the engine that another package brings.", environment="ACCELERATE_ENGINE"),
+        Option("--engine", "Train with an engine of another package.", environment="ACCELERATE_ENGINE"),
     )
     gpu_ids: str | None = _row(
         PROCESSES,
         Option("--gpu_ids", "GPUs of this machine to use, separated by commas; `all` for all.", metavar="IDS"),
     )
     same_network: bool = _row(PROCESSES, switch("--same_network", "All machines are in one local network."))
-    machine_rank: int = _row(PROCESSES, Option("--machine_rank", "Rank of this machine, from 0.", kind=WHOLE))
+    machine_rank: int = _row(PROCESSES, Option("--machine_rank", "Rank of this machine, from 0.", kind=INTEGER))
     main_process_ip: str | None = _row(
         PROCESSES, Option("--main_process_ip", "Address of machine 0.", metavar="ADDRESS")
     )
     main_process_port: int | None = _row(
-        PROCESSES, Option("--main_process_port", "Port on machine 0; 0 for any free one.", kind=WHOLE, metavar="PORT")
+        PROCESSES,
+        Option("--main_process_port", "Port on machine 0; 0 for any free one.", kind=INTEGER, metavar="PORT"),
     )
     tee: str = _row(
         PROCESSES,
@@ -173,13 +177,13 @@ class LaunchSettings:
     )
     max_restarts: int = _row(
         PROCESSES,
-        Option("--max_restarts", "How often to start all processes again after a failure.", default=0, kind=WHOLE),
+        Option("--max_restarts", "How often to restart all processes after a failure.", default=0, kind=INTEGER),
     )
     monitor_interval: float = _row(
         PROCESSES,
         Option(
             "--monitor_interval",
-            "Seconds between looks at the processes.",
+            "Seconds between two checks of the processes.",
             default=0.1,
             kind=NUMBER,
             metavar="SECONDS",
@@ -262,10 +266,10 @@ class LaunchSettings:
     )
     mpirun_ccl: int | None = _row(
         MPI,
-        Option("", "oneCCL worker threads of each process.", kind=WHOLE, dest="mpirun_ccl",
+        Option("", "oneCCL worker threads of each process.", kind=INTEGER, dest="mpirun_ccl",
                environment="CCL_WORKER_COUNT"),
     )  # fmt: skip
-    # what older versions had: accepted, and answered with a line on what to do instead
+    # options of older versions: accepted, with a note that they have no effect
     ipex: bool = _row(RETIRED, switch("--ipex", SUPPRESS))
     use_xpu: bool = _row(RETIRED, switch("--use_xpu", SUPPRESS))
     training_script: str = _row(SCRIPT, Option("training_script", "The script to run."))
@@ -295,7 +299,7 @@ class LaunchSettings:
         return replace(self, **changes)
 
     def with_values(self, values: Mapping[str, Any], source: str) -> Self:
-        """Return these settings with options set, but for those that somebody who counts for more has set.
+        """Return these settings with options set, except for those that a source of higher precedence has set.
 
         Args:
             values: Option name -> value.
@@ -308,12 +312,12 @@ class LaunchSettings:
             if name not in self.sources or rank <= PRECEDENCE.index(self.sources[name])
         }
         own = {name: value for name, value in taken.items() if name in ROWS}
-        handed = {name: value for name, value in taken.items() if name not in ROWS}
+        others = {name: value for name, value in taken.items() if name not in ROWS}
         sources = {**self.sources, **dict.fromkeys(taken, source)}
-        return replace(self, **own, options={**self.options, **handed}, sources=sources)
+        return replace(self, **own, options={**self.options, **others}, sources=sources)
 
     def noting(self, *notes: str) -> Self:
-        """Return these settings with more to tell the user."""
+        """Return these settings with further notes for the user."""
         return replace(self, notes=(*self.notes, *notes)) if notes else self
 
 
@@ -324,7 +328,7 @@ def rows_under(group: str) -> Iterator[Option]:
             yield from known.metadata["rows"]
 
 
-# where two flags set one value, the first one knows its default
+# where two flags set one value, the first one has its default
 ROWS: Mapping[str, Option] = {
     known.name: known.metadata["rows"][0] for known in fields(LaunchSettings) if "rows" in known.metadata
 }

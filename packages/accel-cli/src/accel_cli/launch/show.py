@@ -1,4 +1,4 @@
-"""What a launch would do: `accelerate launch --dry_run`."""
+"""The output of `accelerate launch --dry_run`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_cli.launch.settings import LaunchSettings
 
 SECRETS = ("aws_access_key_id", "aws_secret_access_key")
 HIDDEN = "***"
-# not settings: how the program was called
+# not settings of the run
 NOT_SHOWN = ("config_file", "dry_run", "training_script", "training_script_args", "quiet", "module", "no_python")
 
 
@@ -25,11 +25,11 @@ def show(settings: LaunchSettings, plan: Plan) -> str:
     """Describe a launch.
 
     Args:
-        settings: What `resolve` gave.
-        plan: What `make_plan` made of it.
+        settings: The resolved settings.
+        plan: Their plan.
 
     Returns:
-        A table of the settings with where each comes from, and a command for a shell that does the same.
+        A table of the settings with the source of each, and an equivalent shell command.
     """
     rows = [("setting", "value", "from"), *_rows(settings)]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
@@ -43,8 +43,8 @@ def show(settings: LaunchSettings, plan: Plan) -> str:
 def _rows(settings: LaunchSettings) -> Iterator[tuple[str, str, str]]:
     shown: set[str] = set()
     for group in groups_of(settings):
-        if not group.is_loaded and not group.handed_when(settings):
-            continue  # nobody has given any of its options
+        if not group.is_loaded and not group.passed_when(settings):
+            continue  # none of its options was given
         for option in group.options:
             value = settings.use_cpu if option.name == "cpu" else group.value(option, settings)
             source = settings.sources.get(option.name)
@@ -56,15 +56,15 @@ def _rows(settings: LaunchSettings) -> Iterator[tuple[str, str, str]]:
 
 
 def _matters(group: OptionGroup, settings: LaunchSettings) -> bool:
-    """Tell whether the defaults of a group have a say in this launch."""
-    if group.handed_when is not always:
-        return group.handed_when(settings)
+    """Whether the defaults of a group affect this launch."""
+    if group.passed_when is not always:
+        return group.passed_when(settings)
     flag = group.shown_with.lstrip("-")
     return not flag or bool(getattr(settings, flag))
 
 
 def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str:
-    """Say where a value comes from."""
+    """The source of a value, for the table."""
     words = {
         "flag": "flag",
         "file": f"config file {settings.settings_file}",
@@ -75,7 +75,7 @@ def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str
 
 
 def _variable(option: Option) -> str:
-    announced = {group.shown_with.lstrip("-"): group.announced_by for group in GROUPS if group.announced_by}
+    announced = {group.shown_with.lstrip("-"): group.enabled_by for group in GROUPS if group.enabled_by}
     return option.environment or announced.get(option.name) or "ACCELERATE_USE_CPU"
 
 
@@ -84,16 +84,16 @@ def _text(name: str, value: Any) -> str:
 
 
 def secret_variables(settings: LaunchSettings) -> set[str]:
-    """Name the variables whose values nobody should see."""
+    """The environment variables whose values must not be shown."""
     return {name.upper() for name in SECRETS if getattr(settings, name, None)}
 
 
 def shell_command(plan: Plan, secrets: Iterable[str] = ()) -> str:
-    """Spell a plan for a POSIX shell.
+    """Write a plan as a command for a POSIX shell.
 
     Args:
         plan: The plan.
-        secrets: Variables to leave to the shell's own environment.
+        secrets: Variables to read from the shell's own environment.
     """
     words = ["env", *(f"{name}={_value(name, text, secrets)}" for name, text in sorted(plan.environment.items()))]
     command = " \\\n    ".join([*words, shlex.join(plan.argv)]) if plan.environment else shlex.join(plan.argv)
@@ -109,7 +109,7 @@ def _file_command(path: str, text: str) -> str:
 
 
 def _complete(plan: Plan, settings: LaunchSettings) -> Plan:
-    """Add the variables that are set already, and those that torch's agent would set after a look at the cards."""
+    """Add the variables that are set already, and those that the runner would set for the GPUs of this machine."""
     variables: dict[str, str] = {}
     for name, source in settings.sources.items():
         option = find(name)

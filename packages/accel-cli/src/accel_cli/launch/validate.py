@@ -1,4 +1,4 @@
-"""What is refused before anything starts."""
+"""Checks of the settings before anything starts."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, U
 from accel_cli.launch.flags.table import groups_of, value_of
 from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import LaunchSettings
-from accel_cli.launch.values import check_word
+from accel_cli.launch.values import check_choice
 
 HARDWARE = ("cpu", "multi_gpu", "tpu")
 ENGINES = ("use_deepspeed", "use_fsdp", "use_megatron_lm")
-# hardware -> the engines of training that may be asked for beside it
-TOGETHER = {"cpu": ENGINES, "multi_gpu": ("use_megatron_lm",)}
+# hardware -> the engines that may be combined with it
+COMBINABLE = {"cpu": ENGINES, "multi_gpu": ("use_megatron_lm",)}
 
 NUMBERED = ("fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_backward_prefetch", "fsdp_state_dict_type")
-NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that get the machines from elsewhere
+NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that do not get the machines from a hostfile
 
-# runners that bring processes together themselves, and need no address
-MEETS_ALONE = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
+# runners with a rendezvous of their own, which need no address
+OWN_RENDEZVOUS = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
 
 
 def check_flags(settings: LaunchSettings) -> None:
-    """Refuse combinations that no config file can repair.
+    """Check for combinations of flags that are not valid, whatever the config file contains.
 
     Args:
-        settings: What the command line said, as `from_namespace` gives it.
+        settings: The settings of the command line, from `from_namespace`.
 
     Raises:
-        ValueError: When it contradicts itself or asks for something that is not possible.
+        ValueError: Flags contradict one another, or a value is not possible.
     """
     _check_exclusive(settings)
     if settings.module and settings.no_python:
-        raise UsageError("--module and --no_python exclude one another: give one of them.")
+        raise UsageError("--module and --no_python exclude one another. Give only one of them.")
     if settings.multi_gpu and settings.num_processes == 1:
-        raise UsageError("--multi_gpu needs at least 2 processes, got --num_processes 1: leave one of the two out.")
+        raise UsageError("--multi_gpu needs at least 2 processes, got --num_processes 1. Leave one of the two out.")
     for name, least in {"num_processes": 1, "num_machines": 1, "num_cpu_threads_per_process": 1}.items():
         value = getattr(settings, name)
         if value is not None and value < least:
@@ -46,51 +46,51 @@ def check_flags(settings: LaunchSettings) -> None:
 
 
 def check_settings(settings: LaunchSettings, *, script: bool = True) -> tuple[str, ...]:
-    """Refuse settings that cannot be carried out.
+    """Check that the settings can be launched.
 
     Args:
         settings: The resolved settings.
-        script: Whether to look for the script, too.
+        script: Whether to check the script, too.
 
     Returns:
-        What else to tell the user.
+        Notes for the user.
 
     Raises:
-        ValueError: When they contradict one another.
-        FileNotFoundError: When the script does not exist.
+        ValueError: They contradict one another.
+        FileNotFoundError: The script does not exist.
     """
     checks = (check for check in CHECKS if script or check is not check_script)
     return tuple(note for check in checks for note in only_warn_in_dry_run(check, settings))
 
 
 def only_warn_in_dry_run(check: Callable[[LaunchSettings], None], settings: LaunchSettings) -> tuple[str, ...]:
-    """Check settings; when it is only this machine that lacks something, a dry run goes on with the note returned."""
+    """Run a check. In a dry run, an error about this machine alone is returned as a note instead of raised."""
     try:
         check(settings)
     except NotHereError as error:
         if not settings.dry_run:
             raise
-        return (f"a launch on this machine would end with: {error}",)
+        return (f"a launch on this machine would fail: {error}",)
     return ()
 
 
 def _check_exclusive(settings: LaunchSettings) -> None:
     hardware, engines = ([name for name in names if getattr(settings, name)] for names in (HARDWARE, ENGINES))
     given = [*hardware, *engines]
-    alone = len(hardware) == len(engines) == 1 and engines[0] in TOGETHER.get(hardware[0], ())
+    alone = len(hardware) == len(engines) == 1 and engines[0] in COMBINABLE.get(hardware[0], ())
     if len(given) > 1 and not alone:
         flags = " and ".join(f"--{name}" for name in given)
-        raise UsageError(f"{flags} exclude one another: give one of them.")
+        raise UsageError(f"{flags} exclude one another. Give only one of them.")
 
 
 def _check_together(settings: LaunchSettings) -> None:
-    """Refuse flags of which one makes the other meaningless."""
+    """Check for flags that contradict one another."""
     for flag, other, why in CONTRADICTIONS:
         if getattr(settings, flag) and getattr(settings, other):
             raise UsageError(f"--{flag} and --{other} contradict one another: {why}. Leave one of them out.")
 
 
-# flag, flag, what is wrong with having both
+# flag, flag, why they contradict one another
 CONTRADICTIONS = (
     ("mpirun_hostfile", "multi_gpu", "mpirun starts CPU processes"),
     ("mpirun_hostfile", "tpu", "mpirun starts CPU processes"),
@@ -101,17 +101,20 @@ CONTRADICTIONS = (
 
 def _check_processes(settings: LaunchSettings) -> None:
     count, machines = settings.num_processes, settings.num_machines
-    if settings.sagemaker or count is None:  # counted elsewhere
+    if settings.sagemaker or count is None:  # counted by SageMaker or torch_xla
         return
     if settings.sources.get("num_processes") == "file" and count == -1:
-        raise UsageError("The config file leaves the number of processes open: give --num_processes.")
+        raise UsageError(
+            "The config file has num_processes: -1, which leaves it to the command line. Give --num_processes."
+        )
     if count < 1:
         raise UsageError(f"num_processes must be at least 1, got {count}.")
     if machines < 1:
         raise UsageError(f"num_machines must be at least 1, got {machines}.")
     if count % machines:
         raise UsageError(
-            f"num_processes counts those of all machines: {count} cannot be shared equally by {machines} machines."
+            f"num_processes must be divisible by num_machines, got {count} processes and {machines} machines. It is the "
+            "number of processes on all machines together."
         )
 
 
@@ -119,7 +122,7 @@ def _check_machines(settings: LaunchSettings) -> None:
     port = settings.main_process_port
     if port is not None and not 0 <= port <= 65535:
         raise UsageError(f"main_process_port must be between 0 and 65535, got {port}.")
-    if settings.num_machines == 1 or settings.runner in MEETS_ALONE:
+    if settings.num_machines == 1 or settings.runner in OWN_RENDEZVOUS:
         return
     if not 0 <= settings.machine_rank < settings.num_machines:
         raise UsageError(
@@ -128,11 +131,13 @@ def _check_machines(settings: LaunchSettings) -> None:
         )
     for name in ("main_process_ip", "main_process_port"):
         if not getattr(settings, name):
-            raise UsageError(f"{settings.num_machines} machines must know where machine 0 is: give --{name}.")
+            raise UsageError(
+                f"{settings.num_machines} machines need the address of machine 0 for the rendezvous. Give --{name}."
+            )
 
 
 def _check_port(settings: LaunchSettings) -> None:
-    """Refuse a port that was named and that another program holds on this machine."""
+    """Check that the port that the user chose is not taken on this machine."""
     meets_here = settings.runner in ("local", "torchrun") and (settings.num_machines == 1 or _hosts_static(settings))
     port = settings.main_process_port
     if not (meets_here and settings.port_was_named and port):
@@ -141,8 +146,8 @@ def _check_port(settings: LaunchSettings) -> None:
 
     if not is_free(port):
         raise NotHereError(
-            f"Port {port} of this machine is taken by {holder_of(port)}: "
-            "give another --main_process_port, or 0 for a free one."
+            f"Port {port} of this machine is taken by {holder_of(port)}. "
+            "Give another --main_process_port, or 0 for a free one."
         )
 
 
@@ -153,15 +158,15 @@ def _hosts_static(settings: LaunchSettings) -> bool:
 def _check_devices(settings: LaunchSettings) -> None:
     if settings.lacks_devices_for:
         raise NotHereError(
-            f"{settings.lacks_devices_for}: this machine has no GPU or other accelerator. Leave it out, or give --cpu "
-            "to compute on the CPU."
+            f"{settings.lacks_devices_for} needs a GPU or other accelerator, and this machine has none. Leave it out, or "
+            "give --cpu to run on the CPU."
         )
     chosen = chosen_devices(settings)
     here = settings.num_processes // settings.num_machines if settings.num_processes else 0
     if chosen and not settings.use_cpu and not settings.sagemaker and here > len(chosen):
         raise UsageError(
-            f"--gpu_ids {settings.gpu_ids} names {len(chosen)} devices, too few for {here} processes of this machine: "
-            f"name more, or give --num_processes {len(chosen) * settings.num_machines}."
+            f"--gpu_ids {settings.gpu_ids} names {len(chosen)} devices, too few for the {here} processes of this machine. "
+            f"Name more, or give --num_processes {len(chosen) * settings.num_machines}."
         )
 
 
@@ -169,8 +174,8 @@ def _check_hosts(settings: LaunchSettings) -> None:
     if settings.hosts and len(settings.hosts) < settings.num_machines:
         name = "deepspeed_hostfile" if settings.use_deepspeed else "mpirun_hostfile"
         raise UsageError(
-            f"--num_machines {settings.num_machines} is more than --{name} {getattr(settings, name)!r} lists: "
-            f"{', '.join(settings.hosts)}."
+            f"--num_machines {settings.num_machines} is more than the machines in --{name} "
+            f"{getattr(settings, name)!r}: {', '.join(settings.hosts)}."
         )
 
 
@@ -184,13 +189,13 @@ def _check_deepspeed(settings: LaunchSettings) -> None:
     knows = settings.hosts or settings.has_default_hostfile or launcher in NEEDS_NO_HOSTFILE
     if settings.runner == "deepspeed" and not knows:
         raise UsageError(
-            f"--deepspeed_multinode_launcher {launcher} must know the machines: give --deepspeed_hostfile, or take "
-            "the launcher 'standard'."
+            f"--deepspeed_multinode_launcher {launcher} needs a list of machines. Give --deepspeed_hostfile, or use "
+            "--deepspeed_multinode_launcher standard."
         )
 
 
 def _is_encoded(text: str) -> bool:
-    """Tell whether a configuration is given as base64 instead of a file, as DeepSpeed allows."""
+    """Whether a configuration is base64 instead of the path of a file, as DeepSpeed allows."""
     import base64
     import binascii
 
@@ -201,13 +206,16 @@ def _is_encoded(text: str) -> bool:
 
 
 def _check_agent(settings: LaunchSettings) -> None:
-    """Check what torch's elastic agent would otherwise find out with a traceback."""
+    """Check values for which torch's elastic agent would show a traceback."""
     if settings.max_restarts < 0:
         raise UsageError(f"max_restarts must not be negative, got {settings.max_restarts}.")
     if settings.hang_timeout is not None and settings.hang_timeout <= 0:
         raise UsageError(f"hang_timeout must be above 0 seconds, got {settings.hang_timeout}.")
     if settings.hang_timeout is not None and settings.no_python:
-        raise UsageError("--hang_timeout and --no_python exclude one another: only Python can say where it is.")
+        raise UsageError(
+            "--hang_timeout and --no_python exclude one another: only Python processes can report their stacks. Leave "
+            "one of them out."
+        )
     if settings.monitor_interval <= 0:
         raise UsageError(f"monitor_interval must be above 0 seconds, got {settings.monitor_interval}.")
     if not re.fullmatch(r"[0-3]|(\d+:[0-3],?)+", settings.tee):
@@ -225,7 +233,8 @@ def _check_precision(settings: LaunchSettings) -> None:
 
     if not is_fp8_available():
         raise NotHereError(
-            "mixed_precision 'fp8' needs torchao, Transformer Engine or MS-AMP, and none of them is installed."
+            "mixed_precision 'fp8' needs torchao, Transformer Engine or MS-AMP, and none of them is installed. Install one, "
+            "or choose 'bf16'."
         )
 
 
@@ -235,8 +244,8 @@ def _check_parallelism(settings: LaunchSettings) -> None:
     shards, ranks = (value_of(settings, f"parallelism_config_{axis}_size") for axis in ("dp_shard", "sp"))
     if shards > 1 and not (settings.use_fsdp or settings.use_deepspeed):
         raise UsageError(
-            f"--parallelism_config_dp_shard_size {shards} needs --use_fsdp --fsdp_version 2, which shards parameters; "
-            "for replicas use --parallelism_config_dp_replicate_size."
+            f"--parallelism_config_dp_shard_size {shards} needs --use_fsdp --fsdp_version 2, which shards parameters. "
+            "For replicas, use --parallelism_config_dp_replicate_size."
         )
     by_deepspeed = value_of(settings, "parallelism_config_sp_backend") == "deepspeed"
     if ranks > 1 and by_deepspeed and not settings.use_deepspeed:
@@ -246,11 +255,11 @@ def _check_parallelism(settings: LaunchSettings) -> None:
 
 
 def check_script(settings: LaunchSettings) -> None:
-    """Refuse a script, module or program that does not exist, and a script that is no Python.
+    """Check that the script, module or program exists, and that a script has no syntax error.
 
     Raises:
-        ValueError: When there is no such module, or the script has a syntax error.
-        FileNotFoundError: When there is no such file.
+        ValueError: There is no such module, or the script has a syntax error.
+        FileNotFoundError: There is no such file.
     """
     script = settings.training_script
     if settings.module:
@@ -267,7 +276,7 @@ def check_script(settings: LaunchSettings) -> None:
 
 
 def _check_syntax(script: str) -> None:
-    """Refuse a script that each process would refuse: what Python says is shown once."""
+    """Check for a syntax error here, so that it is shown once and not by each process."""
     import warnings
 
     try:
@@ -281,7 +290,7 @@ def _check_syntax(script: str) -> None:
 
         text = "".join(traceback.format_exception_only(error)).rstrip()
         raise UsageError(f"The script {script!r} has a syntax error:\n{text}") from None
-    except (OSError, ValueError):  # whatever it is, Python says it better
+    except (OSError, ValueError):  # left to Python, whose message is better
         return
 
 
@@ -296,19 +305,19 @@ def _check_module(name: str) -> None:
     except (ImportError, ValueError):
         found = None
     if found is None:
-        raise UsageError(f"There is no module {name!r}: install it, or change to the folder that holds it.")
+        raise UsageError(f"The module {name!r} was not found. Install it, or change to the folder that contains it.")
 
 
 def _check_program(name: str) -> None:
     import shutil
 
     if shutil.which(name) is None:
-        here = f" Write './{name}' for the file of this folder." if os.path.exists(name) else ""
-        raise MissingFileError(f"There is no program {name!r} that can be run.{here}")
+        here = f" Write './{name}' for the file in this folder." if os.path.exists(name) else ""
+        raise MissingFileError(f"The program {name!r} was not found, or is not executable.{here}")
 
 
 def _other_kind(script: str) -> str:
-    """Say how to run something that is no file but could be a command or a module."""
+    """How to run a name that is not a file but could be a program or a module."""
     if not re.fullmatch(r"[\w.-]+", script) or script.endswith(".py"):
         return ""
     return f" Write `-m {script}` for a module, or `--no_python {script}` for a program."
@@ -321,19 +330,19 @@ def _names(folder: str) -> list[str]:
         return []
 
 
-def _check_words(settings: LaunchSettings) -> None:
-    """Refuse words that only the script would refuse, in each of its processes."""
+def _check_choices(settings: LaunchSettings) -> None:
+    """Check choices that would otherwise raise only in the script, in each of its processes."""
     for group in groups_of(settings):
-        for option in group.options if group.handed_when(settings) else ():
+        for option in group.options if group.passed_when(settings) else ():
             value = group.value(option, settings)
             where = {"environment": f"environment variable {option.environment}", "flag": f"--{option.name}"}
             source = settings.sources.get(option.name)
-            # accelerate 1.15 lets FSDP's words be given by number
+            # accelerate 1.15 accepts the numbers of FSDP's enum values
             if source in where and not (option.name in NUMBERED and str(value).isdigit()):
-                check_word(option, value, where[source])
+                check_choice(option, value, where[source])
 
 
 CHECKS: tuple[Callable[[LaunchSettings], None], ...] = (
-    _check_words, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
+    _check_choices, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
     _check_deepspeed, _check_precision, _check_parallelism, check_script,
 )  # fmt: skip

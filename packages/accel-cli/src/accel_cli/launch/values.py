@@ -1,4 +1,4 @@
-"""What a value from a file or an environment variable may be."""
+"""Parsing and checking values from config files and environment variables."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from accel_cli.errors import UsageError, did_you_mean
 from accel_cli.extensions import brings
 from accel_state.settings.option import BOOLEAN
 
-# words that programs have written for the same
+# equivalent spellings
 SAME = {"1": "true", "yes": "true", "on": "true", "0": "false", "no": "false", "off": "false"}
 
 
 def coerce(option: Option, value: Any, where: str) -> Any:
-    """Turn a value from a file or variable into one that the flag would have given.
+    """Convert a value from a file or variable to the type that the flag has.
 
     Args:
         option: The row of the option.
-        value: What stands there.
+        value: The value in the file or variable.
         where: The key or variable, for the message.
 
     Raises:
-        ValueError: When the value is not allowed.
+        ValueError: The value is not valid.
     """
     if option.is_switch:
         return value if isinstance(value, bool) else _converted(BOOLEAN.parse, option, str(value), where)
@@ -50,16 +50,16 @@ def _converted(read: Any, option: Option, text: str, where: str) -> Any:
         raise UsageError(f"{where}: {text!r} is not {option.kind.expected}.") from None
 
 
-def check_word(option: Option, value: Any, where: str) -> None:
-    """Refuse a value that is not one of an option's words.
+def check_choice(option: Option, value: Any, where: str) -> None:
+    """Check that a value is one of an option's choices, ignoring case.
 
     Args:
-        option: The row. One without a closed list of words may have any value.
-        value: What was given; None stands for nothing.
+        option: The row. One without a closed list of choices may have any value.
+        value: The value; None and "" are not checked.
         where: The file, line and key, or the flag, for the message.
 
     Raises:
-        ValueError: When the value is not one of the words, in any case.
+        ValueError: The value is not one of them.
     """
     checked_before = option.kind.exact or option.is_switch
     if checked_before or not option.kind.closed or value is None or value == "":

@@ -1,4 +1,4 @@
-"""What can be answered to a question, and how typed text becomes a value."""
+"""Kinds of answers, and how typed text is parsed to a value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO = ("no", "n", "false", "0")
 
 
 class Asks(Protocol):
-    """Somebody who can be asked, such as `prompts.Prompts`."""
+    """An object that can ask the user, such as `prompts.Prompts`."""
 
     def ask_text(self, text: str, default: str, read: Callable[[str], Any]) -> Any:
         """Ask for a text."""
@@ -38,24 +38,24 @@ class Answer(ABC):
 
     @abstractmethod
     def read(self, text: str) -> Any:
-        """Turn typed text into a value.
+        """Parse typed text to a value.
 
         Raises:
-            ValueError: With the reason why it is none.
+            ValueError: It is not valid; the message has the reason.
         """
 
     def spell(self, value: Any) -> str:
-        """Write a value so that `read` gives it back."""
+        """Convert a value to text that `read` parses."""
         return str(value)
 
     def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
-        """Let somebody be asked for it.
+        """Ask the user.
 
         Args:
-            prompts: Who asks.
+            prompts: The object that asks.
             text: The question.
-            default: What an empty answer stands for; empty where there is no default.
-            read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
+            default: The value of an empty answer; empty if there is no default.
+            read: Parses the typed text, or raises `ValueError` with the reason.
         """
         return prompts.ask_text(text, default, read)
 
@@ -65,24 +65,24 @@ class Choice(Answer):
     """One of a few values.
 
     Attributes:
-        options: Pairs of a value and what the menu says for it.
+        options: Pairs of a value and its label in the menu.
     """
 
     options: tuple[tuple[Any, str], ...]
 
     @property
     def numbers(self) -> list[str]:
-        """What to type for each option: the value itself where all are numbers, else positions from 0."""
+        """The text to type for each option: the value itself if all are ints, else indices from 0."""
         values = [value for value, _ in self.options]
         return [str(value) for value in (values if all(isinstance(v, int) for v in values) else range(len(values)))]
 
     @property
     def labels(self) -> list[str]:
-        """What the menu says."""
+        """The labels of the menu."""
         return [label for _, label in self.options]
 
     def read(self, text: str) -> Any:
-        """Accept a number of the menu, a value or what the menu says for it, in any case."""
+        """Accept a number of the menu, a value or its label, ignoring case."""
         values = [value for value, _ in self.options]
         for words in (self.numbers, [str(value) for value in values], self.labels):
             lower = [word.lower() for word in words]
@@ -94,20 +94,20 @@ class Choice(Answer):
         raise ValueError(f"{text!r} is not one of {listing}.{did_you_mean(text, words)}")
 
     def spell(self, value: Any) -> str:
-        """Write what the menu says for a value."""
+        """The label of a value."""
         return next(label for option, label in self.options if option == value)
 
     def ask(self, prompts: Asks, text: str, default: str, read: Callable[[str], Any]) -> Any:
-        """Let somebody choose from a menu."""
+        """Ask with a menu."""
         return prompts.ask_choice(text, self, default, read)
 
 
 def choice(*values: Any, **labels: str) -> Choice:
-    """Make a choice of words that say what they mean.
+    """Make a choice of values that are their own labels.
 
     Args:
         *values: The values.
-        **labels: What the menu says for values that do not.
+        **labels: Labels of values that need another one.
     """
     return Choice(tuple((value, labels.get(str(value), str(value))) for value in values))
 
@@ -138,21 +138,21 @@ class Number(Answer):
     Attributes:
         least: The smallest that is allowed.
         most: The largest.
-        is_whole: Whether it must be an integer.
+        is_integer: Whether it must be an integer.
     """
 
     least: float | None = None
     most: float | None = None
-    is_whole: bool = True
+    is_integer: bool = True
 
     def read(self, text: str) -> float:
         """Accept a number within the limits."""
         try:
-            value = int(text) if self.is_whole else float(text)
+            value = int(text) if self.is_integer else float(text)
         except ValueError:
-            kind = "an integer" if self.is_whole else "a number"
+            kind = "an integer" if self.is_integer else "a number"
             raise ValueError(f"{text!r} is not {kind}.") from None
-        if self.least is not None and not value >= self.least:  # so that nan is refused, too
+        if self.least is not None and not value >= self.least:  # so that nan is rejected, too
             raise ValueError(f"It must be at least {self.least}, got {text}.")
         if self.most is not None and not value <= self.most:
             raise ValueError(f"It must be at most {self.most}, got {text}.")
@@ -164,7 +164,7 @@ class Text(Answer):
     """Any text.
 
     Attributes:
-        without_blanks: Whether blanks are refused, as in addresses and names.
+        without_blanks: Whether blanks are rejected, as in addresses and names.
     """
 
     without_blanks: bool = False
@@ -174,7 +174,7 @@ class Text(Answer):
         if not text.isprintable():
             raise ValueError(f"{text!r} has characters that cannot be printed.")
         if self.without_blanks and len(text.split()) > 1:
-            raise ValueError(f"{text!r} must not have blanks in it.")
+            raise ValueError(f"{text!r} must not contain blanks.")
         return text
 
 
@@ -183,18 +183,18 @@ class Path(Text):
     """A file or folder."""
 
     def read(self, text: str) -> str:
-        """Accept text, with the user's folder in the place of `~`."""
+        """Accept text, and expand `~`."""
         return os.path.expanduser(Text.read(self, text))
 
 
 @dataclass(frozen=True, slots=True)
 class Words(Answer):
-    """Several texts, with a sign between them.
+    """Several words with a separator.
 
     Attributes:
-        pattern: What each must look like, as a regular expression; empty for anything.
-        example: What it looks like, for the reason.
-        separator: The sign.
+        pattern: A regular expression for each; empty for anything.
+        example: A description of the pattern, for messages.
+        separator: The separator.
     """
 
     pattern: str = ""
@@ -207,7 +207,7 @@ class Words(Answer):
 
         words = [word.strip() for word in text.split(self.separator) if word.strip()]
         if not words:
-            raise ValueError(f"{text!r} holds nothing.")
+            raise ValueError(f"{text!r} is empty.")
         for word in words:
             if self.pattern and not re.fullmatch(self.pattern, word):
                 raise ValueError(f"{word!r} does not look like {self.example}.")
@@ -222,7 +222,7 @@ class Words(Answer):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Words):
-    """Several texts that the setting holds as one, with commas."""
+    """Several words that become one `str`, separated by commas."""
 
     def read(self, text: str) -> str:  # type: ignore[override]
         """Accept at least one text."""

@@ -1,4 +1,4 @@
-"""The questions about machines of one's own, in their order."""
+"""All questions but those about SageMaker, in order."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def get_user_input(prompts: Prompts | None = None) -> BaseConfig:
     """Ask for all settings.
 
     Args:
-        prompts: Who asks; chosen to fit the terminal when None.
+        prompts: The object that asks; chosen by the terminal when None.
 
     Returns:
         `ClusterConfig` or `SageMakerConfig`.
 
     Raises:
-        KeyboardInterrupt: When somebody interrupts.
-        ValueError: When the answers end too early.
+        KeyboardInterrupt: The user interrupts.
+        ValueError: The answers end too early.
     """
     prompts = prompts or choose_prompts()
     at_amazon = ask(ENVIRONMENT, prompts, {}) == ComputeEnvironment.AMAZON_SAGEMAKER.value
@@ -46,7 +46,7 @@ def get_user_input(prompts: Prompts | None = None) -> BaseConfig:
 
 
 def get_cluster_input(prompts: Prompts | None = None) -> ClusterConfig:
-    """Ask for the settings of machines of one's own; as `get_user_input`."""
+    """Ask for the settings of machines other than SageMaker; as `get_user_input`."""
     return cluster_config(interview(TOPICS, prompts or choose_prompts()))
 
 

@@ -15,13 +15,13 @@ POLICIES = choice(
     *FSDP_AUTO_WRAP_POLICY,
     TRANSFORMER_BASED_WRAP="TRANSFORMER_BASED_WRAP: the blocks of a transformer",
     SIZE_BASED_WRAP="SIZE_BASED_WRAP: modules above a size",
-    NO_WRAP="NO_WRAP: the model as one piece",
+    NO_WRAP="NO_WRAP: the model as one unit",
 )
 in_version_1, in_version_2 = said("fsdp_version", 1), said("fsdp_version", 2)
 
 
 def is_synced(value: bool, answers: Answers) -> str:
-    """Refuse weights that rank 0 alone has."""
+    """Reject weights that only rank 0 has."""
     alone = answers["fsdp_cpu_ram_efficient_loading"] and not value
     return "Weights that only rank 0 loads must be broadcast to the other ranks." if alone else ""
 
@@ -35,7 +35,7 @@ FSDP = Topic(
               text="Reshard parameters after the forward pass? Less memory, slower"),
         about("fsdp_offload_params", False),
         about("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", kind=POLICIES),
-        Question("knows_blocks", "Take the blocks that the model names itself (_no_split_modules)?", Truth(), True,
+        Question("knows_blocks", "Wrap the block classes that the model declares (_no_split_modules)?", Truth(), True,
                  said("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"), is_saved=False),
         about("fsdp_transformer_layer_cls_to_wrap", None, lambda answers: answers.get("knows_blocks") is False),
         about("fsdp_min_num_params", 100_000_000, said("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"),
@@ -108,15 +108,15 @@ def _megatron(name: str, default: Any = None, *more: Any, **rest: Any) -> Questi
 
 
 def _more(name: str, default: Any = None, **rest: Any) -> Question:
-    """Row of an option that few need: left out where nothing is said."""
+    """Row of an option that few need: left out if the answer is empty."""
     return _megatron(name, default, said("sets_more"), is_required=False, **rest)
 
 
 def divides_processes(value: int, answers: Answers) -> str:
-    """Refuse degrees that do not divide the processes."""
+    """Reject degrees by which the number of processes is not divisible."""
     degree = value * answers.get(f"{MEGATRON_PREFIX}tp_degree", 1)
     rest = answers["num_processes"] % degree
-    return f"{answers['num_processes']} processes cannot be divided by {degree}." if rest else ""
+    return f"The number of processes, {answers['num_processes']}, is not divisible by {degree}." if rest else ""
 
 
 MEGATRON_LM = Topic(
@@ -160,29 +160,29 @@ with_deepspeed: Condition = said("way", "DEEPSPEED")
 
 
 def processes_left(answers: Answers) -> int:
-    """How many processes are left for the axes that have no size yet."""
+    """How many processes are left for the mesh dimensions that have no size yet."""
     taken: int = prod(answers.get(f"{PREFIX}{axis}", 1) for axis in AXES)
     return int(answers["num_processes"]) // taken
 
 
 def fits(value: int, answers: Answers) -> str:
-    """Refuse a size that does not divide the processes that are left."""
+    """Reject a size by which the number of processes that are left is not divisible."""
     left = processes_left(answers)
-    return f"{left} processes are left, and {value} does not divide them." if left % value else ""
+    return f"{left} processes are left, which is not divisible by {value}." if left % value else ""
 
 
 def copies_fit(value: int, answers: Answers) -> str:
-    """Refuse copies that leave nothing to shard while layers or sequences are shared."""
+    """Reject replicas that leave no ranks for sharding under tensor or context parallelism."""
     if reason := fits(value, answers):
         return reason
     shared = any(answers.get(f"{PREFIX}{axis}", 1) > 1 for axis in ("tp_size", "cp_size"))
     if value > 1 and shared and processes_left(answers) == value:
-        return "Sharing layers or sequences needs a sharded model: leave processes for the sharding."
+        return "Tensor and context parallelism need a sharded model: leave ranks for sharding."
     return ""
 
 
 def sharding(answers: Answers) -> dict[str, int]:
-    """Give the processes that are left to the axis that nobody is asked about: the sharding of one copy."""
+    """Assign the processes that are left to `dp_shard`, which has no question."""
     return {f"{PREFIX}dp_shard_size": processes_left(answers)} if answers.get("combines") else {}
 
 

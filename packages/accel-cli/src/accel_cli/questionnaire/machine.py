@@ -27,7 +27,7 @@ MACHINES = Choice(
 ACCELERATORS = tuple(kind for kind, _ in MACHINES.options if kind not in ("NO", "MULTI_CPU", "XLA"))
 SEVERAL = ("MULTI_CPU", *ACCELERATORS)
 
-PLAIN = ("PLAIN", "each process holds the whole model (DDP)")
+PLAIN = ("PLAIN", "a replica of the model on each rank (DDP)")
 DEEPSPEED = ("DEEPSPEED", "DeepSpeed")
 FSDP = ("FSDP", "FSDP: fully sharded data parallelism")
 MEGATRON = ("MEGATRON_LM", "Megatron-LM")
@@ -49,34 +49,34 @@ def on_cpu(answers: Answers) -> bool:
 
 
 def on_several_machines(answers: Answers) -> bool:
-    """True when the processes must find one another over a network."""
+    """True when the rendezvous is over a network."""
     return bool(answers.get("num_machines", 1) > 1)
 
 
 def in_fp8(answers: Answers) -> bool:
-    """True when the devices may be able to compute in FP8."""
+    """True when the devices may support FP8."""
     return answers.get("machine") in FP8_HARDWARE and not answers.get("use_cpu")
 
 
 def by_hostfile(answers: Answers) -> bool:
-    """True when a list of machines says which number this one has."""
+    """True when the rank of this machine follows from a hostfile."""
     return answers.get("deepspeed_multinode_launcher", "standard") != "standard"
 
 
 def divides_evenly(value: int, answers: Answers) -> str:
-    """Refuse processes that the machines cannot share equally."""
+    """Reject a number of processes that is not divisible by the number of machines."""
     machines = answers.get("num_machines", 1)
-    return f"{value} processes cannot be shared equally by {machines} machines." if value % machines else ""
+    return f"{value} processes are not divisible by {machines} machines." if value % machines else ""
 
 
 def is_one_of_them(value: int, answers: Answers) -> str:
-    """Refuse the number of a machine that is not there."""
+    """Reject a machine rank that is too high."""
     last = answers["num_machines"] - 1
-    return "" if value <= last else f"With {last + 1} machines the last one has the number {last}, got {value}."
+    return "" if value <= last else f"With {last + 1} machines, the rank must be at most {last}, got {value}."
 
 
 def are_enough(value: str, answers: Answers) -> str:
-    """Refuse a list of devices that is no list, or shorter than that of the processes."""
+    """Reject a list of devices that is not valid, or has fewer devices than processes."""
     words = [word.strip() for word in value.split(",")]
     if words == ["all"]:
         return ""
@@ -87,7 +87,7 @@ def are_enough(value: str, answers: Answers) -> str:
 
 
 def default_processes(answers: Answers) -> int:
-    """One process for each NVIDIA GPU where there are some to be seen, else one for each machine."""
+    """One process for each NVIDIA GPU of this machine, else one for each machine."""
     machines: int = answers.get("num_machines", 1)
     devices = glob.glob("/proc/driver/nvidia/gpus/*") if answers["machine"] == "MULTI_GPU" else []
     return machines * max(1, len(devices))
@@ -111,11 +111,11 @@ NETWORK = Topic(
     (
         about("machine_rank", None, opposite(by_hostfile), kind=Number(least=0), wrong=is_one_of_them),
         about("main_process_ip", kind=Text(without_blanks=True)),
-        Question("main_process_port", "Which port on it do the processes meet at?", Number(1, 65535), 29500),
+        Question("main_process_port", "Which port on it for the rendezvous?", Number(1, 65535), 29500),
         about("same_network", True),
         Question("rdzv_backend",
-                 "How do the machines find one another? static: all are there from the start; c10d: they may come and "
-                 "go, as restarts need it",
+                 "Rendezvous backend? static: all machines take part from the start; c10d: they may leave and join, as "
+                 "restarts need it",
                  choice("static", "c10d"), "static", opposite(by_hostfile)),
     ),
     asked_when=on_several_machines,
@@ -159,8 +159,8 @@ VARIABLES = Words(r"[A-Za-z_]\w*=.*", "a variable such as NAME=value")
 
 
 def is_there(value: str, answers: Answers) -> str:
-    """Refuse a file that does not exist."""
-    return "" if os.path.isfile(value) else f"There is no file {value!r}."
+    """Reject a file that does not exist."""
+    return "" if os.path.isfile(value) else f"The file {value!r} does not exist."
 
 
 TPU = Topic(
@@ -177,9 +177,9 @@ TPU = Topic(
         Question("command_file", "Which file?", Path(), None, said("commands_from", "file"), is_there),
         Question("commands", "Which commands? With semicolons between them", LINES, None,
                  said("commands_from", "typed")),
-        Question("tpu_vm", "Which machines of the pod? Names with commas between them, nothing for all", NAMES, None,
+        Question("tpu_vm", "Which machines of the pod? Names, separated by commas, nothing for all", NAMES, None,
                  said("tpu_use_cluster"), is_required=False),
-        Question("tpu_env", "Which variables are set there? As in NAME=value, nothing for none", VARIABLES, None,
+        Question("tpu_env", "Which environment variables are set there? As in NAME=value, nothing for none", VARIABLES, None,
                  said("tpu_use_cluster"), is_required=False),
     ),
     asked_when=said("machine", "XLA"),
@@ -187,7 +187,7 @@ TPU = Topic(
 
 
 def placed(answers: Answers) -> dict[str, Any]:
-    """Return what the answers say about where and how processes run, in the words of the config file."""
+    """The keys of the config file about hardware, engine and processes."""
     way, machine = answers.get("way", "PLAIN"), answers["machine"]
     return {
         "distributed_type": machine if way == "PLAIN" else way,

@@ -18,7 +18,7 @@ PRECISION = Topic(
         about("mixed_precision", "no", lambda answers: on_cpu(answers) or answers["machine"] == "XLA",
               kind=choice("no", "bf16")),
     ),
-    # DeepSpeed's own file says it then
+    # it is in DeepSpeed's own file then
     asked_when=opposite(said("deepspeed_config_file")),
 )  # fmt: skip
 
@@ -27,7 +27,7 @@ FP8_BACKENDS = Choice((("AO", "torchao"), ("TE", "Transformer Engine"), ("MSAMP"
 
 
 def are_three(value: str, answers: Answers) -> str:
-    """Refuse anything but three bools."""
+    """Reject anything but three bools."""
     words = [word.strip() for word in value.split(",")]
     try:
         known = [str_to_bool(word) for word in words]

@@ -1,4 +1,4 @@
-"""Asking: with menus on a terminal, with plain lines elsewhere."""
+"""Asking the user: with menus on a terminal, with plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Read = Callable[[str], Any]
 
 
 class Prompts(ABC):
-    """Somebody who can be asked. Every question is asked again until `read` takes the answer."""
+    """Asks the user. Every question is repeated until `read` accepts the answer."""
 
     def say(self, line: str) -> None:
         """Show a line."""
         print(line, flush=True)
 
     def again(self, reason: object) -> None:
-        """Say why a question is asked again."""
+        """Show why a question is repeated."""
         self.say(f"  {reason}")
 
     @abstractmethod
@@ -32,8 +32,8 @@ class Prompts(ABC):
 
         Args:
             text: The question.
-            default: What an empty answer stands for; empty where there is no default.
-            read: Turns what is typed into the value to return, or raises `ValueError` with the reason.
+            default: The value of an empty answer; empty if there is no default.
+            read: Parses the typed text, or raises `ValueError` with the reason.
         """
 
     @abstractmethod
@@ -67,7 +67,7 @@ class PlainPrompts(Prompts):
         while True:
             try:
                 line = input(prompt)
-            except (EOFError, OSError, RuntimeError, UnicodeDecodeError):  # at its end, closed, or no text
+            except (EOFError, OSError, RuntimeError, UnicodeDecodeError):  # at its end, closed, or not text
                 print(flush=True)
                 raise UsageError(
                     f"There is no answer to {prompt.strip().rstrip(':')!r}. Nothing was written."
@@ -81,10 +81,10 @@ class PlainPrompts(Prompts):
 
 
 class TerminalPrompts(Prompts):
-    """Asks with menus that are moved through with the arrow keys."""
+    """Asks with menus that are controlled by the arrow keys."""
 
     def ask_text(self, text: str, default: str, read: Read) -> Any:
-        """Ask in one line; what is wrong with it is shown below while it is corrected."""
+        """Ask in one line; errors are shown below it."""
         import questionary
 
         def problem(line: str) -> bool | str:
@@ -122,7 +122,7 @@ class TerminalPrompts(Prompts):
 
 
 def choose_prompts() -> Prompts:
-    """Choose menus where somebody sits at a terminal that can show them."""
+    """Choose menus on a terminal that can show them."""
     can_show = os.name == "nt" or os.environ.get("TERM", "dumb") != "dumb"
     at_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     return TerminalPrompts() if can_show and at_terminal and find_spec("questionary") else PlainPrompts()

@@ -1,4 +1,4 @@
-"""Questions as rows of a table, and going through them: from the answers to what a config file holds."""
+"""Questions as rows of a table, the interview, and the conversion of answers to a config file."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ Condition = Callable[[Answers], bool]
 
 
 def always(answers: Answers) -> bool:
-    """Ask whatever was answered before."""
+    """Ask in any case."""
     return True
 
 
 def never_wrong(value: Any, answers: Answers) -> str:
-    """Find nothing wrong with an answer."""
+    """Accept every answer."""
     return ""
 
 
 def said(key: str, *values: Any) -> Condition:
-    """Ask when an earlier question got one of these answers; without values, when it was answered with yes."""
+    """Ask if the answer to an earlier question is one of these; without values, if it is yes."""
     return lambda answers: answers.get(key) in values if values else bool(answers.get(key))
 
 
 def every(*conditions: Condition) -> Condition:
-    """Ask when all of the conditions hold."""
+    """Ask if all of the conditions hold."""
     return lambda answers: all(condition(answers) for condition in conditions)
 
 
 def opposite(condition: Condition) -> Condition:
-    """Ask when a condition does not hold."""
+    """Ask if a condition does not hold."""
     return lambda answers: not condition(answers)
 
 
@@ -47,12 +47,12 @@ class Question:
     Attributes:
         key: The setting that the answer becomes. Two rows may share one key when never both are asked.
         text: The question.
-        kind: What can be answered.
-        default: The answer when nothing is said: a value, or a function of the earlier answers. None where there is
-            no default.
+        kind: The kind of answer.
+        default: The value of an empty answer: a value, or a function of the earlier answers. None if there is no
+            default.
         asked_when: Given the earlier answers, whether to ask.
-        wrong: Given a value and the earlier answers, says what is wrong with it; an empty text for nothing.
-        is_required: Whether an answer is needed where there is no default; without one, the setting is left out.
+        wrong: Given a value and the earlier answers, returns why it is not valid; an empty `str` if it is.
+        is_required: Whether an answer is needed if there is no default; without one, the setting is left out.
         is_saved: Whether the answer becomes a setting, or only decides what is asked next.
     """
 
@@ -70,14 +70,14 @@ class Question:
         return self.default(answers) if callable(self.default) else self.default
 
     def read(self, text: str, answers: Answers) -> Any:
-        """Turn what was typed into a value.
+        """Parse typed text to a value.
 
         Args:
-            text: What was typed; nothing means the default.
+            text: The typed text; if empty, the default is used.
             answers: The earlier answers.
 
         Raises:
-            ValueError: With the reason why this is no answer.
+            ValueError: It is not valid; the message has the reason.
         """
         text = text.strip()
         if not text:
@@ -101,13 +101,13 @@ def about(
     wrong: Callable[[Any, Answers], str] = never_wrong,
     is_required: bool = True,
 ) -> Question:
-    """Make the question about an option of `accelerate launch` out of its row.
+    """Make the question about an option of `accelerate launch` from its row.
 
     Args:
         name: The option.
         default: As for `Question`.
         asked_when: As for `Question`.
-        kind: What can be answered, where the row does not say it well enough.
+        kind: The kind of answer, if it does not follow from the row.
         text: The question; the row's help when empty.
         wrong: As for `Question`.
         is_required: As for `Question`.
@@ -121,14 +121,14 @@ def about(
 
 
 def _answer_of(option: Option) -> Answer:
-    """What can be answered where an option is asked about."""
+    """The kind of answer for an option."""
     kind = option.kind
     if option.is_switch or kind.choices == ("true", "false"):
         return Truth()
     if kind.choices:
         return choice(*kind.choices)
     if option.type.__name__ in ("int", "float"):
-        return Number(*kind.limits, is_whole=option.type.__name__ == "int")
+        return Number(*kind.limits, is_integer=option.type.__name__ == "int")
     return Joined() if kind.metavar in ("NAMES", "CLASSES") else Text()
 
 
@@ -139,8 +139,8 @@ class Topic:
     Attributes:
         title: The heading above them.
         questions: The rows, in the order in which they are asked.
-        section: The section of the config file that takes the answers; empty for none.
-        asked_when: Given the earlier answers, whether the topic concerns this machine at all.
+        section: The section of the config file for the answers; empty for none.
+        asked_when: Given the earlier answers, whether to ask any of the questions.
     """
 
     title: str
@@ -150,12 +150,12 @@ class Topic:
 
 
 def interview(topics: Iterable[Topic], prompts: Prompts, answers: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ask what the earlier answers do not rule out.
+    """Ask all questions whose conditions hold.
 
     Args:
         topics: The questions.
-        prompts: Who asks.
-        answers: What is known already; it grows.
+        prompts: The object that asks.
+        answers: Earlier answers, to which the new ones are added.
 
     Returns:
         `answers`: question key -> value. Questions that were not asked are not in it.
@@ -173,21 +173,21 @@ def interview(topics: Iterable[Topic], prompts: Prompts, answers: dict[str, Any]
 
 
 def ask(question: Question, prompts: Prompts, answers: Answers) -> Any:
-    """Ask one question until the answer can be used, and return its value."""
+    """Ask one question until the answer is valid, and return its value."""
     default = question.initial(answers)
     spelled = "" if default is None else question.kind.spell(default)
     return question.kind.ask(prompts, question.text, spelled, lambda text: question.read(text, answers))
 
 
 def settings_of(topics: Iterable[Topic], answers: Answers) -> dict[str, Any]:
-    """Arrange answers as a config file does.
+    """Arrange answers in the structure of a config file.
 
     Args:
         topics: The questions that were asked.
-        answers: What `interview` gave.
+        answers: The answers of `interview`.
 
     Returns:
-        Key -> value, and section -> key -> value. What was answered with nothing is left out.
+        Key -> value, and section -> key -> value. Empty answers are left out.
     """
     values: dict[str, Any] = {}
     for topic in topics:

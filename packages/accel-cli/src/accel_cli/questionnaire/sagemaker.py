@@ -20,7 +20,7 @@ WAYS = Choice(
 CREDENTIALS = Choice(
     (
         ("profile", "an AWS profile of this machine"),
-        ("environment", "the variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
+        ("environment", "the environment variables AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"),
     )
 )
 NAME = Text(without_blanks=True)
@@ -46,7 +46,7 @@ JOB = Topic(
         Question("has_metrics", "Are there metrics to follow, listed in a TSV file?", Truth(), False, is_saved=False),
         Question("sagemaker_metrics_file", "Where is the file, seen from the script?", Text(), None,
                  said("has_metrics")),
-        Question("distributed_type", "How is the job spread over its machines?", WAYS, "NO"),
+        Question("distributed_type", "Which kind of parallelism has the job?", WAYS, "NO"),
         Question("ec2_instance_type", "On which type of machine?", choice(*SAGEMAKER_PARALLEL_EC2_INSTANCES),
                  SAGEMAKER_PARALLEL_EC2_INSTANCES[0], said("distributed_type", "DATA_PARALLEL")),
         Question("ec2_instance_type", "On which type of machine?", NAME, "ml.p3.2xlarge",
@@ -67,11 +67,11 @@ def get_sagemaker_input(prompts: Prompts | None = None) -> SageMakerConfig:
     """Ask for the settings of jobs on Amazon SageMaker.
 
     Args:
-        prompts: Who asks; chosen to fit the terminal when None.
+        prompts: The object that asks; chosen by the terminal when None.
 
     Raises:
-        KeyboardInterrupt: When somebody interrupts.
-        ValueError: When the answers end too early.
+        KeyboardInterrupt: The user interrupts.
+        ValueError: The answers end too early.
     """
     answers = interview(TOPICS, prompts or choose_prompts())
     return sagemaker_config(answers)

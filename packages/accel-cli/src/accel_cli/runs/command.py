@@ -6,21 +6,23 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.arguments import CommandParser, Option, add_options
 from accel_cli.errors import UsageError, did_you_mean
-from accel_state.settings.option import WHOLE, one_of
+from accel_state.settings.option import INTEGER, one_of
 
 if TYPE_CHECKING:
     from accel_tracking.local.reading import Run
 
 HELP = "List, show, compare and export recorded runs."
 DESCRIPTION = """List, show, compare and export runs that were logged with the tracker "local".
-A run is named by its number in the list, by its id or the beginning of it, or by the name that the program gave it
-(then the newest of that name)."""
+A run is given by its number in the list, by its id or the beginning of it, or by its name (then the newest run of that
+name)."""
 ACTIONS = ("list", "show", "compare")
-NEWEST = 5  # how many runs `compare` takes when none are named
+CSV_HEADER = ("run", "name", "metric", "step", "time", "value")
+NEWEST = 5  # how many runs `compare` shows when none are named
 
 OPTIONS = (
     Option("action", "What to do: list (default), show or compare.", nargs="?", default="list", kind=one_of(*ACTIONS)),
@@ -28,9 +30,9 @@ OPTIONS = (
     Option("--dir", "Folder to search, with those below it.", default=".", metavar="FOLDER"),
     Option("--name", "Only runs of this name.", metavar="NAME"),
     Option("--metric", "Metric to show; a loss if left out.", metavar="NAME"),
-    Option("--limit", "At most so many runs, the newest ones.", kind=WHOLE, metavar="N"),
+    Option("--limit", "Largest number of runs, the newest ones.", kind=INTEGER, metavar="N"),
     Option("--csv", "Write every point of the curves to this file; - for the terminal.", metavar="FILE"),
-    Option("--html", "Write a page with the curves, which needs nothing but a browser.", metavar="FILE"),
+    Option("--html", "Write an HTML page with the curves, without external files.", metavar="FILE"),
 )  # fmt: skip
 
 
@@ -44,18 +46,18 @@ def run(args: Namespace) -> int:
     """Print or write recorded runs.
 
     Args:
-        args: What the parser of `add_arguments` gave.
+        args: The parsed arguments.
 
     Returns:
-        The exit status for the shell: 1 when there are no runs.
+        The exit status for the shell: 1 if there are no runs.
 
     Raises:
-        UsageError: For a folder, run or metric that does not exist, or a file that cannot be written.
+        UsageError: A folder, run or metric does not exist, or a file cannot be written.
     """
     from accel_tracking.local.reading import read_runs
 
     if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit {args.limit} shows nothing: give 1 or more.")
+        raise UsageError(f"--limit must be at least 1, got {args.limit}.")
     if not os.path.isdir(args.dir):
         raise UsageError(f"The folder {args.dir!r} does not exist.")
     found = read_runs(args.dir)
@@ -83,18 +85,18 @@ def _show(args: Namespace, runs: Sequence[Run], found: Sequence[Run]) -> None:
 
 
 def _choose(args: Namespace, found: Sequence[Run]) -> list[Run]:
-    """The runs that were named, or as many of the newest as the action takes."""
+    """The runs that were named, or the newest ones, as many as the action shows by default."""
     if args.run:
         chosen = [_find(word, found, args.dir) for word in args.run]
     else:
-        usual = {"list": None, "show": 1, "compare": NEWEST}[args.action]
+        default_count = {"list": None, "show": 1, "compare": NEWEST}[args.action]
         named = [run for run in found if args.name is None or run.name == args.name]
         if not named:
             known = sorted({run.name for run in found})
             raise UsageError(f"No run has the name {args.name!r}.{did_you_mean(args.name, known)}")
-        chosen = named[: args.limit or usual]
+        chosen = named[: args.limit or default_count]
     if args.action == "compare" and len(chosen) < 2 and not (args.csv or args.html):
-        raise UsageError("There is only one run to compare: name two or more.")
+        raise UsageError("There is only one run to compare. Name two or more.")
     return chosen
 
 
@@ -109,7 +111,9 @@ def _find(word: str, found: Sequence[Run], folder: str) -> Run:
         if len(matches) == 1:
             return matches[0]
         if matches:
-            raise UsageError(f"{word!r} could be {' or '.join(repr(run.id) for run in matches[:4])}: give more of it.")
+            raise UsageError(
+                f"{word!r} is ambiguous: it could be {' or '.join(repr(run.id) for run in matches[:4])}. Give more of the id."
+            )
     known = [*(run.id for run in found), *(run.name for run in found)]
     raise UsageError(f"There is no run {word!r} below {os.path.abspath(folder)}.{did_you_mean(word, known)}")
 
@@ -126,16 +130,45 @@ def _metric(args: Namespace, runs: Sequence[Run]) -> str | None:
 
 
 def _export(args: Namespace, runs: Sequence[Run]) -> None:
-    from accel_cli.runs.export import write_csv, write_page
-
-    for path, write in ((args.csv, write_csv), (args.html, write_page)):
+    for path, write in ((args.csv, _write_csv), (args.html, _write_page)):
         if not path:
             continue
         try:
             write(runs, path)
-        except BrokenPipeError:  # the reader has seen enough
+        except BrokenPipeError:  # the reader has closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             raise UsageError(f"{path!r} cannot be written: {error.strerror or error}.") from None
         if path != "-":
             print(f"Wrote {len(runs)} run{'s' if len(runs) > 1 else ''} to {path}")
+
+
+def _write_csv(runs: Sequence[Run], path: str) -> None:
+    """Write every point of every curve as a row.
+
+    Args:
+        runs: The runs.
+        path: The file; "-" for standard output.
+    """
+    import csv
+    from contextlib import nullcontext
+
+    from accel_tracking.local.comparing import points
+
+    with nullcontext(sys.stdout) if path == "-" else open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(CSV_HEADER)
+        writer.writerows(points(runs))
+
+
+def _write_page(runs: Sequence[Run], path: str) -> None:
+    """Write a page with the curves, settings, pictures and tables of runs.
+
+    Args:
+        runs: The runs.
+        path: The file.
+    """
+    from accel_tracking.local.page import page
+
+    names = sorted({run.name for run in runs})
+    Path(path).write_text(page(runs, title=", ".join(names)), encoding="utf-8")

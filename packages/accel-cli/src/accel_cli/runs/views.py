@@ -18,7 +18,7 @@ MISSING = "-"
 
 
 def listing(runs: Sequence[Run], metric: str | None, numbers: Mapping[str, int]) -> list[str]:
-    """A table with a line for each run, and the curve of one metric."""
+    """A table with a line for each run, and a sparkline of one metric."""
     from accel_tracking.local.curves import sparkline
 
     heads = ["#", "run", "status", "started", "time", "step"]
@@ -43,7 +43,7 @@ def listing(runs: Sequence[Run], metric: str | None, numbers: Mapping[str, int])
 
 
 def details(runs: Sequence[Run], metric: str | None, numbers: Mapping[str, int]) -> list[str]:
-    """Everything about each run: what happened to it, its settings, its metrics, and one curve."""
+    """The details of each run: status, settings, metrics, and one curve."""
     lines: list[str] = []
     for run in runs:
         lines += ["", *_details_of(run, metric)] if lines else _details_of(run, metric)
@@ -110,7 +110,7 @@ def _curve_of(run: Run, metric: str) -> list[str]:
 
 
 def comparison(runs: Sequence[Run], metric: str | None, numbers: Mapping[str, int]) -> list[str]:
-    """Runs side by side: the settings in which they differ, and the last value of every metric."""
+    """A comparison of runs: the settings that differ, and the last value of every metric."""
     from accel_tracking.local.comparing import MISSING as NOT_SET
     from accel_tracking.local.comparing import differing_settings, last_values, metric_names
     from accel_tracking.local.curves import sparkline
@@ -123,9 +123,7 @@ def comparison(runs: Sequence[Run], metric: str | None, numbers: Mapping[str, in
         ["step", *(whole(run.last_step) for run in runs)],
     ]
     differing = differing_settings(runs)
-    rows.append(
-        ["settings that differ", *[""] * len(runs)] if differing else ["settings", *["all the same"] * len(runs)]
-    )
+    rows.append(["settings that differ", *[""] * len(runs)] if differing else ["settings", *["identical"] * len(runs)])
     rows += [
         [f"  {name}", *(MISSING if value is NOT_SET else clipped(shown(value), MAX_CELL) for value in values)]
         for name, values in differing.items()
@@ -149,7 +147,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: set[int] |
     Args:
         heads: Titles of the columns.
         rows: The cells.
-        right: Places of the columns that are flush right.
+        right: Indices of the columns that are aligned right.
     """
     widths = [max(len(row[place]) for row in [heads, *rows]) for place in range(len(heads))]
     return [
@@ -167,7 +165,7 @@ def _pairs(values: Mapping[str, str], indent: int = 0) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A number in five digits."""
+    """A number with five digits."""
     return MISSING if math.isnan(value) else f"{value:.5g}"
 
 
@@ -177,12 +175,12 @@ def whole(value: int | None) -> str:
 
 
 def moment(when: float) -> str:
-    """A Unix time as date and time here."""
+    """A Unix time as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(when)) if math.isfinite(when) else MISSING
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the units that suit them."""
+    """A duration in seconds, minutes or hours."""
     if not math.isfinite(seconds):
         return MISSING
     if seconds < 60:
@@ -193,7 +191,7 @@ def duration(seconds: float) -> str:
 
 
 def shown(value: Any) -> str:
-    """A setting as text."""
+    """A setting as a `str`."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

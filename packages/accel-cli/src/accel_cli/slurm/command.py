@@ -1,4 +1,4 @@
-"""The command `accelerate slurm`: the launch as a job for SLURM."""
+"""The command `accelerate slurm`: a launch as a SLURM job."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print a batch script, write it, or hand it to SLURM.
+    """Print a batch script, write it, or submit it.
 
     Args:
-        args: What the parser with `add_arguments` gave.
+        args: The parsed arguments.
 
     Returns:
-        The exit status for the shell: that of sbatch where it was called.
+        The exit status for the shell: that of sbatch if it was called.
 
     Raises:
-        ValueError: When something is wrong with the command line, the config file or the environment.
+        ValueError: The command line, the config file or the environment is not valid.
     """
     job = make_job(args)
     for note in () if args.quiet else job.notes:
@@ -63,5 +63,6 @@ def _submit(text: str, *, test_only: bool) -> int:
         return subprocess.run(["sbatch", *(["--test-only"] if test_only else [])], input=text, text=True).returncode
     except FileNotFoundError:
         raise UsageError(
-            "There is no program 'sbatch' here: run this on a machine of the cluster, or leave out --submit."
+            "--submit needs the program 'sbatch', which is not installed. Run this on a machine of the cluster, or leave "
+            "--submit out."
         ) from None

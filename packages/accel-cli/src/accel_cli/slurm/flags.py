@@ -1,4 +1,4 @@
-"""Options of `accelerate slurm` besides those of `accelerate launch`, and what their values may be."""
+"""Options of `accelerate slurm` in addition to those of `accelerate launch`, and checks of their values."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from argparse import Namespace
 
 from accel_cli.arguments import Option, switch
 from accel_cli.errors import UsageError
-from accel_state.settings.option import WHOLE
+from accel_state.settings.option import INTEGER
 
 SLURM = (
-    Option("--nodes", "How many machines; num_machines of the settings if left out.", kind=WHOLE, metavar="N"),
+    Option("--nodes", "How many machines; num_machines of the settings if left out.", kind=INTEGER, metavar="N"),
     Option("--gpus_per_node", "GPUs of each machine, one process each: a number, or type:number.", metavar="G"),
-    Option("--cpus_per_task", "CPU cores of each machine's task.", kind=WHOLE, metavar="N"),
+    Option("--cpus_per_task", "CPU cores of each machine's task.", kind=INTEGER, metavar="N"),
     Option("--time", "Time limit: minutes, hours:minutes:seconds, days-hours, ... or UNLIMITED.", metavar="LIMIT"),
     Option("--partition", "Partition, or several separated by commas.", metavar="NAME"),
-    Option("--account", "Who pays.", metavar="NAME"),
+    Option("--account", "Account to charge.", metavar="NAME"),
     Option("--qos", "Quality of service.", metavar="NAME"),
     Option("--job_name", "Name of the job; that of the script if left out.", metavar="NAME"),
     Option("--sbatch_option", "Another option of sbatch, such as --mem=0; may be given several times. Write it "
            "with an equals sign: --sbatch_option=--mem=0.", action="append", metavar="OPTION"),
     Option("--setup", "A shell command to run on the first machine before the launch; may be given several times.",
            action="append", metavar="COMMAND"),
-    switch("--requeue", "Start the job again when it was preempted or reaches its time limit.", default=None),
-    switch("--no_requeue", "Never start the job again.", default=None),
-    Option("--grace_seconds", "How long before its time limit the job is ended to start again.", default=120,
-           kind=WHOLE, metavar="S"),
-    Option("--resume_args", "Words that the script gets besides when the job has been started again: "
+    switch("--requeue", "Requeue the job when it is preempted or reaches its time limit.", default=None),
+    switch("--no_requeue", "Never requeue the job.", default=None),
+    Option("--grace_seconds", "How long before its time limit the job is ended and requeued.", default=120,
+           kind=INTEGER, metavar="S"),
+    Option("--resume_args", "Further arguments of the script when the job was requeued: "
            "--resume_args='--resume latest'.", default="", metavar="WORDS"),
     Option("--output", "Write the batch script to this file instead of printing it.", metavar="FILE"),
-    switch("--submit", "Hand the job to sbatch; with --dry_run, let sbatch only check it.", default=None),
+    switch("--submit", "Submit the job with sbatch; with --dry_run, let sbatch only check it.", default=None),
 )  # fmt: skip
 
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.ASCII)
@@ -39,7 +39,7 @@ NAMES = re.compile(rf"{NAME.pattern}(,{NAME.pattern})*")
 GPUS = re.compile(r"(?:([A-Za-z0-9_][A-Za-z0-9_.-]*):)?(\d{1,4})", re.ASCII)
 SBATCH_OPTION = re.compile(r"--?[A-Za-z][A-Za-z-]*([= ][^\n\r\0]+)?")
 
-# option -> what it must look like, and that in words
+# option -> pattern of its values, and a description for messages
 SHAPES: dict[str, tuple[re.Pattern[str], str]] = {
     "time": (TIME, "a time limit of SLURM: 90, 90:00, 12:00:00, 2-0, 2-12:00 or UNLIMITED"),
     "partition": (NAMES, "a partition, or several separated by commas"),
@@ -54,13 +54,13 @@ AT_LEAST_ONE = ("nodes", "cpus_per_task", "grace_seconds")
 
 
 def check_slurm_flags(args: Namespace) -> None:
-    """Refuse what would make a batch script that is wrong, or says something else than what was meant.
+    """Check the options for values that would make a wrong batch script.
 
     Args:
         args: The parsed command line.
 
     Raises:
-        ValueError: For a value that is not allowed, or two that contradict one another.
+        ValueError: A value is not valid, or two contradict one another.
     """
     for name, (pattern, wanted) in SHAPES.items():
         given = getattr(args, name)
@@ -73,27 +73,29 @@ def check_slurm_flags(args: Namespace) -> None:
             raise UsageError(f"--{name} must be at least 1, got {value}.")
     for flag, other in (("requeue", "no_requeue"), ("cpu", "gpus_per_node")):
         if getattr(args, flag) and getattr(args, other):
-            raise UsageError(f"--{flag} and --{other} contradict one another: leave one of them out.")
+            raise UsageError(f"--{flag} and --{other} contradict one another. Leave one of them out.")
     if args.nodes and args.num_machines and args.nodes != args.num_machines:
-        raise UsageError(f"--nodes {args.nodes} and --num_machines {args.num_machines} contradict one another.")
+        raise UsageError(
+            f"--nodes {args.nodes} and --num_machines {args.num_machines} contradict one another. Give only --nodes."
+        )
     for name in ("machine_rank", "main_process_ip"):
         if getattr(args, name) is not None:
-            raise UsageError(f"--{name} is found on the machines that SLURM gives the job: leave it out.")
+            raise UsageError(f"--{name} is set by the job itself on the machines that SLURM allocates. Leave it out.")
     resume_words(args)
 
 
 def num_gpus(text: str | None) -> int:
-    """Read the number of `--gpus_per_node`; 0 when it was not given."""
+    """The number in `--gpus_per_node`; 0 if it was not given."""
     found = GPUS.fullmatch(text or "0")
     assert found is not None, "the value was checked"
     return int(found[2])
 
 
 def resume_words(args: Namespace) -> list[str]:
-    """Split what the script gets when the job starts again into words, as a shell would."""
+    """Split `--resume_args` into arguments, as a shell does."""
     try:
         return shlex.split(args.resume_args)
     except ValueError as error:
         raise UsageError(
-            f"--resume_args {args.resume_args!r} is not what a shell would understand: {error}."
+            f"--resume_args {args.resume_args!r} cannot be split as in a shell: {error}. Check its quotes."
         ) from None

@@ -1,4 +1,4 @@
-"""What a SLURM job asks for, from a parsed command line and the settings."""
+"""The resources and commands of a SLURM job, from a parsed command line and the settings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from accel_cli.launch.flags.table import find
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.settings import LaunchSettings
-from accel_cli.launch.validate import MEETS_ALONE, check_flags, check_settings
+from accel_cli.launch.validate import OWN_RENDEZVOUS, check_flags, check_settings
 from accel_cli.slurm.flags import SLURM, check_slurm_flags, num_gpus, resume_words
 
-CPUS_PER_GPU = 4  # when nobody says: the process itself, and workers that load data
+CPUS_PER_GPU = 4  # the default: the process itself, and data loader workers
 FOUND_BY_THE_JOB = "found-by-the-job"
-ANY_PORT = 1  # stands for one that the job chooses
+ANY_PORT = 1  # placeholder for a port that the job chooses
 NAMED = ("flag", "file")
 
-# settled by the batch script itself, or no business of it
+# set by the batch script itself, or not for it
 NOT_PASSED_ON = (
     "config_file", "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "dry_run",
     "training_script", "training_script_args", "aws_access_key_id", "aws_secret_access_key",
@@ -30,24 +30,24 @@ NOT_PASSED_ON = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Everything that the batch script says.
+    """The content of the batch script.
 
     Attributes:
         name: Name of the job.
         nodes: Number of machines.
         num_processes: On all machines together.
-        gpus_per_node: As sbatch takes it; empty without GPUs.
+        gpus_per_node: In the form of sbatch; empty without GPUs.
         cpus_per_task: CPU cores on each machine.
         options: Further options of sbatch, such as `("--time=1:00:00",)`.
         folder: Where the job runs.
-        requeue: Whether it starts again; None leaves it to the cluster.
-        grace_seconds: How long before its time limit it is ended, if it is to start again.
+        requeue: Whether it is requeued; None for the default of the cluster.
+        grace_seconds: How long before its time limit it is ended, if it is requeued.
         setup: Shell commands to run first.
-        port: Where the machines meet; None for one that depends on the job.
+        port: Port of the rendezvous; None for one that depends on the job id.
         launch_words: Flags of `accelerate launch`.
         script_words: The script and its arguments.
-        resume_words: Further arguments when the job starts again.
-        notes: What the user should be told.
+        resume_words: Further arguments when the job was requeued.
+        notes: Lines to print for the user.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Job:
 
 
 class ComputeNode(Machine):
-    """A machine of the job: it has what the job asks for, and nobody can look now.
+    """A machine of the job. It cannot be queried now, but has what the job requests.
 
     Args:
         gpus: How many it has.
@@ -78,36 +78,36 @@ class ComputeNode(Machine):
         self.gpus = gpus
 
     def num_devices(self) -> int:
-        """Count the GPUs that the job asks for."""
+        """Count the GPUs that the job requests."""
         return self.gpus
 
     def has_devices(self) -> bool:
-        """Believe those who say that the machines of the job have some."""
+        """Assume that the machines of the job have accelerators if settings ask for them."""
         return True
 
     def visible_devices_variable(self) -> str:
-        """Name the variable; which one it is matters on the machine only."""
+        """The variable of CUDA; the launch on the machine uses the right one."""
         return "CUDA_VISIBLE_DEVICES"
 
     def num_cores(self) -> int:
-        """Count one core: the number of threads is chosen on the machine."""
+        """One core: the number of threads is chosen on the machine."""
         return 1
 
-    def port(self, wanted: int | None, usual: int = 29500) -> int:
-        """Leave the choice to the machine."""
-        return wanted or usual
+    def port(self, wanted: int | None, default: int = 29500) -> int:
+        """The default: whether it is free is checked on the machine."""
+        return wanted or default
 
 
 def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
-    """Check a command line, complete it from the config file and the environment, and say what the job asks for.
+    """Check a command line, resolve it with the config file and the environment, and make the job.
 
     Args:
-        args: What the parser of `accelerate slurm` gave.
+        args: The parsed arguments of `accelerate slurm`.
         environ: The environment variables; those of this process when None.
 
     Raises:
-        ValueError: When something is wrong with the command line, the config file or the environment.
-        FileNotFoundError: When the script or the config file does not exist.
+        ValueError: The command line, the config file or the environment is not valid.
+        FileNotFoundError: The script or the config file does not exist.
     """
     check_slurm_flags(args)
     check_flags(from_namespace(launch_arguments(args)))
@@ -139,13 +139,13 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
 
 
 def launch_arguments(args: Namespace) -> Namespace:
-    """Copy a command line without what `accelerate slurm` alone knows."""
+    """Copy a command line without the options of `accelerate slurm` alone."""
     own = {option.name for option in SLURM}
     return Namespace(**{name: value for name, value in vars(args).items() if name not in own})
 
 
 def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> LaunchSettings:
-    """Complete the settings as the launch on a machine of the job will, without its address."""
+    """Resolve the settings as the launch on a machine of the job will, without its address."""
     wanted = launch_arguments(args)
     wanted.nondefault = {*getattr(args, "nondefault", ()), "machine_rank", "main_process_ip"}
     wanted.machine_rank, wanted.main_process_ip = 0, FOUND_BY_THE_JOB
@@ -156,26 +156,26 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> La
         wanted.num_processes = gpus * (args.nodes or args.num_machines or 1)
         wanted.nondefault.add("num_processes")
     settings = resolve(wanted, environ, ComputeNode(gpus))
-    if settings.runner in MEETS_ALONE:
+    if settings.runner in OWN_RENDEZVOUS:
         raise UsageError(
-            f"A SLURM job runs `accelerate launch` on each machine itself, which the launcher {settings.runner!r} of "
-            "these settings would do again: leave it out."
+            f"`accelerate slurm` cannot be combined with the launcher {settings.runner!r} of these settings: the job runs "
+            "`accelerate launch` on each machine itself. Leave the launcher out."
         )
     sources = dict(settings.sources)
     if gpus and not args.num_processes:  # the config file may have had the number of machines
         settings, sources["num_processes"] = settings.but(num_processes=gpus * settings.num_machines), "guess"
     if not settings.main_process_port:
         settings, sources["main_process_port"] = settings.but(main_process_port=ANY_PORT), "guess"
-    settings = settings.but(sources=sources, port_was_named=False)  # whether it is free matters elsewhere
+    settings = settings.but(sources=sources, port_was_named=False)  # whether it is free is checked on the machine
     return settings.noting(*check_settings(settings))
 
 
 def _cpu_instead_of_gpus(gpus: str, settings: LaunchSettings) -> str:
-    """Say who wants the CPU although GPUs were asked for."""
+    """The message for settings that choose the CPU although GPUs are requested."""
     path = settings.settings_file
     if path is None or settings.sources.get("cpu") != "file":
         return (
-            f"--gpus_per_node {gpus} contradicts the environment variable ACCELERATE_USE_CPU: unset it, or leave "
+            f"--gpus_per_node {gpus} contradicts the environment variable ACCELERATE_USE_CPU. Unset it, or leave "
             "--gpus_per_node out."
         )
     from accel_cli.configfile.values import read_values
@@ -192,7 +192,7 @@ def _cpu_instead_of_gpus(gpus: str, settings: LaunchSettings) -> str:
 def _processes_per_node(settings: LaunchSettings) -> int:
     known = settings.sources.get("num_processes") in NAMED
     if not known and not settings.use_cpu:
-        raise UsageError("How many GPUs has a machine? Give --gpus_per_node, or --cpu for none.")
+        raise UsageError("The number of GPUs per machine is missing. Give --gpus_per_node, or --cpu for none.")
     return int(settings.num_processes // settings.num_machines)
 
 
@@ -200,7 +200,7 @@ def _check_count(given: int, nodes: int, gpus: int) -> None:
     if gpus and given != gpus * nodes:
         raise UsageError(
             f"--num_processes {given} and --gpus_per_node {gpus} contradict one another: {nodes} machines have "
-            f"{gpus * nodes} GPUs, one for each process."
+            f"{gpus * nodes} GPUs, one for each process. Leave --num_processes out."
         )
 
 
@@ -211,7 +211,7 @@ def _cores(settings: LaunchSettings, per_node: int) -> int:
 
 
 def _name_of(script: str) -> str:
-    """Make a job name of a script's, of the letters that one may have."""
+    """Make a job name from the name of a script, of valid characters."""
     stem = os.path.splitext(os.path.basename(script))[0]
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "accelerate"
 
@@ -224,7 +224,7 @@ def _options(args: Namespace) -> Iterator[str]:
 
 
 def _launch_words(args: Namespace, settings: LaunchSettings) -> Iterator[str]:
-    """Spell the flags of the launch that were given here again."""
+    """Yield the given flags of `accelerate launch`."""
     if settings.settings_file:
         yield from ("--config_file", os.path.abspath(os.path.expanduser(settings.settings_file)))
     for name in sorted(getattr(args, "nondefault", ())):

@@ -8,29 +8,29 @@ from collections.abc import Iterator
 
 from accel_cli.slurm.job import Job
 
-# ports below 32768 are not given to outgoing connections; jobs that share a machine meet at different ones
+# ports below 32768 are not used for outgoing connections; jobs on one machine have different ones
 FIRST_PORT = 20000
 NUM_PORTS = 10000
 
 RESTARTS = "SLURM_RESTART_COUNT"
 
-# srun does not take over the cores that sbatch was asked for
+# srun does not inherit --cpus-per-task of sbatch
 SRUN = 'srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1'
 
-# the number of the machine is known in the task only
+# the rank of the machine is known in the task only
 TASK = """'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" """.strip()
 
 REQUEUE = """
-# a while before the time limit, SLURM signals this shell; the job then gives way and waits for its next turn
+# before the time limit, SLURM signals this shell; the job is then ended and requeued
 trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 
-# when others need the machines, SLURM signals the processes, and what they do about it ends the step
+# on preemption, SLURM signals the processes, which then end
 was_preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
 }
 """.strip()
 
-# a signal ends a wait, but not what is waited for
+# a signal ends a wait, but not the step
 WAIT = f"""
 step=$!
 wait "$step"
@@ -40,7 +40,7 @@ while kill -0 "$step" 2>/dev/null; do
     status=$?
 done
 if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted; }}; then
-    echo "job $SLURM_JOB_ID gives way after ${{{RESTARTS}:-0}} restarts" >&2
+    echo "job $SLURM_JOB_ID is requeued after ${{{RESTARTS}:-0}} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"
@@ -51,7 +51,7 @@ def batch_script(job: Job) -> str:
     """Write the batch script of a job.
 
     Args:
-        job: What it asks for.
+        job: The job.
 
     Returns:
         A script for bash, with the options of sbatch at its head.
@@ -69,7 +69,7 @@ def batch_script(job: Job) -> str:
 
 
 def sbatch_quoted(text: str) -> str:
-    """Quote a value for a line that sbatch reads, whose rules are not quite a shell's."""
+    """Quote a value for an #SBATCH line, whose rules differ from those of a shell."""
     if re.fullmatch(r"[A-Za-z0-9_.,:=@%+/~-]*", text):
         return text
     return '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
@@ -94,24 +94,24 @@ def _head(job: Job) -> Iterator[str]:
 
 
 def _meeting(job: Job) -> Iterator[str]:
-    """Find out where the machines meet."""
+    """Set the address and the port of the rendezvous."""
     if job.nodes == 1:
         return
     port = str(job.port or f"$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))")
     yield (
-        "# the processes meet on the first machine\n"
-        'meeting_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
-        f"meeting_port={port}"
+        "# the rendezvous is on the first machine\n"
+        'rendezvous_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        f"rendezvous_port={port}"
     )
 
 
 def _words(job: Job) -> Iterator[str]:
-    """Spell the words of `accelerate launch`, one or a pair on each line."""
+    """Yield the arguments of `accelerate launch`, one or a pair on each line."""
     yield "words=("
     yield '    --num_machines "$SLURM_NNODES"'
     yield f"    --num_processes {job.num_processes}"
     if job.nodes > 1:
-        yield '    --main_process_ip "$meeting_host" --main_process_port "$meeting_port"'
+        yield '    --main_process_ip "$rendezvous_host" --main_process_port "$rendezvous_port"'
     else:
         yield f"    --main_process_port {job.port or 0}"
     flags = list(job.launch_words)
@@ -125,7 +125,7 @@ def _words(job: Job) -> Iterator[str]:
 
 def _resume(job: Job) -> str:
     return (
-        "# SLURM counts how often it has started the job again\n"
+        "# SLURM counts how often it has requeued the job\n"
         f'if [ "${{{RESTARTS}:-0}}" -gt 0 ]; then\n'
         f"    words+=({shlex.join(job.resume_words)})\n"
         "fi"
@@ -134,5 +134,5 @@ def _resume(job: Job) -> str:
 
 def _start(job: Job) -> str:
     command = f"{SRUN} \\\n    bash -c {TASK}"
-    # bash hears signals only while it waits for what runs in the background
+    # bash handles signals only while it waits for a background process
     return f"{command} &\n{WAIT}" if job.requeue else command

@@ -1,4 +1,4 @@
-"""What processes died of: the first error is told in full, those that follow from it in a line each."""
+"""Errors that ended processes: the first one is printed in full, those that follow from it in a line each."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import os
 import signal
 from dataclasses import dataclass
 
-# what a process says that has lost another one
+# parts of messages of processes that have lost the connection to another one
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed",
     "failed to recv", "Connection was likely closed", "NCCL communicator was aborted", "ncclRemoteError",
     "The client socket has failed to connect", "Application timeout caused pair closure", "Read timeout",
 )  # fmt: skip
 WORDS_OF_SIGNALS = {
-    "SIGKILL": "the system ran out of memory, or somebody killed it",
-    "SIGSEGV": "a fault in compiled code",
+    "SIGKILL": "the machine ran out of memory, or a user killed it",
+    "SIGSEGV": "a segmentation fault in compiled code",
     "SIGBUS": "a fault in compiled code, or too little shared memory (/dev/shm)",
-    "SIGABRT": "compiled code gave up; what it says stands above",
-    "SIGTERM": "somebody asked it to end",
+    "SIGABRT": "compiled code aborted; its message is above",
+    "SIGTERM": "another program terminated it",
 }
 
 
@@ -26,8 +26,8 @@ class Failure:
     """An error that ended a process.
 
     Attributes:
-        rank: Of the process.
-        seconds: When, as `time.time` counts.
+        rank: Rank of the process.
+        seconds: When it was raised, as in `time.time`.
         text: Its traceback.
     """
 
@@ -37,18 +37,18 @@ class Failure:
 
     @property
     def headline(self) -> str:
-        """The line that says what is wrong."""
+        """The last line of the traceback, with the message."""
         lines = [line for line in self.text.strip().splitlines() if line and not line.startswith(" ")]
         return lines[-1] if lines else ""
 
     @property
     def follows_from_another(self) -> bool:
-        """Whether it only says that another process is gone."""
+        """Whether it only reports a lost connection to another process."""
         return any(sign in self.text for sign in SIGNS_OF_LOSS)
 
 
 def read_failures(folder: str) -> list[Failure]:
-    """Read what processes have left, the first error first."""
+    """Read the errors that processes have written, in order of time."""
     found = []
     for name in os.listdir(folder):
         rank, _, kind = name.partition(".")
@@ -60,12 +60,12 @@ def read_failures(folder: str) -> list[Failure]:
 
 
 def describe_end(code: int) -> str:
-    """Say how a process ended, from its return code as Python gives it."""
+    """Describe how a process ended, by its `returncode`."""
     if code >= 0:
         return f"ended with exit status {code}"
     try:
         name = signal.Signals(-code).name
     except ValueError:
-        return f"was ended by signal {-code}"
+        return f"was killed by signal {-code}"
     why = WORDS_OF_SIGNALS.get(name)
-    return f"was ended by {name}" + (f": {why}" if why else "")
+    return f"was killed by {name}" + (f": {why}" if why else "")

@@ -1,4 +1,4 @@
-"""A function that runs on several processes: of its errors, the first one is shown, as if it had been raised here."""
+"""A function that runs on several processes: the first of its errors is raised in the launching process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from accel_cli.supervise.failures import describe_end, read_failures
-from accel_state.supervision import write_whole
+from accel_state.supervision import write_atomically
 
 
 class FunctionFailedError(ChildFailedError):
     """A function that was launched on several processes failed on one of them; the message has its traceback.
 
     Args:
-        error: What torch's agent says.
-        text: What to say instead.
+        error: The error of torch's agent.
+        text: The message to show instead.
     """
 
     def __init__(self, error: ChildFailedError, text: str) -> None:
@@ -37,16 +37,16 @@ class FunctionFailedError(ChildFailedError):
 
 @contextmanager
 def showing_the_first_error(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """Show the error that came first, and nothing of what the launcher says about it.
+    """Show the first error, and none of the messages of torch's agent.
 
     Args:
-        function: What the processes run.
+        function: The function that the processes run.
 
     Yields:
         The function to launch instead, within the block.
 
     Raises:
-        FunctionFailedError: In the place of the `ChildFailedError` that ends the block.
+        FunctionFailedError: Instead of the `ChildFailedError` that ends the block.
     """
     folder = tempfile.mkdtemp(prefix="accelerate_function_")
     log = logging.getLogger("torch.distributed.elastic")
@@ -62,13 +62,13 @@ def showing_the_first_error(function: Callable[..., Any]) -> Iterator[Callable[.
 
 
 def _reporting(function: Callable[..., Any], folder: str) -> Callable[..., Any]:
-    """A function that leaves the traceback it ends with in a folder."""
+    """Wrap a function so that it writes its traceback into a folder when it raises."""
 
     @wraps(function)
     def reporting(*args: Any) -> Any:
         rank = os.environ.get("RANK", "0")
         with suppress(FileNotFoundError):
-            os.unlink(os.path.join(folder, f"{rank}.error"))  # of the attempt before this one
+            os.unlink(os.path.join(folder, f"{rank}.error"))  # of the attempt before a restart
         try:
             return function(*args)
         except Exception as error:
@@ -77,7 +77,7 @@ def _reporting(function: Callable[..., Any], folder: str) -> Callable[..., Any]:
             trace = error.__traceback__.tb_next if error.__traceback__ else None
             text = "".join(traceback.format_exception(type(error), error, trace))
             with suppress(OSError):
-                write_whole(folder, f"{rank}.error", f"{time.time()}\n{text}")
+                write_atomically(folder, f"{rank}.error", f"{time.time()}\n{text}")
             raise
 
     return reporting
@@ -89,6 +89,6 @@ def _describe(error: ChildFailedError, folder: str) -> str:
     killed = [(rank, failure.exitcode) for rank, failure in error.failures.items() if failure.exitcode < 0]
     if culprits and not (killed and culprits[0].follows_from_another):
         first = culprits[0]
-        return f"rank {first.rank} failed, and the other processes were ended.\n\n{first.text}"
+        return f"rank {first.rank} failed, and the other processes were terminated.\n\n{first.text}"
     rank, code = killed[0] if killed else (error.get_first_failure()[0], 1)
-    return f"rank {rank} {describe_end(code)}; the other processes were ended."
+    return f"rank {rank} {describe_end(code)}; the other processes were terminated."

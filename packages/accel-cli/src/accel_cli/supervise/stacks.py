@@ -1,4 +1,4 @@
-"""Where a process is: its Python stacks, as `faulthandler` writes them."""
+"""Python stacks of a process, as `faulthandler` writes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>
 WAITING = re.compile(r"torch[/\\]distributed[/\\](?!elastic|run)")
 LIBRARIES = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python3|accel(erate|_[a-z]+)[/\\]|^<")
 OURS = re.compile(r"[/\\](accelerate|accel_[a-z]+)[/\\]")
-INNER_NAMES = ("wrapper", "verified", "chained")  # decorators say nothing
+INNER_NAMES = ("wrapper", "verified", "chained")  # functions of decorators, which are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Stack:
 
     Attributes:
         frames: The frames.
-        text: How `faulthandler` wrote it, with all other threads.
+        text: The output of `faulthandler`, with all other threads.
     """
 
     frames: tuple[Frame, ...]
@@ -43,7 +43,7 @@ class Stack:
 
     @property
     def collective(self) -> str:
-        """The operation it waits in, by the names the program and torch have for it; empty for none."""
+        """The collective in which it waits: our name for it, and torch's; empty for none."""
         torchs = [frame.function for frame in self.frames if WAITING.search(frame.file)]
         torchs = [name for name in torchs if name not in INNER_NAMES]
         if not torchs:
@@ -54,13 +54,13 @@ class Stack:
 
     @property
     def place(self) -> str:
-        """The innermost line of the user's own program; the innermost of all where there is none."""
+        """The innermost line of the user's program, or the innermost of all if there is none."""
         own = [frame for frame in self.frames if not LIBRARIES.search(frame.file)]
         return str(next(iter(own or self.frames), "nowhere in Python"))
 
 
 def parse(text: str) -> Stack:
-    """Read what `faulthandler` wrote about all threads of a process.
+    """Parse the output of `faulthandler` for all threads of a process.
 
     The main thread is the last one.
     """

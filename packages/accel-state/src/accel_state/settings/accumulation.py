@@ -1,4 +1,4 @@
-"""How gradients accumulate over several batches before a step."""
+"""Settings of gradient accumulation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from accel_state.settings.option import BOOLEAN, at_least, option, resolve_optio
 @guess_arguments
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How `Accelerator.accumulate` groups batches into steps.
+    """How `Accelerator.accumulate` accumulates gradients over micro-batches.
 
     Args:
-        num_steps (`int`): How many batches make a step, at least 1.
+        num_steps (`int`): The number of micro-batches of an accumulation window, at least 1.
         adjust_scheduler (`bool`): Without effect, as in accelerate 1.15: prepared learning-rate schedulers always step
             when the optimizer does, so their lengths are counted in optimizer steps.
-        sync_with_dataloader (`bool`): Whether the end of a loader ends the window, however short it is.
-        sync_each_batch (`bool`): Exchange gradients at every batch: more traffic, less memory (FSDP).
+        sync_with_dataloader (`bool`): Whether the end of a data loader ends the window, however short it is.
+        sync_each_batch (`bool`): Reduce gradients in every micro-batch: more communication, less memory (FSDP).
         average_over (`"steps"`, `"window"` or `"weights"`): What a window's gradient is divided by. `"steps"`: each
             loss by `num_steps`, also in a shorter last window. `"window"`: by the number of batches the window really
             had. `"weights"`: by the sum of the weights given to `backward(loss, weight=...)` over all batches and

@@ -1,4 +1,4 @@
-"""What `torch.compile` is asked to do."""
+"""Settings of `torch.compile`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MODE = suggested("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 @guess_arguments
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments of `torch.compile`, and whether a model is compiled whole or by its repeated blocks.
+    """Arguments of `torch.compile`, and whether a model is compiled as one graph or by its repeated blocks.
 
     Args:
         backend (`DynamoBackend` or `str`): The compiler, `DynamoBackend.NO` for none.
         mode (`str`): What inductor optimises for.
-        fullgraph (`bool`): Fail rather than run a part uncompiled.
+        fullgraph (`bool`): Raise an error on a graph break.
         dynamic (`bool`, *optional*): Compile for varying shapes; torch finds out by itself when None.
         options: Passed on to the backend; excludes `mode`.
         disable (`bool`): Make `torch.compile` do nothing.

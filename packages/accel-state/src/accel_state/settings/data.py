@@ -1,4 +1,4 @@
-"""How prepared data loaders share out their batches."""
+"""Settings of prepared data loaders."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
-from accel_state.settings.option import BOOLEAN, WHOLE, option, resolve_options
+from accel_state.settings.option import BOOLEAN, INTEGER, option, resolve_options
 
 
 @known_as("accelerate.utils.dataclasses.DataLoaderConfiguration")
 @guess_arguments
 @dataclass
 class DataLoaderConfiguration:
-    """What `Accelerator.prepare` does with data loaders.
+    """How `Accelerator.prepare` prepares data loaders.
 
     Args:
         split_batches (`bool`): Whether the loader's batch size is the global one, split between the processes, rather
@@ -38,7 +38,7 @@ class DataLoaderConfiguration:
     dispatch_batches: bool | None = option(None, kind=BOOLEAN)
     even_batches: bool = option(True, kind=BOOLEAN)
     use_seedable_sampler: bool = option(False, kind=BOOLEAN)
-    data_seed: int | None = option(None, kind=WHOLE)
+    data_seed: int | None = option(None, kind=INTEGER)
     non_blocking: bool = option(False, kind=BOOLEAN)
     use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
 

@@ -1,4 +1,4 @@
-"""Arguments of DistributedDataParallel, and the compression of its gradient traffic."""
+"""Arguments of DistributedDataParallel, and its communication hooks, which compress gradients."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from accel_state.public_names import known_as
 from accel_state.settings.handler import KwargsHandler
 from accel_state.settings.option import (
     BOOLEAN,
+    INTEGER,
     MAPPING,
-    WHOLE,
     Kind,
     above,
     member_of,
@@ -30,7 +30,7 @@ HOOKS_PACKAGE = "torch.distributed.algorithms.ddp_comm_hooks"
 
 @dataclass(frozen=True, slots=True)
 class CommunicationHook:
-    """Where torch keeps a communication hook."""
+    """Module and name of a communication hook of torch."""
 
     module: str
     function: str
@@ -38,7 +38,7 @@ class CommunicationHook:
     """Whether it works on a `PowerSGDState`, which `comm_state_option` describes."""
 
     def load(self) -> Callable[..., Any]:
-        """Import the function of torch that the hook is."""
+        """Import the hook's function from torch."""
         function: Callable[..., Any] = getattr(import_module(f"{HOOKS_PACKAGE}.{self.module}"), self.function)
         return function
 
@@ -75,12 +75,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim (`int`): Dimension along which inputs are batched.
         broadcast_buffers (`bool`): Whether buffers are copied from rank 0 at every forward.
         bucket_cap_mb (`int`): Size of a gradient bucket, in MiB.
-        find_unused_parameters (`bool`): Look for parameters without a gradient at every backward.
+        find_unused_parameters (`bool`): Find parameters without a gradient in every backward pass.
         check_reduction (`bool`): Has no effect in current torch.
-        gradient_as_bucket_view (`bool`): Let gradients live in the buckets: less memory.
-        static_graph (`bool`): Promise that the graph never changes.
-        comm_hook (`DDPCommunicationHookType` or `str`): How gradients are compressed for their way.
-        comm_wrapper (`DDPCommunicationHookType` or `str`): A 16-bit format the hook's own traffic is cast to.
+        gradient_as_bucket_view (`bool`): Make gradients views of the buckets, which saves memory.
+        static_graph (`bool`): Declare that the autograd graph never changes.
+        comm_hook (`DDPCommunicationHookType` or `str`): How gradients are compressed for the all-reduce.
+        comm_wrapper (`DDPCommunicationHookType` or `str`): A 16-bit dtype to which the hook's own communication is cast.
         comm_state_option (`dict`): Arguments of torch's `PowerSGDState`, for the PowerSGD hooks.
 
     Example:
@@ -92,7 +92,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     slot = "ddp"
 
-    dim: int = option(0, kind=WHOLE)
+    dim: int = option(0, kind=INTEGER)
     broadcast_buffers: bool = option(True, kind=BOOLEAN)
     bucket_cap_mb: int = option(25, kind=above(0))
     find_unused_parameters: bool = option(False, kind=BOOLEAN)
@@ -124,7 +124,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: Any) -> None:
-        """Make a DistributedDataParallel model exchange its gradients through the chosen hook.
+        """Register the chosen communication hook with a DistributedDataParallel model.
 
         Args:
             model (`torch.nn.parallel.DistributedDataParallel`): Changed in place; untouched without a hook.

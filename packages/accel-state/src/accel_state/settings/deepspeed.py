@@ -1,4 +1,4 @@
-"""DeepSpeed: which ZeRO stage, what is offloaded, and the configuration its engine gets."""
+"""DeepSpeed: the ZeRO stage, offload to CPU or NVMe, and the configuration that `deepspeed.initialize` gets."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.deepspeed_auto import AUTO, HfDeepSpeedConfig, fill, get_value, leaf_keys
-from accel_state.settings.deepspeed_libraries import gather_as_one, tell_transformers
+from accel_state.settings.deepspeed_libraries import register_with_transformers, set_leaf_modules
 from accel_state.settings.fp8 import OptLevel
 from accel_state.settings.option import (
     BOOLEAN,
     TEXT,
     Kind,
-    as_whole,
+    as_integer,
+    is_integer,
     is_number,
-    is_whole,
     one_of,
     option,
     options_of,
@@ -44,13 +44,13 @@ def _float_or_auto(text: str) -> float | str:
     return AUTO if text.lower() == AUTO else float(text)
 
 
-_int_or_auto.__name__, _float_or_auto.__name__ = "int", "float"  # argparse puts these words into its error messages
+_int_or_auto.__name__, _float_or_auto.__name__ = "int", "float"  # argparse puts these names into its error messages
 
 ACCUMULATION_STEPS = Kind(
     "an integer of at least 1, or 'auto'",
     _int_or_auto,
-    lambda value: value == AUTO or (is_whole(value) and value >= 1),
-    convert=as_whole,
+    lambda value: value == AUTO or (is_integer(value) and value >= 1),
+    convert=as_integer,
     metavar="N",
     limits=(1, None),
 )
@@ -64,16 +64,16 @@ CLIPPING = Kind(
 STAGE = Kind(
     "a ZeRO stage from 0 to 3",
     int,
-    lambda value: is_whole(value) and 0 <= value <= 3,
+    lambda value: is_integer(value) and 0 <= value <= 3,
     ("0", "1", "2", "3"),
-    convert=as_whole,
+    convert=as_integer,
     closed=True,
     metavar="STAGE",
 )
 OFFLOAD_DEVICE = one_of("none", "cpu", "nvme", exact=False)
 CLASS_NAMES = words_of("class names")
 NAMES = Kind(
-    "class names with commas between them",
+    "class names, separated by commas",
     str,
     lambda value: isinstance(value, str) or CLASS_NAMES.accepts(value),
     metavar="CLASSES",
@@ -89,9 +89,9 @@ CONFIG_KEYS = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""Where a field stands in the configuration."""
+"""The dotted key of each field in the configuration."""
 SET_BY_CONFIG = (*CONFIG_KEYS, "mixed_precision")
-"""What must not come from the accelerate configuration when there is one of DeepSpeed's own."""
+"""What the accelerate config must not set when DeepSpeed has a config file of its own."""
 ENABLED_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None}
 """The section of the configuration that each `mixed_precision` switches on."""
 
@@ -100,22 +100,23 @@ ENABLED_SECTION = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16", "no": None}
 @guess_arguments
 @dataclass
 class DeepSpeedPlugin(Plugin):
-    """How DeepSpeed trains: from a configuration of its own, or from a few choices.
+    """How DeepSpeed trains: by a configuration of its own, or by the fields of this class.
 
     Fields left None are read from the environment. With `hf_ds_config`, values of the configuration win and its "auto"
     values are filled from the fields.
 
     Args:
         hf_ds_config (path, `dict`, base64 `str` or `HfDeepSpeedConfig`, *optional*): DeepSpeed's configuration.
-        gradient_accumulation_steps (`int` or "auto"): Batches per step.
-        gradient_clipping (`float` or "auto"): Largest gradient norm.
-        zero_stage (`int`): What is sharded; 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        gradient_accumulation_steps (`int` or "auto"): Micro-batches per optimizer step.
+        gradient_clipping (`float` or "auto"): Maximum gradient norm for gradient clipping.
+        zero_stage (`int`): What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too.
         is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
-        offload_optimizer_device, offload_param_device ("none", "cpu" or "nvme"): Where they are kept.
-        offload_optimizer_nvme_path, offload_param_nvme_path (`str`): Folder for "nvme".
+        offload_optimizer_device, offload_param_device ("none", "cpu" or "nvme"): Where optimizer states and parameters are
+            offloaded to.
+        offload_optimizer_nvme_path, offload_param_nvme_path (`str`): NVMe folder, for "nvme".
         zero3_init_flag (`bool`): Shard parameters while the model is built; stage 3 only, where it is the default.
         zero3_save_16bit_model (`bool`): Gather 16-bit weights when a stage-3 model is saved.
-        transformer_moe_cls_names (`str`): Classes of mixture-of-experts layers, with commas between them.
+        transformer_moe_cls_names (`str`): Classes of mixture-of-experts layers, separated by commas.
         enable_msamp (`bool`): Train in FP8 with MS-AMP.
         msamp_opt_level (`"O1"` or `"O2"`): How much MS-AMP keeps in 8 bits.
 
@@ -225,7 +226,7 @@ class DeepSpeedPlugin(Plugin):
         kind=NAMES,
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         flag="--deepspeed_moe_layer_cls_names",
-        help="Class names of mixture-of-experts layers, with commas between them.",
+        help="Class names of mixture-of-experts layers, separated by commas.",
     )
     enable_msamp: bool = option(None, kind=BOOLEAN)
     msamp_opt_level: OptLevel | None = option(
@@ -237,7 +238,7 @@ class DeepSpeedPlugin(Plugin):
     )
     deepspeed_config: dict[str, Any] = field(init=False, repr=False, compare=False)
     dschf: Any = field(init=False, repr=False, compare=False)
-    """What keeps the configuration alive that transformers has been shown; itself it keeps only a weak reference."""
+    """Keeps the configuration alive that transformers reads; transformers holds only a weak reference to it."""
 
     def __post_init__(self) -> None:
         self._selected = False
@@ -249,16 +250,16 @@ class DeepSpeedPlugin(Plugin):
             self.hf_ds_config = None
         (self._make_config if self.hf_ds_config is None else self._read_config)()
         self.deepspeed_config = self.hf_ds_config.config
-        self.deepspeed_config["steps_per_print"] = float("inf")  # the program prints, not DeepSpeed
+        self.deepspeed_config["steps_per_print"] = float("inf")  # the training script logs, not DeepSpeed
         self._check_offload()
-        self._settle_zero3_init()
-        self._settle_msamp()
+        self._resolve_zero3_init()
+        self._add_msamp_section()
 
     def check(self) -> None:
-        """Refuse to go on without the library.
+        """Raise an error without the library, and warn of offload options that have no effect at this ZeRO stage.
 
         Raises:
-            MissingLibraryError: DeepSpeed is not installed.
+            MissingLibraryError: When DeepSpeed is not installed.
         """
         from accel_state.libraries import is_deepspeed_available
 
@@ -266,17 +267,17 @@ class DeepSpeedPlugin(Plugin):
             raise missing_library("deepspeed", extra="deepspeed", why="DeepSpeedPlugin")
         if self.get_value("zero_optimization.offload_optimizer.device") == "nvme" and self.zero_stage < 3:
             warn_user(
-                f"DeepSpeed keeps the optimizer's state in CPU memory with zero_stage={self.zero_stage}, although "
-                "offload_optimizer_device='nvme': choose stage 3 for NVMe, or 'cpu'."
+                f"DeepSpeedPlugin.offload_optimizer_device='nvme' offloads optimizer states to CPU memory with "
+                f"zero_stage={self.zero_stage}. Set zero_stage=3 to offload to NVMe, or offload_optimizer_device='cpu'."
             )
         if self.get_value("zero_optimization.offload_param.device") == "cpu" and self.zero_stage < 3:
             warn_user(
-                f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}: choose stage "
-                "3, or leave it out."
+                f"DeepSpeedPlugin.offload_param_device='cpu' has no effect with zero_stage={self.zero_stage}. Set "
+                "zero_stage=3, or leave it out."
             )
 
     def mixed_precision_in_use(self) -> str:
-        """What DeepSpeed's configuration says."""
+        """The mixed precision that DeepSpeed's configuration enables: "fp16", "bf16" or "no"."""
         config = self.deepspeed_config
         return next((name for name in ("fp16", "bf16") if config.get(name, {}).get("enabled") is True), "no")
 
@@ -284,7 +285,7 @@ class DeepSpeedPlugin(Plugin):
         """Write the run's precision into the configuration."""
         self.set_mixed_precision(state.mixed_precision)
 
-    # ---- settling the configuration ---------------------------------------------------------------------------------
+    # ---- resolving the configuration --------------------------------------------------------------------------------
 
     def _make_config(self) -> None:
         zero: dict[str, Any] = {"stage": self.zero_stage}
@@ -306,13 +307,13 @@ class DeepSpeedPlugin(Plugin):
         )
 
     def _read_config(self) -> None:
-        _check_no_double_settings()
+        _check_no_duplicate_options()
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
         if not isinstance(config.get("zero_optimization"), dict):
             raise ValueError(
-                "The DeepSpeed configuration has no section 'zero_optimization': add one, for example "
+                "The DeepSpeed configuration has no section 'zero_optimization'. Add one, for example "
                 '{"zero_optimization": {"stage": 2}}.'
             )
         steps = self.gradient_accumulation_steps
@@ -325,39 +326,40 @@ class DeepSpeedPlugin(Plugin):
             if value is None:
                 continue
             kind, label = options_of(self)[name].kind, f"DeepSpeed configuration: {key}"
-            if kind.read(label, value) != value:  # a text where DeepSpeed reads a number
+            if kind.read(label, value) != value:  # a str where DeepSpeed reads an int or a float
                 raise wrong_value(label, value, kind.expected)
             setattr(self, name, value)
         self.hf_ds_config.set_stage_and_offload()
 
     def _check_offload(self) -> None:
-        """Refuse to keep on NVMe, or off the device at all, what the stage does not divide."""
-        devices = {part: self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")}
+        """Raise an error for offload of a state that the ZeRO stage does not shard."""
+        devices = {name: self.get_value(f"zero_optimization.offload_{name}.device") for name in ("optimizer", "param")}
         lowest = {("optimizer", "cpu"): 1, ("optimizer", "nvme"): 2, ("param", "nvme"): 3}
-        for (part, device), stage in lowest.items():
-            if devices[part] == device and self.zero_stage < stage:
+        for (name, device), stage in lowest.items():
+            if devices[name] == device and self.zero_stage < stage:
                 raise wrong_value(
                     "DeepSpeedPlugin.zero_stage",
                     self.zero_stage,
-                    f"a stage of at least {stage}, because offload_{part}_device={device!r}",
+                    f"a stage of at least {stage}, because offload_{name}_device={device!r}",
                 )
 
-    def _settle_zero3_init(self) -> None:
+    def _resolve_zero3_init(self) -> None:
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.zero_stage == 3
         elif self.zero3_init_flag and self.zero_stage != 3:
             warn_user(
-                f"DeepSpeedPlugin.zero3_init_flag=True has no effect with zero_stage={self.zero_stage}: choose stage "
-                "3, or leave it out."
+                f"DeepSpeedPlugin.zero3_init_flag=True has no effect with zero_stage={self.zero_stage}. Set "
+                "zero_stage=3, or leave it out."
             )
             self.zero3_init_flag = False
 
-    def _settle_msamp(self) -> None:
+    def _add_msamp_section(self) -> None:
         if not self.enable_msamp:
             return
         if self.zero_stage == 3:
             raise NotImplementedError(
-                "MS-AMP cannot shard parameters: with enable_msamp=True choose zero_stage 0 to 2."
+                "DeepSpeedPlugin(zero_stage=3, enable_msamp=True) is not supported: MS-AMP cannot shard parameters. Set "
+                "zero_stage to 0, 1 or 2."
             )
         self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
 
@@ -371,11 +373,11 @@ class DeepSpeedPlugin(Plugin):
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill one "auto" value from `kwargs`, or note that a fixed value differs.
+        """Fill one "auto" value from `kwargs`, or record a mismatch of a fixed value.
 
         Args:
             ds_key_long: Dotted key, which is also its name in `kwargs`.
-            mismatches: Gets a line for a fixed value that differs.
+            mismatches: A message is appended for a fixed value that differs.
             must_match: Whether fixed values are compared.
             **kwargs: Known values by dotted key.
 
@@ -404,7 +406,7 @@ class DeepSpeedPlugin(Plugin):
 
         Args:
             prefix: Dotted key, with a dot at its end, of the section to process; the whole configuration when empty.
-            mismatches: Gets a line per fixed value that differs; without it they are raised.
+            mismatches: A message is appended for each fixed value that differs; without it they are raised.
             config: The section itself, when not the one named by `prefix`.
             must_match: Whether fixed values are compared.
             **kwargs: Known values by dotted key.
@@ -420,8 +422,10 @@ class DeepSpeedPlugin(Plugin):
             self.fill_match(key, found, must_match=must_match, **kwargs)
         if found and mismatches is None:
             raise ValueError(
-                "The DeepSpeed configuration and the program disagree:\n- " + "\n- ".join(found) + "\nCorrect the "
-                "configuration, or write 'auto' there."
+                "The DeepSpeed configuration does not match the training script:\n- "
+                + "\n- ".join(found)
+                + "\nCorrect the "
+                "configuration, or set these values to 'auto'."
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -431,7 +435,7 @@ class DeepSpeedPlugin(Plugin):
             mixed_precision: "no", "fp16", "bf16" or "fp8" (whose other operations run in bf16).
 
         Raises:
-            ValueError: For another word, or when the configuration fixes another format.
+            ValueError: For another value, or when the configuration enables the other dtype.
         """
         one_of(*ENABLED_SECTION).read("mixed_precision", mixed_precision)
         wanted = ENABLED_SECTION[mixed_precision]
@@ -439,8 +443,8 @@ class DeepSpeedPlugin(Plugin):
         other = {"fp16": "bf16", "bf16": "fp16"}.get(wanted or "")
         if other and get_value(config, f"{other}.enabled") is True:
             raise ValueError(
-                f"mixed_precision={mixed_precision!r} contradicts {other}.enabled=true in the DeepSpeed configuration: "
-                "change one of them, or write 'auto' there."
+                f"mixed_precision={mixed_precision!r} contradicts {other}.enabled=true in the DeepSpeed configuration. "
+                "Change one of them, or set it to 'auto' there."
             )
         if wanted == "fp16":
             config.setdefault("fp16", {"enabled": True, "auto_cast": True})
@@ -452,13 +456,13 @@ class DeepSpeedPlugin(Plugin):
     # ---- contract methods: DeepSpeed and transformers ---------------------------------------------------------------
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers whether `from_pretrained` shards parameters while it loads, and how.
+        """Register the configuration with transformers, so that `from_pretrained` shards parameters under ZeRO-3.
 
         Raises:
-            MissingLibraryError: When `zero3_init_flag` is set and one of them is not installed.
+            MissingLibraryError: When `zero3_init_flag` is set and DeepSpeed or transformers is not installed.
         """
         self.dschf = None  # before another one is made
-        self.dschf = tell_transformers(self.deepspeed_config, sharded=self.zero3_init_flag)
+        self.dschf = register_with_transformers(self.deepspeed_config, sharded=self.zero3_init_flag)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether parameters are sharded while a model is built."""
@@ -486,7 +490,7 @@ class DeepSpeedPlugin(Plugin):
         self.set_deepspeed_weakref()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Tell DeepSpeed which layers hold experts, whose parameters stage 3 must gather as one.
+        """Mark mixture-of-experts layers as ZeRO-3 leaf modules, whose parameters are all-gathered together.
 
         Args:
             model: The model; untouched when no classes are named.
@@ -501,7 +505,7 @@ class DeepSpeedPlugin(Plugin):
         names: list[str] = CLASS_NAMES.read(
             "DeepSpeedPlugin.transformer_moe_cls_names", self.transformer_moe_cls_names
         )
-        gather_as_one(model, names)
+        set_leaf_modules(model, names)
 
     # ---- contract methods: one of several plugins -------------------------------------------------------------------
 
@@ -509,11 +513,11 @@ class DeepSpeedPlugin(Plugin):
         """Make this the plugin in use; called by `AcceleratorState.select_deepspeed_plugin`.
 
         Raises:
-            ValueError: When it is called by anybody else.
+            ValueError: When it is called by other code.
         """
         if not _from_accelerator_state:
             raise ValueError(
-                "A DeepSpeedPlugin cannot select itself: call accelerator.state.select_deepspeed_plugin(name)."
+                "DeepSpeedPlugin.select() cannot be called directly. Call accelerator.state.select_deepspeed_plugin(name)."
             )
         self.set_deepspeed_weakref()
         self._selected = True
@@ -529,20 +533,20 @@ class DeepSpeedPlugin(Plugin):
     @selected.setter
     def selected(self, value: bool) -> None:
         raise NotImplementedError(
-            f"DeepSpeedPlugin.selected={value!r} cannot be set: call accelerator.state.select_deepspeed_plugin(name)."
+            f"DeepSpeedPlugin.selected={value!r} cannot be set. Call accelerator.state.select_deepspeed_plugin(name)."
         )
 
 
-def _check_no_double_settings() -> None:
-    """Refuse an accelerate configuration that sets what DeepSpeed's own configuration sets.
+def _check_no_duplicate_options() -> None:
+    """Raise an error for an accelerate config that sets what DeepSpeed's own config file sets.
 
     Raises:
         ValueError: Naming the fields.
     """
     given = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
-    doubled = [name for name in given if name in SET_BY_CONFIG]
-    if doubled:
+    duplicates = [name for name in given if name in SET_BY_CONFIG]
+    if duplicates:
         raise ValueError(
-            f"{', '.join(doubled)} of the accelerate configuration would be ignored, because DeepSpeed has a "
-            "configuration of its own: move them there, and take them out of the accelerate configuration."
+            f"{', '.join(duplicates)} of the accelerate config would be ignored, because DeepSpeed has a "
+            "config file of its own. Move them there, and remove them from the accelerate config."
         )

@@ -23,7 +23,7 @@ def read_config(source: Any) -> dict[str, Any]:
         source: A dictionary (which is copied), the path of a JSON file, or JSON in url-safe base64.
 
     Returns:
-        A dictionary of its own.
+        A new dictionary, which the caller may change.
 
     Raises:
         ValueError: When the source is none of these, or holds no JSON object.
@@ -41,10 +41,11 @@ def read_config(source: Any) -> dict[str, Any]:
                 return config
             if os.path.isfile(source):
                 raise ValueError(
-                    f"The DeepSpeed configuration {str(source)!r} holds a {type(config).__name__}: write an object, in braces."
+                    f"The DeepSpeed configuration {str(source)!r} holds a {type(config).__name__}, "
+                    "not a JSON object. Write one, in braces."
                 )
     raise ValueError(
-        f"DeepSpeed configuration {source!r} cannot be used: give a dictionary, the path of an existing JSON file, or "
+        f"DeepSpeed configuration {source!r} cannot be used. Pass a dictionary, the path of an existing JSON file, or "
         "a JSON object in url-safe base64."
     )
 
@@ -60,14 +61,14 @@ def _text_of(source: str | os.PathLike[str]) -> str | None:
 
 
 def find_node(config: Any, key: str) -> tuple[dict[str, Any] | None, str]:
-    """The innermost section that a dotted key speaks of.
+    """The innermost section that a dotted key names.
 
     Args:
         config: The configuration.
         key: For example "zero_optimization.stage".
 
     Returns:
-        The section (None when it is missing) and the last part of the key.
+        The section (None when it is missing) and the last name of the key.
     """
     *sections, last = key.split(".")
     for section in sections:
@@ -82,7 +83,7 @@ def get_value(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def leaf_keys(config: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted keys of all values that are no sections."""
+    """The dotted keys of all values that are not sections."""
     for name, value in config.items():
         if isinstance(value, dict):
             yield from leaf_keys(value, f"{prefix}{name}.")
@@ -95,13 +96,13 @@ def fill(config: dict[str, Any], key: str, values: Mapping[str, Any], mismatches
 
     Args:
         config: Changed in place.
-        key: Dotted key; a missing one is left missing.
-        values: What is known, by dotted key.
-        mismatches: Gets a line when the configuration has another value than is known.
+        key: Dotted key; nothing is changed when it is missing.
+        values: Known values by dotted key.
+        mismatches: A message is appended when the configuration has another value than the known one.
         must_match: Whether fixed values are compared.
 
     Raises:
-        ValueError: When the value is "auto" and nothing is known.
+        ValueError: When the value is "auto" and `values` does not have it.
     """
     node, last = find_node(config, key)
     if node is None or node.get(last) is None:
@@ -109,12 +110,14 @@ def fill(config: dict[str, Any], key: str, values: Mapping[str, Any], mismatches
     if node[last] == AUTO:
         if key not in values:
             raise ValueError(
-                f"{key}='auto' in the DeepSpeed configuration cannot be filled, because nothing says its value: write "
-                "the value into the configuration."
+                f"{key}='auto' in the DeepSpeed configuration cannot be filled, because its value is not known. Set "
+                "it in the configuration."
             )
         node[last] = values[key]
     elif must_match and key in values and node[last] != values[key]:
-        mismatches.append(f"{key}: {node[last]!r} in the DeepSpeed configuration, {values[key]!r} in the program")
+        mismatches.append(
+            f"{key}: {node[last]!r} in the DeepSpeed configuration, {values[key]!r} in the training script"
+        )
 
 
 @known_as("accelerate.utils.deepspeed.HfDeepSpeedConfig")
@@ -146,7 +149,7 @@ class HfDeepSpeedConfig:
         )
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The section that holds a dotted key (None when missing), and the key's last part."""
+        """The section that holds a dotted key (None when missing), and the key's last name."""
         return find_node(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
@@ -183,5 +186,5 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether parameters or optimizer state are kept on the CPU or on NVMe."""
+        """Whether parameters or optimizer states are offloaded to CPU memory or NVMe."""
         return self._offload

@@ -1,4 +1,4 @@
-"""What transformers and DeepSpeed are told of the settings before a model is built."""
+"""What transformers and DeepSpeed must know before a model is built: ZeRO-3 loading and leaf modules."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def tell_transformers(config: Mapping[str, Any], *, sharded: bool) -> Any:
-    """Tell transformers whether `from_pretrained` shards parameters while it loads, and how.
+def register_with_transformers(config: Mapping[str, Any], *, sharded: bool) -> Any:
+    """Register the configuration with transformers, so that `from_pretrained` shards parameters under ZeRO-3.
 
     Args:
         config: DeepSpeed's configuration; not changed.
         sharded: Whether parameters are sharded while a model is built.
 
     Returns:
-        What keeps the configuration alive, for transformers itself keeps only a weak reference; None where nothing is
-        sharded.
+        An object that keeps the configuration alive, because transformers holds only a weak reference to it; None where
+        nothing is sharded.
 
     Raises:
-        MissingLibraryError: When models are to be sharded and one of the libraries is not installed.
+        MissingLibraryError: When `sharded` and one of the libraries is not installed.
     """
     from accel_state.libraries import is_deepspeed_available, is_transformers_available
 
@@ -44,18 +44,21 @@ def tell_transformers(config: Mapping[str, Any], *, sharded: bool) -> Any:
         if is_deepspeed_zero3_enabled():  # by another plugin, or by this one before it was switched off
             unset_hf_deepspeed_config()
         return None
-    shown: dict[str, Any] = deepcopy(dict(config))
-    for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):  # not known yet, but checked
-        if shown.get(key, AUTO) == AUTO:
-            shown[key] = 1
-    if shown.get("train_batch_size") == AUTO:
-        del shown["train_batch_size"]
+    visible: dict[str, Any] = deepcopy(dict(config))
+    for key in (
+        "gradient_accumulation_steps",
+        "train_micro_batch_size_per_gpu",
+    ):  # not known yet, but DeepSpeed checks them
+        if visible.get(key, AUTO) == AUTO:
+            visible[key] = 1
+    if visible.get("train_batch_size") == AUTO:
+        del visible["train_batch_size"]
     unset_hf_deepspeed_config()
-    return TransformersConfig(shown)
+    return TransformersConfig(visible)
 
 
-def gather_as_one(model: nn.Module, class_names: Sequence[str]) -> None:
-    """Tell DeepSpeed which layers hold experts, whose parameters stage 3 must gather as one.
+def set_leaf_modules(model: nn.Module, class_names: Sequence[str]) -> None:
+    """Mark mixture-of-experts layers as ZeRO-3 leaf modules, whose parameters are all-gathered together.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Recipes for computing in 8-bit floats, one class per library that does it."""
+"""FP8 recipes, one class per library: torchao, Transformer Engine and MS-AMP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_state.settings.option import (
     BOOLEAN,
     FUNCTION,
     Kind,
-    as_boolean,
+    as_bool,
     at_least,
     is_making_defaults,
     one_of,
@@ -39,7 +39,7 @@ DIRECTIONS = ("FPROP", "DGRAD", "WGRAD")
 def _parse_three(text: str) -> tuple[int, ...]:
     values = tuple(str_to_bool(word.strip()) for word in text.split(","))
     if len(values) not in (1, 3):
-        raise ValueError(f"one value or three are needed, got {text!r}")
+        raise ValueError(f"expected one or three values, got {text!r}")
     return values if len(values) == 3 else values * 3
 
 
@@ -49,7 +49,7 @@ THREE_BITS = Kind(
     "one bool, or three (true or false) for forward, data gradient and weight gradient",
     _parse_three,
     lambda value: isinstance(value, (tuple, list)) and len(value) == 3 and all(isinstance(row, bool) for row in value),
-    convert=lambda value: tuple(map(as_boolean, value)) if isinstance(value, (tuple, list)) else value,
+    convert=lambda value: tuple(map(as_bool, value)) if isinstance(value, (tuple, list)) else value,
     metavar="F,D,W",
 )
 
@@ -61,12 +61,12 @@ class AORecipeKwargs(KwargsHandler):
     """How torchao converts linear layers to float8.
 
     Args:
-        config (`torchao.float8.Float8LinearConfig`, *optional*): The whole recipe; made from the two switches below
-            when left out.
-        module_filter_func (function, *optional*): Takes a module and its name, says whether it is converted. By
-            default all linear layers but the first and the last.
-        pad_inner_dim (`bool`): Pad matrices whose sizes are no multiple of 16.
-        enable_fsdp_float8_all_gather (`bool`): Gather sharded weights in float8.
+        config (`torchao.float8.Float8LinearConfig`, *optional*): The full recipe; built from the two bools below when
+            left out.
+        module_filter_func (function, *optional*): Takes a module and its name, and returns whether it is
+            converted. By default, all linear layers but the first and the last.
+        pad_inner_dim (`bool`): Pad matrices whose sizes are not multiples of 16.
+        enable_fsdp_float8_all_gather (`bool`): All-gather FSDP parameters in float8.
 
     Raises:
         MissingLibraryError: When torchao is not installed.
@@ -113,25 +113,26 @@ class AORecipeKwargs(KwargsHandler):
     def _warn_of_ignored(self, switches: tuple[str, ...]) -> None:
         ignored = [f"{name}={getattr(self, name)!r}" for name in switches if getattr(self, name) is not None]
         if ignored:
-            warn_user(f"AORecipeKwargs: {' and '.join(ignored)} has no effect beside a whole config: set it there.")
+            warn_user(f"AORecipeKwargs: {' and '.join(ignored)} has no effect together with config. Set it in config.")
 
 
 @known_as("accelerate.utils.dataclasses.TERecipeKwargs")
 @guess_arguments
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How Transformer Engine scales 8-bit floats, see its `DelayedScaling`.
+    """How Transformer Engine scales FP8 tensors; see its `DelayedScaling`.
 
     Args:
-        use_autocast_during_eval (`bool`): Compute in 8 bits in evaluation too.
-        margin (`int`): Powers of two kept free above the largest value.
-        interval (`int`): Steps between new scales.
-        fp8_format (`"HYBRID"`, `"E4M3"` or `"E5M2"`): HYBRID is E4M3 forward and E5M2 backward.
-        amax_history_len (`int`): Steps whose largest values are remembered.
-        amax_compute_algo (`"max"` or `"most_recent"`): Which of the remembered values sets the scale.
-        override_linear_precision (three `bool`): Whether forward, data gradient and weight gradient of linear layers
-            stay in higher precision.
-        use_mxfp8_block_scaling (`bool`): Scale blocks of 32 values by themselves; needs hardware support.
+        use_autocast_during_eval (`bool`): Use FP8 in evaluation too.
+        margin (`int`): Margin of the scaling factor, in powers of two above the largest value (amax).
+        interval (`int`): Steps between updates of the scaling factor.
+        fp8_format (`"HYBRID"`, `"E4M3"` or `"E5M2"`): HYBRID is E4M3 in the forward pass and E5M2 in the backward
+            pass.
+        amax_history_len (`int`): Length of the amax history, in steps.
+        amax_compute_algo (`"max"` or `"most_recent"`): How the amax is computed from the history.
+        override_linear_precision (three `bool`): Whether the forward pass, the data gradient and the weight gradient of
+            linear layers stay in higher precision.
+        use_mxfp8_block_scaling (`bool`): One scaling factor per block of 32 values (MXFP8); needs hardware support.
 
     Raises:
         MissingLibraryError: When Transformer Engine is not installed.
@@ -200,7 +201,7 @@ class TERecipeKwargs(KwargsHandler):
         None,
         kind=BOOLEAN,
         env="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
-        help="Scale blocks of 32 values by themselves (Transformer Engine).",
+        help="Transformer Engine: one scaling factor per block of 32 values (MXFP8).",
         fallback=False,
     )
 
@@ -219,10 +220,10 @@ class TERecipeKwargs(KwargsHandler):
 @guess_arguments
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """How much of training MS-AMP keeps in 8 bits.
+    """What MS-AMP keeps in FP8.
 
     Args:
-        opt_level (`"O1"` or `"O2"`): O1: weights and gradients; O2: the optimizer's state as well.
+        opt_level (`"O1"` or `"O2"`): O1: weights and gradients; O2: optimizer states too.
     """
 
     slot = "fp8"
@@ -244,12 +245,12 @@ class MSAMPRecipeKwargs(KwargsHandler):
 @guess_arguments
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """Either of two recipes in one class; use `TERecipeKwargs` or `MSAMPRecipeKwargs` instead.
+    """Deprecated: either of two recipes in one class. Use `TERecipeKwargs` or `MSAMPRecipeKwargs`.
 
     Args:
-        backend (`"TE"` or `"MSAMP"`): Which library the other fields are for. Without it the installed one is taken,
-            MS-AMP first.
-        optimization_level (`"O1"` or `"O2"`, *optional*): Another name of `opt_level`.
+        backend (`"TE"` or `"MSAMP"`): The library that the other fields are for. By default the installed one, MS-AMP
+            first.
+        optimization_level (`"O1"` or `"O2"`, *optional*): Alias of `opt_level`.
 
     Raises:
         ValueError: When `opt_level` and `optimization_level` are both given and differ.
@@ -267,8 +268,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         if optimization_level is not None:
             if self.opt_level not in (None, optimization_level):
                 raise ValueError(
-                    f"opt_level={self.opt_level!r} and optimization_level={optimization_level!r} name one thing: "
-                    "pass only opt_level."
+                    f"opt_level={self.opt_level!r} and optimization_level={optimization_level!r} are the same option. "
+                    "Pass only opt_level."
                 )
             self.opt_level = optimization_level
         resolve_options(self, ("backend",))
@@ -278,7 +279,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             self.backend = "MSAMP" if is_msamp_available() else "TE"
         if not is_making_defaults():
             recipe = "TERecipeKwargs" if self.backend == "TE" else "MSAMPRecipeKwargs"
-            warn_user(f"FP8RecipeKwargs is deprecated: use {recipe}.", FutureWarning)
+            warn_user(f"FP8RecipeKwargs is deprecated. Use {recipe}.", FutureWarning)
         super().__post_init__()
         if self.backend == "MSAMP":
             resolve_options(self, ("opt_level",))

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state divided between the processes."""
+"""Fully sharded data parallelism: parameters, gradients and optimizer states are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FREEING_STRATEGIES = frozenset({"FULL_SHARD", "HYBRID_SHARD"})
 RAM_EFFICIENT_VARIABLE = "FSDP_CPU_RAM_EFFICIENT_LOADING"  # transformers reads it while it loads a model
 
 STRATEGY = enum_kind("ShardingStrategy", *STRATEGIES)
-PREFETCH = enum_kind("BackwardPrefetch", "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", none_word="NO_PREFETCH")
+PREFETCH = enum_kind("BackwardPrefetch", "BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", none_name="NO_PREFETCH")
 STATE_DICT_TYPE = enum_kind("StateDictType", "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
 VERSION = Kind(
     "1 or 2",
@@ -57,7 +57,7 @@ VERSION = Kind(
     exact=True,
 )
 OFFLOAD = Kind(
-    "true, false or torch's offload object",
+    "true, false or an offload policy of torch",
     BOOLEAN.parse,
     lambda value: True,
     BOOLEAN.choices,
@@ -101,34 +101,36 @@ VERSION_1_ONLY = (
 class FullyShardedDataParallelPlugin(Plugin):
     """How a model is sharded, by `FullyShardedDataParallel` (version 1) or `fully_shard` (version 2).
 
-    Every field left None is read from its `FSDP_*` variable. Words are turned into torch's objects.
+    Every field left None is read from its `FSDP_*` environment variable. A str is converted to torch's object.
 
     Args:
         fsdp_version (`int`): 1 or 2.
         sharding_strategy (`str` or `ShardingStrategy`): What is sharded; version 1 only.
-        reshard_after_forward (`bool`, or as `sharding_strategy`): Whether gathered parameters are freed after forward.
-            Version 1 takes the name of a strategy here too.
-        backward_prefetch (`str` or `BackwardPrefetch`, *optional*): When backward gathers the next parameters; version
-            1 only.
-        mixed_precision_policy (`str`, `torch.dtype`, `dict` or torch's policy, *optional*): Precisions; set from
-            `mixed_precision` of the run when left out.
-        auto_wrap_policy (`str` or function, *optional*): Which modules are sharded by themselves.
-        cpu_offload (`bool` or torch's offload object): Keep parameters on the CPU while they are not in use.
-        ignored_modules (modules, or `str`): Modules that are left whole; a text is a regular expression for names.
-        state_dict_type (`str` or `StateDictType`): The form of state dicts.
-        state_dict_config, optim_state_dict_config: Torch's settings of that form; made when left out. Others than those
-            made have no effect: full states are gathered into CPU memory of rank 0.
-        limit_all_gathers (`bool`): Bound the memory of gathered parameters; version 1 only.
-        use_orig_params (`bool`): Show the user the original parameters; version 1 only, version 2 always does.
-        param_init_fn (function, *optional*): Gives modules on the meta device memory; version 1 only.
-        sync_module_states (`bool`): Send rank 0's values to all; version 1 only.
-        forward_prefetch (`bool`): Gather the next parameters early in forward too; version 1 only.
-        activation_checkpointing (`bool`): Compute activations again in backward instead of keeping them.
-        activation_checkpointing_offload (`bool`): Keep checkpointed activations on the CPU; version 2 only.
-        cpu_ram_efficient_loading (`bool`): Load a pretrained model's values on rank 0 only.
+        reshard_after_forward (`bool`, or as `sharding_strategy`): Whether parameters are resharded after the forward
+            pass. Version 1 takes the name of a strategy here too.
+        backward_prefetch (`str` or `BackwardPrefetch`, *optional*): When the backward pass prefetches (all-gathers) the
+            next parameters; version 1 only.
+        mixed_precision_policy (`str`, `torch.dtype`, `dict` or torch's policy, *optional*): The dtypes of parameters
+            and reductions; set from `mixed_precision` of the run when left out.
+        auto_wrap_policy (`str` or function, *optional*): Which modules are FSDP units of their own.
+        cpu_offload (`bool` or torch's offload policy): Offload parameters and gradients to CPU memory while they are not
+            in use.
+        ignored_modules (modules, or `str`): Modules that are not sharded; a str is a regular expression for names.
+        state_dict_type (`str` or `StateDictType`): The type of state dicts.
+        state_dict_config, optim_state_dict_config: Torch's configs of that type; created when left out. Configs that
+            differ from these have no effect: full states are gathered into CPU memory of rank 0.
+        limit_all_gathers (`bool`): Limit the memory of gathered parameters; version 1 only.
+        use_orig_params (`bool`): `model.parameters()` and the optimizer have the original parameters, not the flat
+            ones; version 1 only, version 2 always has the original ones.
+        param_init_fn (function, *optional*): Materializes modules on the meta device; version 1 only.
+        sync_module_states (`bool`): Broadcast the module states of rank 0; version 1 only.
+        forward_prefetch (`bool`): Prefetch (all-gather) the next parameters in the forward pass too; version 1 only.
+        activation_checkpointing (`bool`): Recompute activations in the backward pass instead of keeping them.
+        activation_checkpointing_offload (`bool`): Offload checkpointed activations to CPU memory; version 2 only.
+        cpu_ram_efficient_loading (`bool`): Load pretrained weights on rank 0 only.
         transformer_cls_names_to_wrap (list of `str`): Classes of blocks for "TRANSFORMER_BASED_WRAP"; the model's
             `_no_split_modules` when left out.
-        min_num_params (`int`): Smallest module sharded by itself for "SIZE_BASED_WRAP".
+        min_num_params (`int`): Number of parameters from which on a module is an FSDP unit, for "SIZE_BASED_WRAP".
 
     Example:
         ```python
@@ -211,7 +213,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=STATE_DICT_TYPE,
         env="FSDP_STATE_DICT_TYPE",
         flag="--fsdp_state_dict_type",
-        help="Form of state dicts: full, sharded or (FSDP 1) local.",
+        help="Type of state dicts: full, sharded or (FSDP 1) local.",
         as_text=True,
     )
     state_dict_config: torch_fsdp.FullStateDictConfig | torch_fsdp.ShardedStateDictConfig | None = None
@@ -222,7 +224,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=BOOLEAN,
         env="FSDP_USE_ORIG_PARAMS",
         flag="--fsdp_use_orig_params",
-        help="Show the optimizer the original parameters (FSDP 1).",
+        help="Let the optimizer have the original parameters, not flat ones (FSDP 1).",
         fallback=False,
         launch_default=True,
         as_text=True,
@@ -280,7 +282,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         kind=words_of("class names"),
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
         flag="--fsdp_transformer_layer_cls_to_wrap",
-        help="Class names of the blocks to wrap, with commas between them.",
+        help="Class names of the blocks to wrap, separated by commas.",
         as_text=True,
     )
     min_num_params: int | None = option(
@@ -299,11 +301,11 @@ class FullyShardedDataParallelPlugin(Plugin):
         given = {name for name in (*VERSION_1_ONLY, "reshard_after_forward") if getattr(self, name) is not None}
         ram_efficient_given = self.cpu_ram_efficient_loading is not None
         resolve_options(self, BOTH_VERSIONS)
-        (self._settle_version_1 if self.fsdp_version == 1 else self._settle_version_2)(given)
-        self._settle_wrapping()
+        (self._resolve_version_1 if self.fsdp_version == 1 else self._resolve_version_2)(given)
+        self._resolve_wrapping()
         self._check_activation_checkpointing()
         if self.mixed_precision_policy is not None:
-            self._settle_mixed_precision()
+            self._resolve_mixed_precision()
         self.set_cpu_offload()
         self.set_state_dict_type()
         if ram_efficient_given:
@@ -311,23 +313,23 @@ class FullyShardedDataParallelPlugin(Plugin):
 
     @property
     def engine(self) -> str | None:
-        """Version 2 has an engine of its own."""
+        """The name of the engine for version 2, which has one of its own; None for version 1."""
         return "FSDP2" if self.fsdp_version == 2 and self.distributed_type == DistributedType.FSDP else None
 
     def check_mesh(self, config: MeshSizes) -> None:
-        """Refuse context parallelism under version 1.
+        """Raise an error for context parallelism with version 1.
 
         Raises:
             ValueError: Naming the size.
         """
         if config.cp_enabled and self.fsdp_version != 2:
             raise ValueError(
-                f"cp_size={config.cp_size} cannot be combined with version 1 of FSDP, which knows no other mesh dimensions: "
-                "pass FullyShardedDataParallelPlugin(fsdp_version=2), or no plugin for replicated parameters."
+                f"cp_size={config.cp_size} cannot be combined with FSDP version 1, which supports no other mesh dimension. "
+                "Pass FullyShardedDataParallelPlugin(fsdp_version=2), or no FSDP plugin to replicate the parameters."
             )
 
     def attach(self, state: RunSoFar) -> None:
-        """Take over the run's precision, and keep state dicts where they are when the device is the CPU."""
+        """Set the mixed precision of the run, and do not offload state dicts when the device is the CPU."""
         if state.mixed_precision != "no":
             self.precision_from_run = self.mixed_precision_policy is None
             self.set_mixed_precision(state.mixed_precision)
@@ -335,7 +337,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             for name in self._made_configs:
                 getattr(self, name).offload_to_cpu = False
 
-    # ---- settling the fields ----------------------------------------------------------------------------------------
+    # ---- resolving the fields ---------------------------------------------------------------------------------------
 
     @property
     def _version(self) -> FSDPVersion1 | FSDPVersion2:
@@ -344,11 +346,11 @@ class FullyShardedDataParallelPlugin(Plugin):
     def _key(self, name: str) -> str:
         return f"FullyShardedDataParallelPlugin.{name}"
 
-    def _settle_version_1(self, given: set[str]) -> None:
+    def _resolve_version_1(self, given: set[str]) -> None:
         named = self.reshard_after_forward
         if named is None and "FSDP_SHARDING_STRATEGY" not in os.environ:
-            word = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").upper()
-            named = word if word in STRATEGIES else None  # the launcher sets it to "true" when nothing was asked
+            name = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "").upper()
+            named = name if name in STRATEGIES else None  # the launcher sets it to "true" when no value was given
         if named is not None:
             named = STRATEGY.read(self._key("reshard_after_forward"), named)
             if "sharding_strategy" not in given:
@@ -360,20 +362,22 @@ class FullyShardedDataParallelPlugin(Plugin):
             self.backward_prefetch = None
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             if "sync_module_states" in given:
-                self._warn("sync_module_states=False cannot go with cpu_ram_efficient_loading=True and is set to True")
+                self._warn(
+                    "sync_module_states=False cannot be combined with cpu_ram_efficient_loading=True. It is set to True"
+                )
             self.sync_module_states = True
         if self.sync_module_states and self.param_init_fn is None:
             self.param_init_fn = materialize
 
-    def _settle_version_2(self, given: set[str]) -> None:
+    def _resolve_version_2(self, given: set[str]) -> None:
         if self.forward_prefetch:
             raise wrong_value(self._key("forward_prefetch"), True, "None with fsdp_version=2, or fsdp_version=1")
         if "sharding_strategy" in given and "reshard_after_forward" not in given:
             strategy = STRATEGY.read(self._key("sharding_strategy"), self.sharding_strategy)
             self.reshard_after_forward = strategy.name in FREEING_STRATEGIES
         for name in sorted(given & set(VERSION_1_ONLY)):
-            advice = "use reshard_after_forward" if name == "sharding_strategy" else "leave it out"
-            self._warn(f"{name}={getattr(self, name)!r} has no place with fsdp_version=2: {advice}")
+            advice = "Use reshard_after_forward" if name == "sharding_strategy" else "Leave it out"
+            self._warn(f"{name}={getattr(self, name)!r} has no effect with fsdp_version=2. {advice}")
         for name in VERSION_1_ONLY:
             setattr(self, name, None)
         key = self._key("reshard_after_forward") if self.reshard_after_forward is not None else None
@@ -383,7 +387,7 @@ class FullyShardedDataParallelPlugin(Plugin):
     def _warn(self, text: str) -> None:
         warn_user(f"FullyShardedDataParallelPlugin: {text}.")
 
-    def _settle_wrapping(self) -> None:
+    def _resolve_wrapping(self) -> None:
         if is_policy(self.auto_wrap_policy, "SIZE_BASED_WRAP"):
             resolve_options(self, ("min_num_params",))
         if is_policy(self.auto_wrap_policy, "TRANSFORMER_BASED_WRAP") or self.transformer_cls_names_to_wrap:
@@ -398,7 +402,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         if self.fsdp_version != 2:
             raise wrong_value(key, True, "it together with fsdp_version=2")
 
-    def _settle_mixed_precision(self) -> None:
+    def _resolve_mixed_precision(self) -> None:
         import torch
 
         if isinstance(self.mixed_precision_policy, (str, dict, torch.dtype)):
@@ -408,14 +412,14 @@ class FullyShardedDataParallelPlugin(Plugin):
     # ---- contract methods -------------------------------------------------------------------------------------------
 
     def set_state_dict_type(self, state_dict_type: str | torch_fsdp.StateDictType | None = None) -> None:
-        """Choose the form of state dicts and make torch's settings for it.
+        """Choose the type of state dicts and create torch's configs for it.
 
         Args:
-            state_dict_type: A word or torch's member; the field's value, the variable or the version's usual form when
-                None.
+            state_dict_type: A name or a member of torch's `StateDictType`. When None, the field's value, the environment
+                variable or the version's default.
 
         Raises:
-            ValueError: For a word that is not known, or a form that the version does not have.
+            ValueError: For an unknown type, or one that the version does not support.
         """
         if state_dict_type is not None:
             self.state_dict_type = state_dict_type
@@ -436,16 +440,16 @@ class FullyShardedDataParallelPlugin(Plugin):
                 self._warn_of_unused(config_name, config)
 
     def _warn_of_unused(self, name: str, made: Any) -> None:
-        """Say once that a config of torch's is not used, unless it says what happens anyway."""
+        """Warn that a config of torch is not used, unless it equals the one that is."""
         given = getattr(self, name)
         if made is None or replace(given, offload_to_cpu=made.offload_to_cpu) != made:
             warn_user(
-                f"{self._key(name)}={given!r} is not used: full states are gathered into CPU memory of rank 0, sharded "
-                "ones written by all ranks. Leave it out."
+                f"{self._key(name)}={given!r} is not used: full states are gathered into CPU memory of rank 0, and "
+                "sharded states are written by all ranks. Leave it out."
             )
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
-        """Make the wrapping policy fit a model: find its block classes, or apply the smallest size.
+        """Set the wrapping policy for a model: find its block classes, or apply `min_num_params`.
 
         Args:
             model: The model that will be sharded.
@@ -467,8 +471,8 @@ class FullyShardedDataParallelPlugin(Plugin):
             names = list(getattr(model, "_no_split_modules", None) or ())
         if not names:
             warn_user(
-                f"TRANSFORMER_BASED_WRAP finds no block classes: {type(model).__name__} has no _no_split_modules, so it "
-                "is sharded as one piece. Name the classes in transformer_cls_names_to_wrap."
+                f"TRANSFORMER_BASED_WRAP found no block classes: {type(model).__name__} has no _no_split_modules, so it "
+                "is wrapped as a single FSDP unit. Name the classes in transformer_cls_names_to_wrap."
             )
         classes = {name: get_module_class_from_name(model, name) for name in names}
         for name, found in classes.items():
@@ -479,16 +483,16 @@ class FullyShardedDataParallelPlugin(Plugin):
         return {found for found in classes.values() if found is not None}
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Make torch's mixed-precision policy, unless there is one.
+        """Create torch's mixed-precision policy, unless there is one.
 
         Args:
-            mixed_precision: "fp16", "bf16", "fp8" or "fp32", a `torch.dtype`, or a dictionary from the policy's names
-                to these.
+            mixed_precision: "fp16", "bf16", "fp8" or "fp32", a `torch.dtype`, or a dictionary from the policy's
+                dtype names to these.
             buffer_autocast: Keep buffers in float32 (version 1).
-            override: Replace a policy that is there.
+            override: Replace an existing policy.
 
         Raises:
-            ValueError: For a format that is not known.
+            ValueError: For an unknown dtype.
         """
         if self.mixed_precision_policy is None or override:
             self.mixed_precision_policy = self._version.make_policy(
@@ -496,7 +500,7 @@ class FullyShardedDataParallelPlugin(Plugin):
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Refuse a policy object of the other version.
+        """Raise an error for a policy object of the other FSDP version.
 
         Raises:
             ValueError: Naming the class that is needed.
@@ -504,7 +508,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         self._check_class("mixed_precision_policy", self._version.policy_class)
 
     def set_cpu_offload(self) -> None:
-        """Turn a bool into torch's offload object.
+        """Convert a bool to torch's offload policy.
 
         Raises:
             ValueError: When the field holds anything else.
@@ -514,7 +518,7 @@ class FullyShardedDataParallelPlugin(Plugin):
         self.validate_cpu_offload()
 
     def validate_cpu_offload(self) -> None:
-        """Refuse an offload object of the other version.
+        """Raise an error for an offload policy of the other FSDP version.
 
         Raises:
             ValueError: Naming the class that is needed.

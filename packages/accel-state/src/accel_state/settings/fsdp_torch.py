@@ -1,4 +1,4 @@
-"""From the words of the FSDP settings to torch's FSDP objects; torch is imported when a word is translated."""
+"""Conversion of the FSDP options to torch's FSDP objects; torch is imported when a value is converted."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_state.settings.option import Kind, is_whole, wrong_value
+from accel_state.settings.option import Kind, is_integer, wrong_value
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""What weights are computed in under each word; FP8 libraries convert from bfloat16 themselves."""
+"""The dtype of parameters for each mixed precision; FP8 libraries convert from bfloat16 themselves."""
 WRAP_POLICIES = {
     "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap_policy",
     "SIZE_BASED_WRAP": "size_based_auto_wrap_policy",
@@ -30,17 +30,17 @@ STATE_DICT_CONFIGS: dict[str, tuple[str, str, dict[str, bool]] | None] = {
 }
 
 
-def _listing(words: Iterable[str]) -> str:
-    return ", ".join(repr(word) for word in words)
+def _listing(choices: Iterable[str]) -> str:
+    return ", ".join(repr(choice) for choice in choices)
 
 
-def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Kind:
-    """Members of an enum of `torch.distributed.fsdp`, their names in any case, or their numbers.
+def enum_kind(enum_name: str, *choices: str, none_name: str | None = None) -> Kind:
+    """Members of an enum of `torch.distributed.fsdp`, their names in any case, or their int values.
 
     Args:
         enum_name: For example "ShardingStrategy".
         choices: The names.
-        none_word: One of the names that stands for None.
+        none_name: One of the names that stands for None.
     """
 
     def enum() -> Any:
@@ -49,11 +49,11 @@ def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Ki
         return getattr(fsdp, enum_name)
 
     def parse(text: str) -> Any:
-        word = text.upper()
-        if word == none_word:
+        name = text.upper()
+        if name == none_name:
             return None
         for member in enum():
-            if word in (member.name.lstrip("_"), str(member.value)):
+            if name in (member.name.lstrip("_"), str(member.value)):
                 return member
         raise ValueError(text)
 
@@ -61,7 +61,7 @@ def enum_kind(enum_name: str, *choices: str, none_word: str | None = None) -> Ki
         return value is None or isinstance(value, enum())
 
     def convert(value: Any) -> Any:
-        return parse(str(value)) if is_whole(value) else value
+        return parse(str(value)) if is_integer(value) else value
 
     expected = f"one of {_listing(choices)}, or a torch.distributed.fsdp.{enum_name}"
     return Kind(expected, parse, accepts, choices, convert, closed=True, metavar="NAME")
@@ -96,12 +96,12 @@ WRAP_POLICY = Kind(
 
 
 def is_policy(policy: Any, name: str) -> bool:
-    """Whether `policy` is the function of `torch.distributed.fsdp.wrap` that the word `name` stands for."""
+    """Whether `policy` is the function of `torch.distributed.fsdp.wrap` that `name` stands for."""
     return policy is not None and policy is _parse_wrap_policy(name)
 
 
 def dtype_of(value: Any, key: str) -> torch.dtype:
-    """A torch dtype given as itself or as a word.
+    """A torch dtype, given as itself or as one of `DTYPES`.
 
     Raises:
         ValueError: For anything else.
@@ -118,7 +118,7 @@ def dtype_of(value: Any, key: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class FSDPVersion:
-    """What differs between torch's two implementations."""
+    """What differs between torch's two implementations of FSDP."""
 
     policy_class: str
     third_dtype: str
@@ -131,12 +131,12 @@ class FSDPVersion:
         """Torch's mixed-precision policy.
 
         Args:
-            wanted: A word, a dtype, or a mapping from the policy's dtype names to these.
-            key: What to call the setting in errors.
-            float32_buffers: Keep buffers in float32, where the policy speaks of buffers.
+            wanted: One of `DTYPES`, a `torch.dtype`, or a mapping from the policy's dtype names to these.
+            key: Name of the option in error messages.
+            float32_buffers: Keep buffers in float32, where the policy has a `buffer_dtype`.
 
         Raises:
-            ValueError: For a word, key or dtype that is not known.
+            ValueError: For an unknown dtype or key.
         """
         import torch
         import torch.distributed.fsdp as fsdp
@@ -166,7 +166,7 @@ class FSDPVersion1(FSDPVersion):
     __slots__ = ()
 
     def make_offload(self, offload: bool) -> Any:
-        """Torch's object for keeping parameters on the CPU or not."""
+        """Torch's object for offload of parameters to CPU memory, or for no offload."""
         from torch.distributed.fsdp import CPUOffload
 
         return CPUOffload(offload_params=offload)
@@ -178,7 +178,7 @@ class FSDPVersion2(FSDPVersion):
     __slots__ = ()
 
     def make_offload(self, offload: bool) -> Any:
-        """Torch's object for keeping parameters on the CPU or not; pins memory only where an accelerator can use it."""
+        """Torch's policy for offload to CPU memory, or for no offload; memory is pinned only where there is an accelerator."""
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -198,7 +198,7 @@ FSDP_VERSIONS: dict[int, FSDPVersion1 | FSDPVersion2] = {
 
 
 def make_state_dict_configs(type_name: str) -> tuple[Any, Any]:
-    """Torch's settings for model and optimizer states of a state-dict type; None where torch needs none."""
+    """Torch's configs for model and optimizer state dicts of a state-dict type; None where torch needs none."""
     import torch.distributed.fsdp as fsdp
 
     row = STATE_DICT_CONFIGS[type_name]
@@ -222,7 +222,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 
 def materialize(module: nn.Module) -> None:
-    """Give a module's own parameters memory on this process's device, without values: rank 0 sends those."""
+    """Allocate a module's own parameters and buffers on this process's device, uninitialized: rank 0 broadcasts the values."""
     from accel_state.devices import default_device
 
     module.to_empty(device=default_device(), recurse=False)

@@ -1,4 +1,4 @@
-"""What all groups of keyword arguments for objects built behind the scenes have in common."""
+"""The base class of dataclasses that hold keyword arguments for an object built elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from accel_state.settings.option import making_defaults
 
 @known_as("accelerate.utils.dataclasses.KwargsHandler")
 class KwargsHandler:
-    """Base of dataclasses that hold keyword arguments for an object built elsewhere."""
+    """Base of dataclasses that hold keyword arguments for an object built elsewhere, such as a `GradScaler`."""
 
     slot: ClassVar[str | None] = None
-    """The field of `Handlers` it goes to; None for handlers that `Accelerator` takes by an argument of their own."""
+    """The field of `Handlers` that holds it; None for handlers that `Accelerator` takes in an argument of their own."""
 
     def to_dict(self) -> dict[str, Any]:
         """All values by field name; lists and dictionaries are copies."""

@@ -1,4 +1,4 @@
-"""Keyword arguments for objects that the library builds for the user, and the container that sorts them."""
+"""Keyword arguments for objects that the library creates (autocast, gradient scaler, process group), by kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AutocastKwargs(KwargsHandler):
 
     Args:
         enabled (`bool`): False switches autocast off in the regions it is used for.
-        cache_enabled (`bool`, *optional*): Whether casts of weights are kept for the region; torch decides when None.
+        cache_enabled (`bool`, *optional*): Whether casts of weights are cached in the region; torch's default when None.
 
     Example:
         ```python
@@ -63,11 +63,11 @@ class GradScalerKwargs(KwargsHandler):
     """How the loss is scaled under fp16, see `torch.amp.GradScaler`.
 
     Args:
-        init_scale (`float`): The first scale.
+        init_scale (`float`): The initial loss scale.
         growth_factor (`float`): Multiplies the scale after `growth_interval` steps without infinities; above 1.
         backoff_factor (`float`): Multiplies the scale after a step with infinities; between 0 and 1.
-        growth_interval (`int`): Number of steps.
-        enabled (`bool`): False turns the scaler into one that does nothing.
+        growth_interval (`int`): Number of consecutive steps without infinities after which the scale grows.
+        enabled (`bool`): False disables loss scaling.
     """
 
     slot = "grad_scaler"
@@ -107,7 +107,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend (`str`, *optional*): The collective library. `"nccl"`, the default, and None leave the choice to the
             device; any other name is used as it is.
-        init_method (`str`, *optional*): URL at which the processes find one another.
+        init_method (`str`, *optional*): URL of the rendezvous.
         timeout (`datetime.timedelta`, *optional*): How long a collective may take, also in seconds. 10 minutes for
             nccl, 30 for the other backends.
     """
@@ -138,7 +138,7 @@ SLOT_CLASSES = {
 
 @dataclass(slots=True)
 class Handlers:
-    """The handlers given to an accelerator, at most one of each sort; None where none was given."""
+    """The handlers of an accelerator, at most one of each kind; None where none was given."""
 
     ddp: DistributedDataParallelKwargs | None = None
     grad_scaler: GradScalerKwargs | None = None
@@ -149,13 +149,13 @@ class Handlers:
 
     @classmethod
     def sort(cls, given: Iterable[KwargsHandler] | None) -> Handlers:
-        """Put each handler of a list in its place.
+        """Assign each handler of a list to its field.
 
         Args:
-            given: What the user passed as `kwargs_handlers`.
+            given: The user's `kwargs_handlers`.
 
         Raises:
-            ValueError: When a member is no handler, or two are of one sort.
+            ValueError: When an item is not a handler, or two are of one kind.
         """
         handlers = cls()
         for position, handler in enumerate(given or ()):

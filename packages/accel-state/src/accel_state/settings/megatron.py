@@ -1,4 +1,4 @@
-"""Megatron-LM: degrees of parallelism, recomputation, and the arguments it is started with."""
+"""Megatron-LM: parallelism degrees, activation recomputation, and the arguments that Megatron-LM is initialized with."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from accel_state.settings.option import (
     TEXT,
     Kind,
     at_least,
+    is_integer,
     is_number,
-    is_whole,
     one_of,
     option,
     resolve_options,
@@ -39,7 +39,7 @@ COUNT, SIZE = at_least(0), at_least(1)
 SAMPLE_COUNTS = Kind(
     "up to three integers: samples seen in training, validation and test",
     str,
-    lambda value: isinstance(value, list) and len(value) <= 3 and all(is_whole(count) for count in value),
+    lambda value: isinstance(value, list) and len(value) <= 3 and all(is_integer(count) for count in value),
 )
 
 RENAMED_ARGUMENTS = {
@@ -100,7 +100,7 @@ SCHEDULE_ARGUMENTS = (
 
 
 def _launched(name: str, kind: Kind, fallback: Any, help: str, **more: Any) -> Any:
-    """An option that the launcher hands over in a variable named after the field."""
+    """An option that the launcher passes in an environment variable named after the field."""
     return option(
         None,
         kind=kind,
@@ -113,7 +113,7 @@ def _launched(name: str, kind: Kind, fallback: Any, help: str, **more: Any) -> A
 
 
 def _if_given(name: str, kind: Kind, fallback: Any, help: str) -> Any:
-    """An option that the launcher hands over only when somebody gave it, and bools as the text that was given."""
+    """An option that the launcher passes only when it was given, and a bool as the str that was given."""
     kind = replace(kind, canonical=str) if kind.closed else kind
     return _launched(name, kind, fallback, help, launch_default=None, as_text=kind.closed)
 
@@ -125,24 +125,26 @@ class MegatronLMPlugin(Plugin):
     """How Megatron-LM trains. Fields are passed on to it under its own names; those left None may come from the environment.
 
     Args:
-        tp_degree, pp_degree (`int`): Processes that share every layer; stages the layers are divided into.
+        tp_degree, pp_degree (`int`): Tensor-parallel ranks over which every layer is sharded; pipeline stages.
         use_custom_fsdp (`bool`): Shard with Megatron's own FSDP.
-        overlap_cpu_optimizer_d2h_h2d, optimizer_cpu_offload, use_precision_aware_optimizer (`bool`): Where and in
-            which precision the optimizer's state is kept.
-        no_load_optim, no_save_optim (`bool`): Leave the optimizer out of checkpoints.
-        eod_mask_loss (`bool`): No loss on end-of-document tokens.
-        decoder_last_pipeline_num_layers (`int`, *optional*): Layers of the last stage, when not as many as elsewhere.
-        recompute_granularity, recompute_method, recompute_num_layers, recompute_activations: What is recomputed in
-            backward.
+        overlap_cpu_optimizer_d2h_h2d, optimizer_cpu_offload, use_precision_aware_optimizer (`bool`): Offload
+            of optimizer states, and their precision.
+        no_load_optim, no_save_optim (`bool`): Do not load or save optimizer states in checkpoints.
+        eod_mask_loss (`bool`): Mask the loss of end-of-document tokens.
+        decoder_last_pipeline_num_layers (`int`, *optional*): Layers of the last pipeline stage, when it has another
+            number than the other stages.
+        recompute_granularity, recompute_method, recompute_num_layers, recompute_activations: Activation
+            recomputation in the backward pass.
         attention_backend (`bool`), attention_dropout, hidden_dropout (`float`), attention_softmax_in_fp32 (`bool`):
             Attention and dropout.
-        expert_model_parallel_size, expert_tensor_parallel_size, context_parallel_size (`int`): Processes that share
-            experts, each expert, and sequences.
-        calculate_per_token_loss, use_rotary_position_embeddings (`bool`): As they say.
-        num_micro_batches (`int`): Micro-batches per step and process.
-        gradient_clipping (`float`): Largest gradient norm, 0 for none.
-        sequence_parallelism (`bool`): Divide the activations outside tensor-parallel layers by sequence.
-        use_distributed_optimizer (`bool`): Shard the optimizer's state over data-parallel processes.
+        expert_model_parallel_size, expert_tensor_parallel_size, context_parallel_size (`int`): Expert parallel size,
+            tensor parallel size of experts, and context parallel size.
+        calculate_per_token_loss, use_rotary_position_embeddings (`bool`): Average the loss over tokens rather than over
+            micro-batches; use rotary position embeddings.
+        num_micro_batches (`int`): Micro-batches per optimizer step and process.
+        gradient_clipping (`float`): Maximum gradient norm for gradient clipping, 0 for none.
+        sequence_parallelism (`bool`): Shard the activations outside tensor-parallel layers along the sequence.
+        use_distributed_optimizer (`bool`): Shard optimizer states over the data-parallel ranks.
         pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage (`int`, *optional*): Layout of the
             pipeline.
         is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
@@ -156,16 +158,16 @@ class MegatronLMPlugin(Plugin):
         seq_length, encoder_seq_length, decoder_seq_length (`int`, *optional*): Sequence lengths in tokens; found from
             model and batch where left out.
         tensorboard_dir (`str`, *optional*), set_all_logging_options (`bool`): Megatron's own logging.
-        eval_iters, eval_interval (`int`): Batches per evaluation, steps between evaluations.
+        eval_iters, eval_interval (`int`): Batches per evaluation, and steps between evaluations.
         return_logits (`bool`): Whether the forward pass returns logits.
         custom_train_step_class, custom_train_step_kwargs, custom_model_provider_function, custom_prepare_model_function,
-            custom_megatron_datasets_provider_function, custom_get_batch_function, custom_loss_function: The user's
-            replacements of parts.
-        other_megatron_args (`dict`, *optional*): Further arguments, by Megatron's names; they win.
+            custom_megatron_datasets_provider_function, custom_get_batch_function, custom_loss_function: User functions
+            and classes that replace Megatron's.
+        other_megatron_args (`dict`, *optional*): Further arguments, by Megatron's names; they take precedence.
     """
 
     distributed_type: ClassVar[DistributedType] = DistributedType.MEGATRON_LM
-    main_process: ClassVar[Literal["first", "last"]] = "last"  # only the last pipeline stage knows the loss
+    main_process: ClassVar[Literal["first", "last"]] = "last"  # only the last pipeline stage has the loss
 
     tp_degree: int = _launched("tp_degree", SIZE, 1, "Tensor parallel size.")
     pp_degree: int = _launched("pp_degree", SIZE, 1, "Pipeline parallel size.")
@@ -293,13 +295,13 @@ class MegatronLMPlugin(Plugin):
         self.megatron_lm_default_args |= self.other_megatron_args or {}
 
     def attach(self, state: RunSoFar) -> None:
-        """Hand the run's precision to Megatron-LM."""
+        """Set Megatron-LM's precision arguments to the mixed precision of the run."""
         self.set_mixed_precision(state.mixed_precision)
 
     # ---- arguments that depend on what is prepared --------------------------------------------------------------------
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Take the sizes of a transformers model.
+        """Set the arguments for the sizes of a transformers model.
 
         Args:
             model: A model whose `config.model_type` has a parser.
@@ -319,11 +321,11 @@ class MegatronLMPlugin(Plugin):
             self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set batch sizes.
+        """Set the micro-batch size, the global batch size and the data parallel size.
 
         Args:
             micro_batch_size: Samples per micro-batch and process.
-            dp_degree: How many processes read different data.
+            dp_degree: Data parallel size: the number of ranks that read different data.
         """
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
@@ -335,7 +337,7 @@ class MegatronLMPlugin(Plugin):
         }
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Have Megatron-LM make an optimizer like the given one.
+        """Set the arguments from which Megatron-LM builds an optimizer like the given one.
 
         Args:
             optimizer (`torch.optim.Optimizer`): An Adam or SGD.
@@ -350,18 +352,18 @@ class MegatronLMPlugin(Plugin):
         elif "sgd" in name.lower():
             chosen = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
         else:
-            raise ValueError(f"Megatron-LM has no optimizer like {name!r}: use Adam, AdamW or SGD.")
+            raise ValueError(f"Megatron-LM does not support the optimizer {name!r}. Use Adam, AdamW or SGD.")
         self.megatron_lm_default_args |= {**chosen, "lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take the schedule's length from a scheduler where the plugin does not say it.
+        """Set the length of the learning rate schedule from a scheduler, where the plugin does not set it.
 
         Args:
             scheduler (`MegatronLMDummyScheduler`): With `total_num_steps` and `warmup_num_steps`, counted over all
                 data-parallel processes.
 
         Raises:
-            ValueError: When the length is needed and the scheduler does not say it.
+            ValueError: When neither the plugin nor the scheduler has the length.
         """
         if self.train_iters is None:
             self.train_iters = self._per_process(scheduler, "total_num_steps", "train_iters")
@@ -379,21 +381,21 @@ class MegatronLMPlugin(Plugin):
         if num_steps is None or dp_degree is None:
             missing = f"{type(scheduler).__name__}.{source}" if num_steps is None else "the data-parallel size"
             raise ValueError(
-                f"MegatronLMPlugin.{name} cannot be found, because {missing} is not known: set {name}, or pass a "
-                "MegatronLMDummyScheduler to prepare together with model and data loader."
+                f"MegatronLMPlugin.{name} cannot be derived, because {missing} is not known. Set {name}, or pass a "
+                "MegatronLMDummyScheduler to prepare() together with the model and the data loader."
             )
         return int(num_steps // dp_degree)
 
     def _drop(self, name: str, replacement: int | None) -> None:
         if getattr(self, name) is not None:
             warn_user(
-                f"MegatronLMPlugin.{name}={getattr(self, name)!r} has no effect, because the scheduler counts steps: "
-                f"set {name.replace('samples', 'iters')}, or leave it out."
+                f"MegatronLMPlugin.{name}={getattr(self, name)!r} has no effect, because the scheduler counts steps. "
+                f"Set {name.replace('samples', 'iters')}, or leave it out."
             )
         setattr(self, name, replacement)
 
     def set_tensorboard_logging_options(self) -> None:
-        """Switch on everything that Megatron-LM can log.
+        """Enable all logging options of Megatron-LM.
 
         Raises:
             MissingLibraryError: When Megatron-LM is not installed.

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 class ModelArguments(Protocol):
-    """What is asked of a `ModelArguments`: where arguments of the model are collected."""
+    """The attributes of `MegatronLMPlugin` that a parser reads and sets."""
 
     megatron_lm_default_args: dict[str, Any]
     encoder_seq_length: Any
@@ -18,7 +18,7 @@ class ModelArguments(Protocol):
 
 Parser = Callable[[Any, Any, Any], None]
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
-"""Parsers by model family; a family fits when its name is part of `model.config.model_type`."""
+"""Parsers by model family; a family matches when `model.config.model_type` contains its name."""
 
 BERT_SIZES = {
     "num_layers": "num_hidden_layers",
@@ -86,7 +86,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
     """Decorator that registers a parser for a model family.
 
     Args:
-        model_type: Part of `model.config.model_type` that tells the family.
+        model_type: Substring of `model.config.model_type` that identifies the family.
 
     Example:
         ```python
@@ -114,31 +114,29 @@ def find_parser(model_type: str) -> Parser:
         model_type: The `model_type` of the model's configuration.
 
     Raises:
-        ValueError: When no family fits.
+        ValueError: When no family matches.
     """
     for family, parser in MODEL_CONFIGS_TO_MEGATRON_PARSERS.items():
         if family in model_type.lower():
             return parser
     known = ", ".join(map(repr, MODEL_CONFIGS_TO_MEGATRON_PARSERS))
     raise ValueError(
-        f"Models of type {model_type!r} have no Megatron-LM parser, only those whose type contains one of {known}: "
-        "register one with add_model_config_to_megatron_parser."
+        f"Models of type {model_type!r} have no Megatron-LM parser, only those whose type contains one of {known}. "
+        "Register one with add_model_config_to_megatron_parser()."
     )
 
 
 def _value(config: Any, name: str) -> Any:
-    """A value of a model's configuration; newer ones keep what concerns rotary embeddings in `rope_parameters`."""
+    """A value of a model's configuration; newer ones keep those of rotary embeddings in `rope_parameters`."""
     value = getattr(config, name, None)
     if value is None:
         value = (getattr(config, "rope_parameters", None) or {}).get(name)
     if value is None:
-        raise ValueError(
-            f"The model's configuration says nothing about {name!r}, which Megatron-LM needs: set config.{name}."
-        )
+        raise ValueError(f"The model's config does not set {name!r}, which Megatron-LM needs. Set config.{name}.")
     return value
 
 
-def _take(plugin: ModelArguments, config: Any, kind: str, sizes: Mapping[str, str], **facts: Any) -> None:
+def _set_arguments(plugin: ModelArguments, config: Any, kind: str, sizes: Mapping[str, str], **facts: Any) -> None:
     plugin.megatron_lm_default_args |= {
         "model_type_name": kind,
         **{argument: _value(config, name) for argument, name in sizes.items()},
@@ -147,7 +145,7 @@ def _take(plugin: ModelArguments, config: Any, kind: str, sizes: Mapping[str, st
     }
 
 
-def _take_length(plugin: ModelArguments, name: str, *candidates: int | None) -> None:
+def _set_length(plugin: ModelArguments, name: str, *candidates: int | None) -> None:
     """Set a sequence length, in tokens, to the first candidate that is known."""
     length = next(candidate for candidate in (getattr(plugin, name), *candidates) if candidate is not None)
     setattr(plugin, name, length)
@@ -161,19 +159,21 @@ def _length(batch_data: Any, key: str = "input_ids") -> int | None:
 
 @add_model_config_to_megatron_parser("megatron-bert")
 def parse_bert_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
-    """Take the sizes of a BERT model."""
+    """Set the arguments for the sizes of a BERT model."""
     config = model.config
     pretraining = "maskedlm" in type(model).__name__.lower()
-    _take(megatron_lm_plugin, config, "bert", BERT_SIZES, pretraining_flag=pretraining, num_labels=config.num_labels)
+    _set_arguments(
+        megatron_lm_plugin, config, "bert", BERT_SIZES, pretraining_flag=pretraining, num_labels=config.num_labels
+    )
     longest = _value(config, "max_position_embeddings")
-    _take_length(megatron_lm_plugin, "seq_length", megatron_lm_plugin.encoder_seq_length, _length(batch_data), longest)
+    _set_length(megatron_lm_plugin, "seq_length", megatron_lm_plugin.encoder_seq_length, _length(batch_data), longest)
 
 
 @add_model_config_to_megatron_parser("gpt2")
 def parse_gpt2_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
-    """Take the sizes of a GPT-2 model."""
+    """Set the arguments for the sizes of a GPT-2 model."""
     plugin, config = megatron_lm_plugin, model.config
-    _take(
+    _set_arguments(
         plugin,
         config,
         "gpt",
@@ -183,31 +183,31 @@ def parse_gpt2_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data
         tokenizer_type="GPT2BPETokenizer",
     )
     longest = _value(config, "n_positions")
-    _take_length(plugin, "seq_length", plugin.decoder_seq_length, _length(batch_data), longest)
+    _set_length(plugin, "seq_length", plugin.decoder_seq_length, _length(batch_data), longest)
 
 
 @add_model_config_to_megatron_parser("t5")
 def parse_t5_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
-    """Take the sizes of a T5 model."""
+    """Set the arguments for the sizes of a T5 model."""
     config = model.config
-    _take(megatron_lm_plugin, config, "t5", T5_SIZES, pretraining_flag=True)
+    _set_arguments(megatron_lm_plugin, config, "t5", T5_SIZES, pretraining_flag=True)
     longest = _value(config, "n_positions")
-    _take_length(megatron_lm_plugin, "encoder_seq_length", _length(batch_data), longest)
-    _take_length(megatron_lm_plugin, "decoder_seq_length", _length(batch_data, "labels"), longest)
+    _set_length(megatron_lm_plugin, "encoder_seq_length", _length(batch_data), longest)
+    _set_length(megatron_lm_plugin, "decoder_seq_length", _length(batch_data, "labels"), longest)
 
 
-def _take_decoder(
+def _set_decoder_arguments(
     plugin: ModelArguments, config: Any, batch_data: Any, sizes: Mapping[str, str], **facts: Any
 ) -> None:
-    _take(plugin, config, "gpt", sizes, return_logits=plugin.return_logits, **facts)
+    _set_arguments(plugin, config, "gpt", sizes, return_logits=plugin.return_logits, **facts)
     own, longest = getattr(config, "max_sequence_length", None), _value(config, "max_position_embeddings")
-    _take_length(plugin, "seq_length", own, plugin.decoder_seq_length, _length(batch_data), longest)
+    _set_length(plugin, "seq_length", own, plugin.decoder_seq_length, _length(batch_data), longest)
 
 
 @add_model_config_to_megatron_parser("llama")
 def parse_llama_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
-    """Take the sizes of a Llama model."""
-    _take_decoder(
+    """Set the arguments for the sizes of a Llama model."""
+    _set_decoder_arguments(
         megatron_lm_plugin,
         model.config,
         batch_data,
@@ -219,9 +219,9 @@ def parse_llama_config(megatron_lm_plugin: ModelArguments, model: Any, batch_dat
 
 @add_model_config_to_megatron_parser("glm4_moe")
 def parse_glm4_moe_config(megatron_lm_plugin: ModelArguments, model: Any, batch_data: Any) -> None:
-    """Take the sizes and the mixture-of-experts layout of a GLM-4 MoE model."""
+    """Set the arguments for the sizes and the mixture-of-experts layers of a GLM-4 MoE model."""
     config = model.config
-    _take_decoder(
+    _set_decoder_arguments(
         megatron_lm_plugin,
         config,
         batch_data,

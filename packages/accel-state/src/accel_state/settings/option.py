@@ -1,4 +1,4 @@
-"""Options: dataclass fields that know their environment variable, flag, allowed values and help text.
+"""Options: dataclass fields with an environment variable, a flag, allowed values and a help text.
 
 A value given in code wins over the environment variable, which wins over the fallback. Whatever is wrong is reported in
 one form: the key (field or variable), the value seen, what is allowed, and the closest allowed spelling.
@@ -31,7 +31,7 @@ def wrong_value(key: str, value: object, expected: str, choices: Iterable[str] =
         key: Field (`"DataLoaderConfiguration.even_batches"`) or environment variable that holds the value.
         value: What was found.
         expected: What is allowed, completing "expected ...".
-        choices: Allowed words, from which the closest one is proposed.
+        choices: Allowed values as str, from which the closest one is proposed.
 
     Returns:
         The error, for the caller to raise.
@@ -43,41 +43,41 @@ def wrong_value(key: str, value: object, expected: str, choices: Iterable[str] =
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What values an option takes: in code, in a variable, on the command line and in a config file."""
+    """Which values an option takes: in code, in an environment variable, on the command line and in a config file."""
 
     expected: str
     """Completes the sentence "expected ..."."""
     parse: Callable[[str], Any]
-    """From text to the value; raises `ValueError` for text that does not say one."""
+    """From a str to the value; raises `ValueError` for a str that is not one."""
     accepts: Callable[[Any], bool]
     """Whether a value is usable."""
     choices: tuple[str, ...] = ()
-    """The words to choose from, where there is a list of them."""
+    """The allowed values as str, where there is a list of them."""
     convert: Callable[[Any], Any] = lambda value: value
-    """From another type that can only mean one value, such as 1 for true; the rest comes back as it is."""
+    """Converts another type that can only mean one value, such as 1 for True; other values are returned unchanged."""
     closed: bool = False
-    """Whether text must be one of `choices`, in any case."""
+    """Whether a str must be one of `choices`, in any case."""
     exact: bool = False
     """Whether a flag takes `choices` only, spelled as they are listed."""
     brought_by: str = ""
-    """The group of entry points by whose names other packages add words; they are asked where a word is unknown."""
+    """The group of entry points whose names are further values, added by other packages; read for an unknown value."""
     metavar: str | None = None
     """Placeholder for a value in `--help`."""
     limits: tuple[float | None, float | None] = (None, None)
     """The smallest and the largest number, where there are limits."""
     canonical: Callable[[str], str] | None = None
-    """From a word to how a variable spells it; words of a closed list in lower case are lower case when None."""
+    """From a value to its spelling in a variable; when None, values of a closed list in lower case are lower case."""
 
     def spell(self, value: Any) -> str:
-        """Write a value as the environment variable holds it."""
+        """The str of a value in the environment variable."""
         text = str(value)
         if self.canonical is not None:
             return self.canonical(text)
-        in_lower_case = self.closed and all(word == word.lower() for word in self.choices)
+        in_lower_case = self.closed and all(choice == choice.lower() for choice in self.choices)
         return text.lower() if in_lower_case and isinstance(value, str) else text
 
     def read(self, key: str, value: Any) -> Any:
-        """Turn what was given under `key` into the field's value.
+        """Convert the value of `key` to the field's value.
 
         Raises:
             ValueError: Naming key, value and what is allowed.
@@ -96,8 +96,8 @@ def is_bool(value: object) -> bool:
     return isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}
 
 
-def is_whole(value: object) -> bool:
-    """Whether `value` is an integer of any library, but no bool."""
+def is_integer(value: object) -> bool:
+    """Whether `value` is an integer of any library, but not a bool."""
     if is_bool(value):
         return False
     with suppress(TypeError):
@@ -107,24 +107,24 @@ def is_whole(value: object) -> bool:
 
 
 def is_number(value: object) -> bool:
-    """Whether `value` is an integer or a float, but no bool."""
-    return is_whole(value) or isinstance(value, float)
+    """Whether `value` is an integer or a float, but not a bool."""
+    return is_integer(value) or isinstance(value, float)
 
 
-def as_boolean(value: Any) -> Any:
-    """1, 0 and NumPy's bools as those of Python."""
-    if is_whole(value) and operator.index(value) in (0, 1):
+def as_bool(value: Any) -> Any:
+    """Convert 1, 0 and NumPy's bools to bool; other values are returned unchanged."""
+    if is_integer(value) and operator.index(value) in (0, 1):
         return bool(operator.index(value))
     return bool(value) if is_bool(value) else value
 
 
-def as_whole(value: Any) -> Any:
-    """2.0 as 2."""
+def as_integer(value: Any) -> Any:
+    """Convert a float such as 2.0 to int; other values are returned unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _parse_words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def _parse_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def parse_bool(text: str) -> bool:
@@ -132,20 +132,20 @@ def parse_bool(text: str) -> bool:
     return bool(str_to_bool(text))
 
 
-parse_bool.__name__ = "bool"  # argparse puts this word into its error message
+parse_bool.__name__ = "bool"  # argparse puts this name into its error message
 
 BOOLEAN = Kind(
     "true or false",
     parse_bool,
     lambda value: isinstance(value, bool),
     ("true", "false"),
-    convert=as_boolean,
+    convert=as_bool,
     closed=True,
     metavar="BOOL",
 )
-WHOLE = Kind("an integer", int, is_whole, convert=as_whole, metavar="N")
+INTEGER = Kind("an integer", int, is_integer, convert=as_integer, metavar="N")
 NUMBER = Kind("a number", float, is_number, metavar="X")
-TEXT = Kind("text", str, lambda value: isinstance(value, str))
+TEXT = Kind("a str", str, lambda value: isinstance(value, str))
 PATH = Kind("a path", str, lambda value: isinstance(value, (str, os.PathLike)), metavar="PATH")
 MAPPING = Kind("a dictionary", TEXT.parse, lambda value: isinstance(value, dict))
 FUNCTION = Kind("a function", TEXT.parse, callable)
@@ -156,8 +156,8 @@ def at_least(lowest: int) -> Kind:
     return Kind(
         f"an integer of at least {lowest}",
         int,
-        lambda value: is_whole(value) and operator.index(value) >= lowest,
-        convert=as_whole,
+        lambda value: is_integer(value) and operator.index(value) >= lowest,
+        convert=as_integer,
         metavar="N",
         limits=(lowest, None),
     )
@@ -170,20 +170,20 @@ def above(bound: float, *, below: float = float("inf")) -> Kind:
 
 
 def words_of(meaning: str) -> Kind:
-    """Lists of words, written in text with commas between them."""
+    """Lists of str; given as one str, the items are separated by commas."""
     return Kind(
         f"a list of {meaning}",
-        _parse_words,
-        lambda value: isinstance(value, (list, tuple, set)) and all(isinstance(word, str) for word in value),
+        _parse_names,
+        lambda value: isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value),
         metavar="NAMES",
     )
 
 
 def one_of(*choices: str, exact: bool = True) -> Kind:
-    """One of several words; in whatever case it is written, the value is the word as listed here.
+    """One of several strings, in any case; the value is spelled as listed here.
 
     Args:
-        *choices: The words.
+        *choices: The allowed values.
         exact: Whether a flag takes them only in the case in which they are listed.
     """
     canonical = {choice.lower(): choice for choice in choices}
@@ -201,8 +201,8 @@ def one_of(*choices: str, exact: bool = True) -> Kind:
 
 
 def suggested(*choices: str, exact: bool = False) -> Kind:
-    """Any text; `choices` are only what the command line proposes, or takes if `exact`."""
-    return Kind("text", str, lambda value: isinstance(value, str), choices, exact=exact)
+    """Any str; `choices` are only what the command line proposes, or takes if `exact`."""
+    return Kind("a str", str, lambda value: isinstance(value, str), choices, exact=exact)
 
 
 def member_of(enum: type[Enum]) -> Kind:
@@ -224,7 +224,7 @@ def _listing(choices: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known of one field besides its name and type; stored in the field's metadata."""
+    """The description of one option besides its name and type; stored in the field's metadata."""
 
     kind: Kind
     env: str | None
@@ -238,12 +238,12 @@ class Option:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed words, empty where any value of the kind will do."""
+        """The allowed values as str, empty where any value of the kind will do."""
         return self.kind.choices
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The environment variables that hold the value; several take the items of a sequence."""
+        """The environment variables of the value; several hold the items of a sequence."""
         return tuple((self.env or "").split())
 
 
@@ -264,32 +264,32 @@ def option(
 ) -> Any:
     """Declare a dataclass field that is an option.
 
-    A field with a flag or a key is an option of `accelerate launch`, too: `OptionGroup.from_settings` makes the row of
-    the command line, of the config file, of the questionnaire and of the started processes' environment out of it.
+    A field with a flag or a key is an option of `accelerate launch`, too: `OptionGroup.from_settings` builds its row in
+    the command line, the config file, the questionnaire and the environment of the launched processes from it.
 
     Args:
         default: The field's default, as the signature shows it. `None` stands for "not given".
-        kind: What values it takes; text unless `choices` say otherwise.
-        env: Environment variable asked when no value is given. Several with blanks between them hold one item of a
+        kind: Which values it takes; a str without `kind` and `choices`.
+        env: Environment variable that is read when no value is given. Several, separated by spaces, hold one item of a
             sequence each.
-        flag: Flag of `accelerate launch` that sets the variable; several spellings with blanks between them, of which
-            the last one names the option in config files.
+        flag: Flag of `accelerate launch` that sets the variable; several spellings, separated by spaces, of which the
+            last one names the option in config files.
         help: One line on what the option does.
         choices: Short for `kind=one_of(*choices)`.
         fallback: The value when neither code nor environment gives one; `default` when left out.
         factory: Makes the default, where it is mutable.
         key: Name in config files of an option that has no flag.
-        launch_default: What `accelerate launch` hands over when nobody says anything, where that is not the fallback;
-            None leaves the variable alone.
-        as_text: Whether `accelerate launch` keeps the text that was given instead of what it stands for.
+        launch_default: The value that `accelerate launch` sets by default, where that is not the fallback;
+            None does not set the variable.
+        as_text: Whether `accelerate launch` passes the given str instead of the parsed value.
         switch: Whether the flag takes no value and means True.
 
     Returns:
         A `dataclasses.field`.
     """
-    words = tuple(choices)
+    listed = tuple(choices)
     row = Option(
-        kind=kind or (one_of(*words) if words else TEXT),
+        kind=kind or (one_of(*listed) if listed else TEXT),
         env=env,
         flag=flag,
         help=help,
@@ -310,7 +310,7 @@ def options_of(settings: Any) -> dict[str, Option]:
 
 
 def resolve_options(settings: Any, names: Iterable[str] | None = None) -> None:
-    """Give options their values: as given in code, else from the environment, else the fallback.
+    """Set options to their values: as given in code, else from the environment, else the fallback.
 
     Args:
         settings: A dataclass object; its fields are set in place.
@@ -343,13 +343,13 @@ def _from_environment(known: Option) -> str | None:
         return ",".join(text or str(item) for text, item in zip(texts, known.fallback, strict=True))
     text = None if known.env is None else os.environ.get(known.env)
     if text is not None and text.lower() == "none" and known.kind is not TEXT and "none" not in known.choices:
-        return None  # launchers write str(None) for what nobody asked for
+        return None  # launchers write str(None) for an option that was not given
     return text
 
 
 @contextmanager
 def making_defaults() -> Iterator[None]:
-    """Within the block, settings are made only to be compared with: as if no environment variable were set."""
+    """A context in which settings are created only for comparison: as if no environment variable were set."""
     token = _making_defaults.set(True)
     try:
         yield
@@ -358,5 +358,5 @@ def making_defaults() -> Iterator[None]:
 
 
 def is_making_defaults() -> bool:
-    """Whether a settings object is being made only to be compared with, so that it should not warn."""
+    """Whether a settings object is being created only for comparison, so that it should not warn."""
     return _making_defaults.get()

@@ -28,7 +28,7 @@ def _parse_attention(name: str) -> str:
 
 ATTENTION = Kind(
     f"one of {', '.join(map(repr, ATTENTION_CHOICES))} or a flash attention kernel of the hub, for example "
-    "'kernels-community/flash-attn2' (attention that needs the whole mask, as 'eager', cannot be split)",
+    "'kernels-community/flash-attn2' (attention that needs the full mask, such as 'eager', cannot be sharded)",
     _parse_attention,
     lambda value: isinstance(value, str),
     ATTENTION_CHOICES,
@@ -55,10 +55,10 @@ LENGTH = Kind(
 @guess_arguments
 @dataclass
 class TorchTensorParallelPlugin(Plugin):
-    """Tensor parallelism over the whole run, for models that are split already.
+    """Tensor parallelism over all ranks, for models that are already tensor-parallel.
 
     Args:
-        tp_size (`int`): How many processes share each layer.
+        tp_size (`int`): The number of ranks over which each layer is sharded.
         torch_device_mesh (`torch.distributed.DeviceMesh`, *optional*): The mesh with an axis named "tp".
     """
 
@@ -75,13 +75,13 @@ class TorchTensorParallelPlugin(Plugin):
 @guess_arguments
 @dataclass
 class TorchTensorParallelConfig:
-    """How layers are split over the "tp" axis.
+    """How layers are sharded over the "tp" axis.
 
     Args:
-        enable_async_tp (`bool`): Overlap the exchange with computation; not available yet.
-        plan (`dict`, *optional*): How layers are cut, by the names of modules: `{"layers.*.mlp.up": "colwise", ...}`. A
-            model's own plan counts when it is left out.
-        expert_parallel (`bool`): Give whole experts to the processes instead of cutting every one of them, for
+        enable_async_tp (`bool`): Overlap collectives with compute; not available yet.
+        plan (`dict`, *optional*): How layers are sharded, by module name: `{"layers.*.mlp.up": "colwise", ...}`. The
+            model's own plan is used when it is left out.
+        expert_parallel (`bool`): Distribute experts over the ranks instead of sharding each of them (expert parallelism), for
             mixture-of-experts models of transformers.
     """
 
@@ -99,11 +99,11 @@ class TorchTensorParallelConfig:
 @guess_arguments
 @dataclass
 class TorchContextParallelConfig:
-    """How sequences are split over the "cp" axis.
+    """How sequences are sharded over the "cp" axis.
 
     Args:
-        cp_comm_strategy (`"allgather"` or `"alltoall"`): How keys and values travel between the processes.
-        cp_load_balance (`bool`): Give every process an early and a late piece of each sequence, so that all have the
+        cp_comm_strategy (`"allgather"` or `"alltoall"`): The collective that communicates keys and values.
+        cp_load_balance (`bool`): Give every rank an early and a late chunk of each sequence, so that all have the
             same work under a causal mask. Attention without causal mask needs False.
     """
 
@@ -112,7 +112,7 @@ class TorchContextParallelConfig:
         kind=one_of("allgather", "alltoall", exact=False),
         env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
         flag="--parallelism_config_cp_comm_strategy",
-        help="How context-parallel ranks exchange keys and values: allgather or alltoall.",
+        help="Collective of context-parallel ranks for keys and values: allgather or alltoall.",
         fallback="allgather",
         as_text=True,
     )
@@ -126,7 +126,7 @@ class TorchContextParallelConfig:
 @guess_arguments
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """How sequences are split over the "sp" axis by DeepSpeed.
+    """How sequences are sharded over the "sp" axis by DeepSpeed.
 
     Args:
         sp_seq_length (`int`, *optional*): Length of every sequence, in tokens; needed when it does not vary.
@@ -180,22 +180,22 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 @guess_arguments
 @dataclass
 class PipelineParallelConfig:
-    """How a model is cut into stages over the "pp" axis, and in which order its microbatches run.
+    """How a model is split into stages over the "pp" axis, and the schedule of its micro-batches.
 
     Args:
-        schedule (`"gpipe"`, `"1f1b"` or `"interleaved1f1b"`): `"gpipe"` runs all forwards, then all backwards, and
-            fits any training loop. The others start the backward of a microbatch as soon as its forward is through,
+        schedule (`"gpipe"`, `"1f1b"` or `"interleaved1f1b"`): `"gpipe"` runs all forward passes, then all backward passes, and
+            works with any training loop. The others start the backward pass of a micro-batch right after its forward pass,
             which needs less memory; for them the model itself must return the loss.
-        num_microbatches (`int`, *optional*): Into how many parts a batch is cut; as many as there are stages when
+        num_microbatches (`int`, *optional*): The number of micro-batches of a batch; the number of stages when
             None.
         split_points (`"auto"` or list of `str`): Names of the modules at which the second and every further stage
             begin, for instance `["transformer.h.2"]`; `"auto"` gives all stages about as many bytes of parameters.
-        stages_per_rank (`int`, *optional*): How many stages each process holds; 2 for `"interleaved1f1b"`, which
+        stages_per_rank (`int`, *optional*): The number of stages of each rank; 2 for `"interleaved1f1b"`, which
             needs at least that many, and 1 for the others when None.
-        broadcast_outputs (`bool`, *optional*): Whether every process gets all outputs of the last stage, rather than
-            the loss alone; when None, wherever there is no loss among them, or no gradients are computed.
-        loss_weight (`Callable`, *optional*): Given the arguments of a microbatch as a dictionary, how much its loss
-            counts, for instance its number of tokens. All microbatches count the same when None.
+        broadcast_outputs (`bool`, *optional*): Whether every rank gets all outputs of the last stage, rather than
+            only the loss; when None, if there is no loss among them, or no gradients are computed.
+        loss_weight (`Callable`, *optional*): Maps the arguments of a micro-batch, as a dictionary, to the weight of its loss,
+            for instance its number of tokens. All micro-batches have the same weight when None.
     """
 
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b"] = option(
@@ -219,7 +219,7 @@ class PipelineParallelConfig:
         kind=SPLIT_POINTS,
         env="PARALLELISM_CONFIG_PP_SPLIT_POINTS",
         flag="--parallelism_config_pp_split_points",
-        help="Modules at which pipeline stages begin, with commas between them, or auto.",
+        help="Modules at which pipeline stages begin, separated by commas, or auto.",
         fallback="auto",
         launch_default=None,
         as_text=True,

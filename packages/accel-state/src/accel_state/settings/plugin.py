@@ -1,4 +1,4 @@
-"""What the state asks of a plugin, whichever training engine it stands for."""
+"""`Plugin`: the base of settings that choose a training engine, with what `AcceleratorState` reads of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class RunSoFar(Protocol):
-    """What a plugin may ask of the state that it is attached to."""
+    """The attributes of the state that a plugin may read."""
 
     @property
     def device(self) -> torch.device:
@@ -20,12 +20,12 @@ class RunSoFar(Protocol):
 
     @property
     def mixed_precision(self) -> str:
-        """What heavy arithmetic is done in: "no", "bf16", "fp16", "fp8", or what another package brings."""
+        """The mixed precision: "no", "bf16", "fp16", "fp8", or one of another package."""
         ...
 
 
 class MeshSizes(Protocol):
-    """What a plugin may ask of the parallelism configuration."""
+    """The attributes of the parallelism config that a plugin may read."""
 
     cp_size: int
 
@@ -43,13 +43,13 @@ class Plugin:
     """Base of the settings that choose a training engine; the facts are read by `AcceleratorState`."""
 
     distributed_type: ClassVar[DistributedType | None] = None
-    """The distributed type of a run with it; None when the plugin changes nothing about it."""
+    """The distributed type of a run with it; None when the plugin does not change it."""
     works_on: ClassVar[frozenset[str]] = VENDOR_KINDS
     """Names of the device kinds it can train on."""
     main_process: ClassVar[Literal["first", "last"]] = "first"
     """Whether the process of the first or of the last rank is the main process."""
     starts_own_group: ClassVar[bool] = False
-    """Whether the library behind it joins the processes itself, so that no process group need be there yet."""
+    """Whether its library starts the process group itself."""
 
     @property
     def engine(self) -> str | None:
@@ -57,30 +57,30 @@ class Plugin:
         return None
 
     def check(self) -> None:
-        """Refuse what cannot work on any machine; called before processes are joined.
+        """Raise an error for settings that cannot work on any machine; called before the process group starts.
 
         Raises:
-            MissingLibraryError: When the library behind it is not installed.
+            MissingLibraryError: When its library is not installed.
         """
 
     def check_mesh(self, config: MeshSizes) -> None:
-        """Refuse mesh dimensions that it cannot be combined with.
+        """Raise an error for mesh dimensions that it cannot be combined with.
 
         Raises:
             ValueError: Naming them.
         """
 
     def mixed_precision_in_use(self) -> str | None:
-        """The mixed precision that its own configuration asks for; None where the run's counts."""
+        """The mixed precision of its own configuration; None where that of the run is used."""
         return None
 
     @property
     def selected(self) -> bool:
-        """Whether it is in use, of those that one argument gave."""
+        """Whether it is in use, among the plugins of one argument."""
         return True
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Become the one in use, of those that one argument gave."""
+        """Make it the one in use, among the plugins of one argument."""
 
     def attach(self, state: RunSoFar) -> None:
-        """Take over what the run has settled, such as mixed precision; called once, when the state is made."""
+        """Take settings of the run, such as mixed precision; called once, when the state is initialized."""

@@ -39,7 +39,7 @@ ACTIVITIES = Kind(
 @guess_arguments
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Arguments of `torch.profiler.profile`, in a form that can be written down.
+    """Arguments of `torch.profiler.profile`, as plain values.
 
     Args:
         activities (list of `str`, *optional*): Any of "cpu", "cuda", "xpu", "mtia", "hpu"; when None, all that this
@@ -47,11 +47,11 @@ class ProfileKwargs(KwargsHandler):
         schedule_option (`dict`, *optional*): Arguments of `torch.profiler.schedule`, in steps: `wait`, `warmup` and
             `active` are needed, `repeat`, `skip_first` and `skip_first_wait` possible. Records all when None.
         on_trace_ready (function, *optional*): Called with the profiler each time a recording is complete.
-        record_shapes (`bool`): Keep the shapes of operators' inputs.
-        profile_memory (`bool`): Keep allocations and releases.
-        with_stack (`bool`): Keep file and line of each operator.
+        record_shapes (`bool`): Record the shapes of operators' inputs.
+        profile_memory (`bool`): Record allocations and releases of memory.
+        with_stack (`bool`): Record file and line of each operator.
         with_flops (`bool`): Estimate floating point operations.
-        with_modules (`bool`): Keep the modules that operators were called from.
+        with_modules (`bool`): Record the modules that call operators.
         output_trace_dir (`str`, *optional*): Folder for one Chrome trace per process.
 
     Example:
@@ -97,7 +97,7 @@ class ProfileKwargs(KwargsHandler):
         return by_name[name]
 
     def build(self) -> torch.profiler.profile:
-        """Make the profiler; it starts when entered as a context.
+        """Create the profiler; it starts when entered as a context.
 
         Raises:
             ValueError: For an activity that this torch cannot record, or a schedule that torch does not know.

@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints and logs."""
+"""Settings of a run's folders and checkpoint names."""
 
 from __future__ import annotations
 

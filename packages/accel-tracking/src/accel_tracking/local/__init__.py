@@ -1,1 +1,1 @@
-"""Runs recorded in files of one's own: written by the tracker "local", read by `accelerate runs`. Loads no torch."""
+"""Runs recorded in local files: written by the tracker "local", read by `accelerate runs`. Imports no torch."""

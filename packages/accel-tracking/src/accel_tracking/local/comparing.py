@@ -1,4 +1,4 @@
-"""What runs have in common and in what they differ."""
+"""Comparing runs: differing settings, common metrics, and points of their curves."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ def shrink(values: Sequence[float], length: int) -> list[float]:
     if len(values) <= length:
         return list(values)
     points = []
-    for place in range(length):
-        part = values[place * len(values) // length : (place + 1) * len(values) // length]
-        finite = [value for value in part if math.isfinite(value)]
+    for index in range(length):
+        bucket = values[index * len(values) // length : (index + 1) * len(values) // length]
+        finite = [value for value in bucket if math.isfinite(value)]
         points.append(sum(finite) / len(finite) if finite else math.nan)
     return points
 

@@ -1,4 +1,4 @@
-"""Runs as one HTML page with curves: everything is in the file, nothing is loaded from anywhere."""
+"""Runs as one self-contained HTML page with curves, which loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def page(runs: Sequence[Run], title: str = "Runs") -> str:
     """
     data = {"title": title, "runs": [_of_run(run) for run in runs]}
     text = json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
-    # inside a script element, "</script" and "<!--" are the only texts that HTML itself would read
+    # inside a script element, "</script" and "<!--" are the only strings that HTML itself would parse
     text = text.replace("<", "\\u003c")
     template = files("accel_tracking.local").joinpath(TEMPLATE).read_text(encoding="utf-8")
     return template.replace(PLACE_FOR_DATA, text)
@@ -70,9 +70,9 @@ def _of_run(run: Run) -> dict[str, Any]:
 def _of_series(series: Series, started: float) -> dict[str, Any]:
     kept = thinned(series.values, MAX_POINTS)
     return {
-        "steps": [series.steps[place] for place in kept],
-        "values": [_finite(series.values[place]) for place in kept],
-        "seconds": [_finite(round(series.times[place] - started, 3)) for place in kept],
+        "steps": [series.steps[index] for index in kept],
+        "values": [_finite(series.values[index]) for index in kept],
+        "seconds": [_finite(round(series.times[index] - started, 3)) for index in kept],
         "last": _finite(series.last),
         "lowest": _finite(series.lowest),
         "highest": _finite(series.highest),
@@ -81,14 +81,14 @@ def _of_series(series: Series, started: float) -> dict[str, Any]:
 
 
 def thinned(values: Sequence[float], length: int) -> list[int]:
-    """Places of the points to keep, so that at most `length` remain and every peak is still there."""
+    """Indices of the points to keep, so that at most `length` remain and every peak is still there."""
     if len(values) <= length:
         return list(range(len(values)))
     kept = {0, len(values) - 1}
     stretches = (length - 2) // 2
     for stretch in range(stretches):
-        places = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
-        finite = [place for place in places if math.isfinite(values[place])]
+        indices = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
+        finite = [index for index in indices if math.isfinite(values[index])]
         if finite:
             kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     return sorted(kept)

@@ -49,7 +49,7 @@ def _shape_and_bytes(image: Any) -> tuple[tuple[int, int, int], bytes]:
             array = array.transpose(1, 2, 0)
     if array.ndim != 3 or array.shape[2] not in COLOUR_TYPES or 0 in array.shape:
         raise ValueError(
-            f"An image of shape {np.asarray(image).shape} cannot be drawn: pass (height, width), (height, width, "
+            f"An image of shape {np.asarray(image).shape} cannot be written as PNG. Pass (height, width), (height, width, "
             "channels) or (channels, height, width) with 1 to 4 channels."
         )
     if array.dtype.kind == "f":

@@ -1,4 +1,4 @@
-"""Recorded runs, read back."""
+"""Reading recorded runs."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Series:
         self.values.append(value)
         self.times.append(when)
 
-    def forget_from(self, step: int) -> None:
-        """Drop the points at and after a step, because the run was taken up again there."""
-        kept = [place for place, at in enumerate(self.steps) if at < step]
-        self.steps = [self.steps[place] for place in kept]
-        self.values = [self.values[place] for place in kept]
-        self.times = [self.times[place] for place in kept]
+    def truncate_at(self, step: int) -> None:
+        """Drop the points at and after a step, because the run was resumed there."""
+        kept = [index for index, at in enumerate(self.steps) if at < step]
+        self.steps = [self.steps[index] for index in kept]
+        self.values = [self.values[index] for index in kept]
+        self.times = [self.times[index] for index in kept]
 
     @property
     def finite(self) -> list[float]:
-        """The values that are numbers."""
+        """The finite values."""
         return [value for value in self.values if math.isfinite(value)]
 
     @property
@@ -67,19 +67,19 @@ class Run:
 
     Attributes:
         id: Name of its folder.
-        folder: Where it is.
-        name: What `init_trackers` was given.
+        folder: Its folder.
+        name: The project name of `init_trackers`.
         started: Unix time in seconds.
         ended: Unix time of the last line.
-        status: "running", "finished", "failed", "terminated" (by SIGTERM), or "lost" when it ended without a word.
-        reason: What ended it, if it did not end well.
+        status: "running", "finished", "failed", "terminated" (by SIGTERM), or "lost" when it ended without a final line.
+        reason: The error that ended it, if there was one.
         settings: Its configuration.
         metrics: Its curves, by name.
-        texts: The last text of each name.
+        texts: The last str logged for each name.
         images: Name -> (step, file relative to `folder`), in order.
         tables: The last table of each name: `step`, `columns`, `data`.
         artifacts: Files relative to `folder`.
-        facts: What is known about the process: command, host, Python, number of processes, notes.
+        facts: Facts about the process: command, host, Python version, number of processes, notes.
         num_damaged: Lines that could not be read.
     """
 
@@ -153,10 +153,10 @@ def read_run(folder: Path) -> Run:
     for line in _lines(folder / FILE):
         try:
             entry = json.loads(line)
-            reading.take(entry)
+            reading.add(entry)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             run.num_damaged += 1
-    reading.settle_status()
+    reading.resolve_status()
     return run
 
 
@@ -173,66 +173,66 @@ class _Reading:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.process: dict[str, Any] = {}
-        self.to_cut: set[str] = set()  # metrics that earlier lines may have carried too far
+        self.to_truncate: set[str] = set()  # metrics that may have points after the step at which the run resumed
         self.next_step = 0
 
-    def take(self, entry: dict[str, Any]) -> None:
-        """Take one line."""
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add one line to the run."""
         kind = entry.get("kind", "values")
-        handler = getattr(self, f"_take_{kind}", None)
+        handler = getattr(self, f"_add_{kind}", None)
         if handler is None:  # of a later format
             return
         handler(entry)
         self.run.ended = float(entry["time"])
 
-    def _take_start(self, entry: dict[str, Any]) -> None:
+    def _add_start(self, entry: dict[str, Any]) -> None:
         run = self.run
         if math.isnan(run.started):
             run.started, run.name = float(entry["time"]), str(entry["name"])
-        self.to_cut = set(run.metrics)
+        self.to_truncate = set(run.metrics)
         self.process = {name: entry.get(name) for name in ("host", "pid", "pid_started")}
         kept = ("command", "host", "python", "processes", "notes")
         run.facts |= {name: entry[name] for name in kept if entry.get(name) is not None}
         run.status, run.reason = "lost", None
 
-    def _take_settings(self, entry: dict[str, Any]) -> None:
+    def _add_settings(self, entry: dict[str, Any]) -> None:
         self.run.settings |= entry["values"]
 
-    def _take_values(self, entry: dict[str, Any]) -> None:
+    def _add_values(self, entry: dict[str, Any]) -> None:
         step = entry["step"]
         step = self.next_step if step is None else int(step)
         self.next_step = step + 1
-        self._take_each("", entry["values"], step, float(entry["time"]))
+        self._add_each("", entry["values"], step, float(entry["time"]))
 
-    def _take_each(self, prefix: str, values: dict[str, Any], step: int, when: float) -> None:
+    def _add_each(self, prefix: str, values: dict[str, Any], step: int, when: float) -> None:
         for name, value in values.items():
             name = prefix + name
             if isinstance(value, dict):
-                self._take_each(f"{name}/", value, step, when)
+                self._add_each(f"{name}/", value, step, when)
             elif (number := _number(value)) is None:
                 self.run.texts[name] = value if isinstance(value, str) else json.dumps(value)
             else:
                 series = self.run.metrics.setdefault(name, Series())
-                if name in self.to_cut:
-                    self.to_cut.remove(name)
-                    series.forget_from(step)
+                if name in self.to_truncate:
+                    self.to_truncate.remove(name)
+                    series.truncate_at(step)
                 series.add(step, number, when)
 
-    def _take_image(self, entry: dict[str, Any]) -> None:
+    def _add_image(self, entry: dict[str, Any]) -> None:
         self.run.images.setdefault(entry["name"], []).append((entry["step"], entry["file"]))
 
-    def _take_table(self, entry: dict[str, Any]) -> None:
+    def _add_table(self, entry: dict[str, Any]) -> None:
         self.run.tables[entry["name"]] = {name: entry[name] for name in ("step", "columns", "data")}
 
-    def _take_artifact(self, entry: dict[str, Any]) -> None:
+    def _add_artifact(self, entry: dict[str, Any]) -> None:
         if entry["file"] not in self.run.artifacts:
             self.run.artifacts.append(entry["file"])
 
-    def _take_end(self, entry: dict[str, Any]) -> None:
+    def _add_end(self, entry: dict[str, Any]) -> None:
         self.run.status, self.run.reason = str(entry["status"]), entry.get("reason")
 
-    def settle_status(self) -> None:
-        """Tell a run that goes on from one that ended without a word."""
+    def resolve_status(self) -> None:
+        """Distinguish a run that is still running from one that exited without a final line."""
         if self.run.status == "lost" and self.process and _is_alive(self.process, self.run.ended):
             self.run.status = "running"
 

@@ -1,8 +1,8 @@
 """The file in which a run is recorded: one JSON object per line, only ever appended to.
 
-A line is on the disk a few milliseconds after it was handed over: a thread of its own writes and syncs, several lines
-at once when they come faster than the disk takes them. So the thread that trains waits for no disk; a killed process
-loses what it logged in those milliseconds, a power cut too, and at most one line is left torn, which readers skip.
+A line is on disk a few milliseconds after it was queued: a background thread writes and syncs, several lines at once
+when they come faster than the disk can write. So the training thread never waits for the disk. A killed process, or a
+power cut, loses only what was logged in those milliseconds, and leaves at most one torn line, which readers skip.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ FILE = "record.jsonl"
 FORMAT = 1
 
 encode = json.JSONEncoder(allow_nan=False, separators=(",", ":"), ensure_ascii=False).encode
-"""Turns plain values into a line; raises ValueError or TypeError for what JSON cannot hold, NaN included."""
+"""Encodes plain values as a line; raises ValueError or TypeError for what JSON cannot hold, NaN included."""
 
 write = os.write
 sync = getattr(os, "fdatasync", os.fsync)
 
 
 class Record:
-    """Appends lines to a file from a thread of its own.
+    """Appends lines to a file from a background thread.
 
     Args:
-        path: The file; made if it does not exist.
-        sync_seconds: Shortest time between two syncs; 0 syncs whatever is written at once.
+        path: The file; created if it does not exist.
+        sync_seconds: Minimum time between two syncs; 0 syncs after each write.
     """
 
     def __init__(self, path: Path, sync_seconds: float = 0.0) -> None:
@@ -40,17 +40,17 @@ class Record:
         self._descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         self._lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._error: OSError | None = None
-        self._is_torn = not _ends_whole(self._descriptor)
+        self._is_torn = not _ends_with_newline(self._descriptor)
         self._synced_at = -sync_seconds
         self._thread = threading.Thread(target=self._work, name="accel-tracking-record", daemon=True)
         self._thread.start()
 
     def append(self, line: str) -> None:
-        """Hand over a line, without its end.
+        """Queue a line, without its newline.
 
         Raises:
             OSError: When an earlier line could not be written, for instance because the disk is full. Each failure is
-                raised once; later lines are tried again.
+                raised once; later lines are written again.
         """
         self._lines.put(f"{line}\n".encode(errors="replace"))
         if self._error is not None:
@@ -58,10 +58,10 @@ class Record:
             raise error
 
     def close(self) -> None:
-        """Wait until everything is on the disk; the second call does nothing.
+        """Write and sync all lines; a second call does nothing.
 
         Raises:
-            OSError: When something could not be written.
+            OSError: When lines could not be written.
         """
         if self._descriptor < 0:
             return
@@ -75,7 +75,7 @@ class Record:
     def _work(self) -> None:
         is_open, is_dirty = True, False
         while is_open:
-            lines, is_open = self._take(self._sync_seconds if is_dirty else None)
+            lines, is_open = self._next_lines(self._sync_seconds if is_dirty else None)
             try:
                 if lines:
                     is_dirty = True
@@ -86,7 +86,7 @@ class Record:
             except OSError as error:
                 self._error = error
 
-    def _take(self, timeout: float | None) -> tuple[bytes, bool]:
+    def _next_lines(self, timeout: float | None) -> tuple[bytes, bool]:
         """Wait for lines; returns all there are, and whether more may come."""
         lines = []
         try:
@@ -106,13 +106,13 @@ class Record:
         self._is_torn = False
 
 
-def _ends_whole(descriptor: int) -> bool:
+def _ends_with_newline(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
 
 
 def process_identity() -> dict[str, Any]:
-    """What tells later whether this process is still running."""
+    """The facts by which other processes can tell later whether this process is still running."""
     import socket
 
     return {"host": socket.gethostname(), "pid": os.getpid(), "pid_started": process_start(os.getpid())}

@@ -1,4 +1,4 @@
-"""Aim: a repository of runs in a folder."""
+"""Aim: runs in a repository on disk."""
 
 from __future__ import annotations
 

@@ -14,17 +14,17 @@ from accel_tracking.values import non_finite, sort_values
 if TYPE_CHECKING:
     from clearml import Task
 
-PREFIXES = ("eval", "test", "train")  # curves of these belong into one plot: "eval_loss" and "train_loss"
+PREFIXES = ("eval", "test", "train")  # the curves of these share a plot: "eval_loss" and "train_loss"
 
 
 @known_as("accelerate.tracking.ClearMLTracker")
 class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
-    """Logs to a ClearML task: the current one of the program, or else one of its own.
+    """Logs to a ClearML task: the program's current one, or a new one.
 
-    `CLEARML_PROJECT` and `CLEARML_TASK` name project and task of a new one, unless `kwargs` do. Without an account or
+    `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the new task, unless `kwargs` do. Without an account or
     network, call `clearml.Task.set_offline(True)` first. Further arguments of `log_table` go to `Logger.report_table`
-    (a table without content is a `ValueError`), those of `log_artifact` to `Task.upload_artifact`. Only a task of its
-    own is closed, or marked as failed, at the end.
+    (a table without content is a `ValueError`), those of `log_artifact` to `Task.upload_artifact`. Only a
+    task that this tracker created is closed, or marked as failed, at the end.
 
     Args:
         run_name (`str`, *optional*): Name of the project, and of the task.
@@ -104,7 +104,7 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
 
     def _log_table(self, table: Table, step: int | None, kwargs: dict[str, Any]) -> None:
         if table.dataframe is None and table.data is None:
-            raise ValueError(f"The table {table.name!r} has no content: pass data (and columns), or dataframe.")
+            raise ValueError(f"The table {table.name!r} has no content. Pass data (and columns), or dataframe.")
         rows = [*([table.columns] if table.columns else []), *(table.data or [])]
         plot = table.dataframe if table.dataframe is not None else rows
         title, series = title_and_series(table.name)
@@ -121,7 +121,7 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
 
     @on_main_process
     def abort(self, reason: str) -> None:
-        """Flush, and mark a task of its own as failed, with the error."""
+        """Flush, and mark the task as failed with the error, if this tracker created it."""
         if self.task is None:
             return
         self.task.get_logger().flush()

@@ -1,4 +1,4 @@
-"""DVCLive: files that DVC and its editors read."""
+"""DVCLive: metrics in files, which DVC and its editor extensions read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
 
     Args:
         run_name (`str`, *optional*): Not used; DVC names experiments.
-        live (`dvclive.Live`, *optional*): One that the program made, instead of a new one.
+        live (`dvclive.Live`, *optional*): An existing one, instead of a new one.
         kwargs: For `dvclive.Live`.
     """
 

@@ -1,4 +1,4 @@
-"""The tracker that needs no account, no server and no further package: a record of its own in the project's folder."""
+"""A tracker without account, server or further packages: it records a run in the project's folder."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class LocalTracker(LogsTables, GeneralTracker):
     Args:
         run_name (`str`): Name of the run; runs of one name form a series.
         logging_dir (`str` or path): Folder of all runs.
-        run_id (`str`, *optional*): Name of the run's folder; an earlier run of this name is continued. Points that the
-            earlier run logged beyond the step at which it is taken up again are not shown. Made from name and time if
-            left out.
-        notes (`str`, *optional*): A remark, shown with the run.
-        sync_seconds (`float`): Shortest time between two waits for the disk; 0 (the default) syncs each step.
+        run_id (`str`, *optional*): Name of the run's folder; an earlier run of this name is resumed. Points that the
+            earlier run logged after the step at which it is resumed are not shown. Built from name and time if left
+            out.
+        notes (`str`, *optional*): Notes, shown with the run.
+        sync_seconds (`float`): Minimum time between two fsync calls; 0 (the default) syncs each step.
 
     Raises:
         ValueError: For a `run_id` that cannot be the name of a folder.
@@ -59,7 +59,7 @@ class LocalTracker(LogsTables, GeneralTracker):
     ) -> None:
         super().__init__()
         if run_id is not None and (run_id in ("", ".", "..") or re.search(r"[/\\\0]", run_id)):
-            raise ValueError(f"run_id={run_id!r} cannot be the name of a folder: use letters, digits, '-' and '_'.")
+            raise ValueError(f"run_id={run_id!r} cannot be the name of a folder. Use letters, digits, '-' and '_'.")
         self.run_name = run_name
         self.run_id = run_id or _new_id(run_name)
         self.folder = Path(logging_dir, FOLDER, self.run_id)
@@ -69,12 +69,12 @@ class LocalTracker(LogsTables, GeneralTracker):
 
     @property
     def tracker(self) -> LocalTracker:
-        """This tracker itself: there is no other library behind it."""
+        """This tracker itself, because there is no other library."""
         return self
 
     @on_main_process
     def start(self) -> None:
-        """Make the folder and begin the record, or resume that of an earlier run."""
+        """Create the folder and start the record, or resume that of an earlier run."""
         make_folder(self.folder)
         is_continued = (self.folder / FILE).exists()
         self.record = Record(self.folder / FILE, self.sync_seconds)
@@ -97,10 +97,11 @@ class LocalTracker(LogsTables, GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings.
+        """Record the hyperparameters.
 
         Args:
-            values (`dict`, dataclass or `argparse.Namespace`): The settings; what JSON cannot hold becomes a string.
+            values (`dict`, dataclass or `argparse.Namespace`): The hyperparameters; what JSON cannot hold
+                becomes a string.
         """
         self._append(kind="settings", values=plain_settings(values))
 
@@ -120,7 +121,7 @@ class LocalTracker(LogsTables, GeneralTracker):
         if self.record is None:  # another process, or before the start
             return
         if kwargs:
-            raise TypeError(f"log_kwargs for the tracker 'local' are {kwargs!r}, but it takes none: leave them out.")
+            raise TypeError(f"log_kwargs for the tracker 'local' are {kwargs!r}, but it takes none. Leave them out.")
         now = round(time.time(), 3)
         try:
             line = encode({"step": step, "time": now, "values": values})
@@ -130,7 +131,7 @@ class LocalTracker(LogsTables, GeneralTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Keep images as PNG files.
+        """Save images as PNG files.
 
         Args:
             values (`dict`): By name, an image or a list of them: arrays or tensors of shape (height, width),
@@ -145,8 +146,8 @@ class LocalTracker(LogsTables, GeneralTracker):
 
         for name, given in values.items():
             images = given if isinstance(given, (list, tuple)) or getattr(given, "ndim", 0) == 4 else [given]
-            for place, image in enumerate(images):
-                file = f"images/{_slug(str(name))}-{'last' if step is None else step}-{place}.png"
+            for index, image in enumerate(images):
+                file = f"images/{_slug(str(name))}-{'last' if step is None else step}-{index}.png"
                 (self.folder / file).parent.mkdir(exist_ok=True)
                 (self.folder / file).write_bytes(encode_png(image))
                 self._append(kind="image", name=str(name), step=step, file=file)
@@ -173,7 +174,7 @@ class LocalTracker(LogsTables, GeneralTracker):
         artifacts = (self.folder / "artifacts").resolve()
         target = (artifacts / (artifact_path or source.resolve().name)).resolve()
         if artifacts not in target.parents:
-            raise ValueError(f"artifact_path={artifact_path!r} leads out of the run's folder: use a name below it.")
+            raise ValueError(f"artifact_path={artifact_path!r} leads out of the run's folder. Use a name below it.")
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target, dirs_exist_ok=True)
@@ -183,12 +184,12 @@ class LocalTracker(LogsTables, GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Note that the run has ended well, and wait until all of it is on the disk."""
+        """Record that the run finished, and wait until the record is synced to disk."""
         self._end("finished")
 
     @on_main_process
     def abort(self, reason: str) -> None:
-        """Note what ended the run, and wait until all of it is on the disk."""
+        """Record the error that ended the run, and wait until the record is synced to disk."""
         self._end("terminated" if reason == "SIGTERM" else "failed", reason)
 
     def _end(self, status: str, reason: str | None = None) -> None:

@@ -26,17 +26,17 @@ FORBIDDEN_IN_PATHS = re.compile(r"^/+|(?<=/)/+|(^|(?<=/))\.+(?=/|$)")  # names a
 class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
     """Logs to MLflow: to `MLFLOW_TRACKING_URI`, which may be a file such as `sqlite:///runs.db`.
 
-    Four environment variables win over arguments: `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS`
+    Four environment variables take precedence over arguments: `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS`
     (JSON, added to the argument's) and `MLFLOW_NESTED_RUN`. Nested hyperparameters are stored as strings; values too
     long for MLflow are left out, with a warning. Further arguments of `log_table` go to `mlflow.log_table`; a table is
     a JSON artifact, and the step becomes part of its file's name.
 
     Args:
-        experiment_name (`str`, *optional*): Name of the experiment; made if there is none of this name.
-        logging_dir (`str` or path, *optional*): Where a new experiment keeps its artifacts.
+        experiment_name (`str`, *optional*): Name of the experiment; created if it does not exist.
+        logging_dir (`str` or path, *optional*): Folder of the artifacts of a new experiment.
         run_id (`str`, *optional*): A run to resume, instead of a new one.
         tags (`dict` or `str`, *optional*): Tags of the run, as a dictionary or JSON.
-        nested_run (`bool` or `str`, *optional*): Whether the run belongs to the one that is active.
+        nested_run (`bool` or `str`, *optional*): Whether the run is nested in the active one.
         run_name (`str`, *optional*): Name of the run; chosen by the library if left out.
         description (`str`, *optional*): Notes on the run.
     """
@@ -110,7 +110,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
         too_long = [name for name, value in parameters.items() if len(value) > MAX_PARAM_VAL_LENGTH]
         if too_long:
             warn_user(
-                f"MLflow does not get the parameters {', '.join(map(repr, too_long))}: their values have more than "
+                f"MLflow parameters {', '.join(map(repr, too_long))} are not logged: their values have more than "
                 f"{MAX_PARAM_VAL_LENGTH} characters."
             )
         kept = iter([Param(name, value) for name, value in parameters.items() if name not in too_long])
@@ -161,13 +161,13 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
         dataframe = table.dataframe
         if dataframe is None:
             rows = table.data or []
-            names = table.columns or [str(place) for place in range(len(rows[0]) if rows else 0)]
-            dataframe = {name: [row[place] for row in rows] for place, name in enumerate(names)}
+            names = table.columns or [str(index) for index in range(len(rows[0]) if rows else 0)]
+            dataframe = {name: [row[index] for row in rows] for index, name in enumerate(names)}
         mlflow.log_table(dataframe, artifact_file=f"{stem}.json", **{"run_id": self._id, **kwargs})
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a figure with the run.
+        """Log a figure as an artifact of the run.
 
         Args:
             figure (`matplotlib.figure.Figure` or `plotly.graph_objects.Figure`): The figure.
@@ -180,7 +180,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
 
     @on_main_process
     def log_artifacts(self, local_dir: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Keep a folder's files with the run.
+        """Log the files of a folder as artifacts of the run.
 
         Args:
             local_dir (`str` or path): The folder.
@@ -192,7 +192,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
 
     @on_main_process
     def log_artifact(self, local_path: str | os.PathLike[str], artifact_path: str | None = None) -> None:
-        """Keep a file with the run.
+        """Log a file as an artifact of the run.
 
         Args:
             local_path (`str` or path): The file.
@@ -216,7 +216,7 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
         active = mlflow.active_run()
         if active is not None and self.active_run is not None and active.info.run_id == self._id:
             mlflow.end_run(status)
-        elif self.active_run is not None:  # ended from another thread than the one that began it
+        elif self.active_run is not None:  # ended from another thread than the one that started it
             mlflow.MlflowClient().set_terminated(self._id, status)
 
 
@@ -228,7 +228,7 @@ def _tags(given: dict[str, Any] | str | None, source: str) -> dict[str, Any]:
     except ValueError:
         tags = None
     if not isinstance(tags, dict):
-        raise ValueError(f'{source}={given!r} are no tags: use a dictionary, as JSON {{"team": "vision"}}.')
+        raise ValueError(f'{source}={given!r} is not a dictionary of tags. Use one, as JSON {{"team": "vision"}}.')
     return dict(tags)
 
 

@@ -1,4 +1,4 @@
-"""What the trackers of services share: one run object of the service's library, and the guards around it."""
+"""The base class of trackers of services: one run object of the service's library, used on the main process only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
     """Base of trackers that log through one object of a service's library: its run, writer, task or experiment.
 
     The public methods here run on the main process only, unless the tracker sets `main_process_only = False`. A
-    tracker says under which attribute programs find the object (`run_attribute`) and implements `_open`,
-    `_store_config` and `_close`. Its own constructor and annotations show its public arguments and attributes. It adds
-    `log`, and `log_images` where the service has images.
+    subclass names the attribute that holds the object (`run_attribute`) and implements `_open`, `_store_config` and
+    `_close`. Its own constructor and annotations show its public arguments and attributes. It adds `log`, and
+    `log_images` where the service has images.
 
     Args:
         run_name (`str`, *optional*): Name of the run, or of the project where the service groups runs by one.
-        kwargs: For the function of the library that begins a run.
+        kwargs: For the function of the library that starts a run.
     """
 
     run_attribute: ClassVar[str]
@@ -46,16 +46,16 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
             AssertionError: Before `start()`.
         """
         opened: RunObject | None = getattr(self, self.run_attribute)
-        assert opened is not None, "asked for before start()"
+        assert opened is not None, "tracker is used before start()"
         return opened
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run."""
+        """Start the run."""
         setattr(self, self.run_attribute, self._open())
 
     def _open(self) -> RunObject:
-        """Import the library and begin a run."""
+        """Import the library and start a run."""
         raise NotImplementedError
 
     @on_main_process
@@ -77,12 +77,12 @@ class ServiceTracker(GeneralTracker, Generic[RunObject]):
 
     @on_main_process
     def finish(self) -> None:
-        """Write or send what is left, and end the run."""
+        """Write or send all pending values, and end the run."""
         if getattr(self, self.run_attribute) is not None:
             self._close()
 
     def _close(self) -> None:
-        """End a run that was begun."""
+        """End a run that was started."""
         raise NotImplementedError
 
 
@@ -94,7 +94,7 @@ class Table:
         name: Its name.
         columns: Names of the columns; None when they have none.
         data: The rows.
-        dataframe: A `pandas.DataFrame` that stands for columns and rows; None when these are given.
+        dataframe: A `pandas.DataFrame` with columns and rows; None when these are given.
     """
 
     name: str
@@ -104,14 +104,14 @@ class Table:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The content, as the keyword arguments of wandb's `Table` and its likes."""
+        """The content, as the keyword arguments of wandb's `Table` and similar classes."""
         if self.dataframe is None:
             return {"columns": self.columns, "data": self.data}
         return {"dataframe": self.dataframe}
 
 
 class LogsTables:
-    """What trackers have whose service keeps tables."""
+    """Mixin for trackers whose service stores tables."""
 
     @on_main_process
     def log_table(
@@ -129,7 +129,7 @@ class LogsTables:
             table_name (`str`): Name of the table.
             columns (list of `str`, *optional*): Names of the columns.
             data (list of lists, *optional*): The rows.
-            dataframe (`pandas.DataFrame`, *optional*): Both at once; then `columns` and `data` are not used.
+            dataframe (`pandas.DataFrame`, *optional*): Columns and rows in one; then `columns` and `data` are not used.
             step (`int`, *optional*): The training step.
             kwargs: For the library's own function or class; see the tracker.
         """
@@ -140,13 +140,13 @@ class LogsTables:
 
 
 class LogsArtifacts:
-    """What trackers have whose service keeps files."""
+    """Mixin for trackers whose service stores files."""
 
     @on_main_process
     def log_artifact(
         self, local_path: str | os.PathLike[str], artifact_path: str | None = None, **kwargs: Any
     ) -> None:
-        """Keep a file or folder with the run.
+        """Log a file or folder as an artifact of the run.
 
         Args:
             local_path (`str` or path): The file or folder.
@@ -160,12 +160,12 @@ class LogsArtifacts:
 
 
 def numbered(name: str, images: Any) -> Iterator[tuple[str, Any]]:
-    """Each image under a name of its own: that which was given for one, `name_0`, `name_1` ... for a list of several.
+    """Each image with its own name: `name` for a single image, `name_0`, `name_1` ... for a list of several.
 
     Args:
         name (`str`): The name.
         images: An image, or a list or tuple of them.
     """
     several = images if isinstance(images, (list, tuple)) else [images]
-    for place, image in enumerate(several):
-        yield (name if len(several) == 1 else f"{name}_{place}"), image
+    for index, image in enumerate(several):
+        yield (name if len(several) == 1 else f"{name}_{index}"), image

@@ -19,7 +19,7 @@ SHOWN = frozenset({"swanlab"})
 class SwanLabTracker(ServiceTracker["Run"]):
     """Logs to SwanLab; without an account or network with `init_kwargs={"swanlab": {"mode": "offline"}}`.
 
-    Constructed by the program itself, it logs from every process, for runs in groups.
+    When the training script constructs it, it logs from every process, for grouped runs.
 
     Args:
         run_name (`str`): Name of the project.
@@ -91,5 +91,5 @@ def _value(value: Any) -> Any:
 
     value = presentable(value, SHOWN)
     if isinstance(value, dict):
-        return {name: _value(part) for name, part in value.items()}
+        return {name: _value(item) for name, item in value.items()}
     return swanlab.Text(value) if isinstance(value, str) else value

@@ -24,8 +24,8 @@ SECONDS_TO_DISK = 10  # so that a killed process loses little, and curves are cu
 class TensorBoardTracker(ServiceTracker["SummaryWriter"]):
     """Writes event files to `logging_dir/run_name`.
 
-    Hyperparameters are shown as such and written to `hparams.yml` too; nested ones are shown as `outer.inner`, values
-    of other types than `bool`, `int`, `float` and `str` as strings.
+    Hyperparameters are logged with `add_hparams` and written to `hparams.yml` too; nested ones get names such as
+    `outer.inner`, and values of types other than `bool`, `int`, `float` and `str` become strings.
 
     Args:
         run_name (`str`): Name of the run.

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 @known_as("accelerate.tracking.TrackioTracker")
 class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
-    """Logs to Trackio: to a file of this machine, or to a Hugging Face Space with `space_id`.
+    """Logs to Trackio: to a local database, or to a Hugging Face Space with `space_id`.
 
-    Constructed by the program itself, it logs from every process, for runs in groups. Further arguments of `log_table`
+    When the training script constructs it, it logs from every process, for grouped runs. Further arguments of `log_table`
     go to `trackio.Table`, those of `log_artifact` (`type`, `aliases`) to `trackio.Run.log_artifact`.
 
     Args:
@@ -75,9 +75,9 @@ class TrackioTracker(LogsTables, LogsArtifacts, ServiceTracker["Run"]):
         import trackio
 
         images = {
-            f"{name}/{place}": trackio.Image(image, **kwargs)
+            f"{name}/{index}": trackio.Image(image, **kwargs)
             for name, batch in values.items()
-            for place, image in enumerate(batch)
+            for index, image in enumerate(batch)
         }
         self.tracker.log(images, step=step)
 

@@ -19,7 +19,7 @@ SHOWN = MEDIA | {"wandb", "bokeh", "moviepy", "rdkit"}
 class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
     """Logs to Weights & Biases; without an account or network with `WANDB_MODE=offline`.
 
-    Constructed by the program itself, it logs from every process, for runs in groups. Further arguments of `log_table`
+    When the training script constructs it, it logs from every process, for grouped runs. Further arguments of `log_table`
     go to `wandb.Table`, those of `log_artifact` (`type`, `aliases`) to `wandb.Run.log_artifact`.
 
     Args:
@@ -54,7 +54,7 @@ class WandBTracker(LogsTables, LogsArtifacts, ServiceTracker["wandb.Run"]):
         Args:
             values (`dict`): Whatever `wandb.Run.log` takes: numbers, strings, dictionaries, media. Other objects become
                 strings.
-            step (`int`, *optional*): The training step; steps must not go back.
+            step (`int`, *optional*): The training step; must not decrease.
             kwargs: For `wandb.Run.log`.
         """
         try:

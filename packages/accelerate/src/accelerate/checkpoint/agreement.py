@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class HasPlace(Protocol):
-    """What is asked of a state: which process this is."""
+    """The attributes of a state that say which process this is."""
 
     num_processes: int
     process_index: int
@@ -23,12 +23,12 @@ class HasPlace(Protocol):
 
 
 class Ranks:
-    """The processes of a run, seen from one of them.
+    """The processes of a run, as one of them sees them.
 
     Args:
         state: Says which process this is.
-        gather: Collects one picklable value of every process, in the order of ranks; None takes the collective.
-        alone: Whether this process goes on without the others.
+        gather: All-gathers one picklable value of every process, in the order of ranks; by default `gather_object`.
+        alone: Whether this process continues without the others.
 
     Attributes:
         count: How many processes take part.
@@ -41,16 +41,16 @@ class Ranks:
         self.rank = state.process_index
         self.count = 1 if alone else state.num_processes
         self.absent = [rank for rank in range(state.num_processes) if alone and rank != self.rank]
-        self.is_first = self.rank == 0
+        self.is_main = self.rank == 0
         self.local_rank = state.local_process_index
         self._gather = gather or _gather_objects
 
     def together(self, doing: str, work: Callable[[], Result]) -> list[Result]:
-        """Do something on every process, and go on only if it went well on all of them.
+        """Do something on every process, and continue only if it succeeded on all of them.
 
         Args:
             doing: What it is, to follow "could not".
-            work: Takes either no collective steps or the same ones on all processes.
+            work: Calls no collectives, or the same ones on all processes.
 
         Returns:
             What `work` returned, by rank.
@@ -67,8 +67,8 @@ class Ranks:
             result = work()
         except Exception as raised:
             error = raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        outcomes = self._gather((told, result))
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        outcomes = self._gather((message, result))
         if error is not None:
             raise error
         failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
@@ -79,14 +79,14 @@ class Ranks:
         return [value for _, value in outcomes]
 
     def each(self, doing: str, work: Callable[[], Result]) -> Result:
-        """Do something on every process, with the same promise; its result, which need not be picklable, stays there."""
+        """The same, for a result that need not be picklable: each process gets its own."""
         results: list[Result] = []
         self.together(doing, lambda: results.append(work()))
         return results[0]
 
-    def only_first(self, doing: str, work: Callable[[], Result]) -> Result:
-        """Do something on process 0, with the same promise; every process gets its result."""
-        results: list[Any] = self.together(doing, lambda: work() if self.is_first else None)
+    def on_main(self, doing: str, work: Callable[[], Result]) -> Result:
+        """The same, with `work` on process 0 only; every process gets its result."""
+        results: list[Any] = self.together(doing, lambda: work() if self.is_main else None)
         return results[0]
 
 
@@ -103,7 +103,7 @@ class Storage:
     is_owner: bool
 
     def writes_shared(self, save_on_each_node: bool) -> bool:
-        """Whether this process writes what there is one of: process 0, and on request one process of every machine.
+        """Whether this process writes the replicated state: process 0, and on request one process of every machine.
 
         Machines that see the files of process 0 are left out, since they would write the same files again.
         """
@@ -117,16 +117,16 @@ def find_storage(ranks: Ranks, folder: Path) -> Storage:
     """
     machines = sum(local_rank == 0 for local_rank in ranks.together("take part", lambda: ranks.local_rank))
     if machines <= 1:
-        return Storage(0, ranks.is_first)
+        return Storage(0, ranks.is_main)
 
     def leave_mark() -> Path:
         mark = make_folder(folder.parent) / f".{secrets.token_hex(4)}.seen"
         mark.touch()
         return mark
 
-    mark = ranks.only_first(f"write beside {folder}", leave_mark)
+    mark = ranks.on_main(f"write beside {folder}", leave_mark)
     sees_it = ranks.together(f"look beside {folder}", lambda: mark.parent == folder.parent and mark.exists())
-    if ranks.is_first:
+    if ranks.is_main:
         os.unlink(mark)
     owner = 0 if sees_it[ranks.rank] else ranks.rank - ranks.local_rank
     return Storage(owner, ranks.rank == owner)

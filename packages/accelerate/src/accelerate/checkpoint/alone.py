@@ -1,4 +1,4 @@
-"""Saving with the main process alone, where it holds all there is to save."""
+"""Saving on the main process alone, where it holds the full state."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_write
 
     Args:
         kind: The method of the accelerator that is called.
-        accelerator: Whose.
-        facts: What the main process tells the others about it.
-        main_writes_all: Whether the main process needs nothing of the others, where the engine replicates models.
+        accelerator: The accelerator whose method it is.
+        facts: What the main process publishes about the call for the other ranks.
+        main_writes_all: Whether the main process can write everything by itself, where the engine replicates models.
 
     Returns:
-        How it goes on; None for all together, where it cannot be found out.
+        Who takes part; None if all ranks do, or if that cannot be determined.
 
     Raises:
         RuntimeError: It was called on some ranks only, and what is to be saved is sharded over all of them.
@@ -51,18 +51,18 @@ def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_write
     if not call.everyone and not engine.is_replicated:
         why = "the process group has ended" if has_no_group_left else "some processes did not call it"
         raise RuntimeError(
-            f"{kind} needs all processes, but {why}: with the {engine.name!r} engine each of them holds a shard of what is "
-            f"saved. Call {kind} on all processes, without `if accelerator.is_main_process`."
+            f"{kind}() needs all processes, but {why}. With the {engine.name!r} engine each process holds a shard of what is "
+            f"saved. Call {kind}() on all processes, without `if accelerator.is_main_process`."
         )
     return call
 
 
 @contextmanager
-def telling_outcome(call: Call) -> Iterator[dict[str, Any]]:
-    """A block of the main process at whose end ranks that come later are told how it went.
+def publishing_outcome(call: Call) -> Iterator[dict[str, Any]]:
+    """A block on the main process whose outcome is published at its end, for ranks that make the call later.
 
     Yields:
-        What they are told, to be filled.
+        The outcome to publish, as a dict to be filled.
     """
     outcome: dict[str, Any] = {}
     try:
@@ -76,13 +76,13 @@ def telling_outcome(call: Call) -> Iterator[dict[str, Any]]:
 
 
 def outcome_of(call: Call, kind: str) -> dict[str, Any]:
-    """How a call went that the main process does alone; empty where the process group has ended."""
+    """The outcome of a call that the main process makes alone; empty where the process group has ended."""
     notes = attendance()
     return {} if notes is None or not call.key else notes.outcome(call, kind)
 
 
 def warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
-    """Say, once, what a checkpoint lacks that the main process saved alone."""
+    """Warn, once per process group, what a checkpoint lacks that the main process saved alone."""
     notes = attendance()
     if notes is not None and notes.has_warned:
         return
@@ -90,6 +90,6 @@ def warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
         notes.has_warned = True
     waited = f", for which it waited {call.waited:.0f} s" if call.waited >= 1 else ""
     warn_user(
-        f"save_state was called on the main process without the others{waited}: {os.fspath(folder)} holds everything but their "
-        "random states, and the positions of their data loaders. Call save_state on all processes to save these, too"
+        f"save_state() was called on the main process without the others{waited}. {os.fspath(folder)} lacks their RNG "
+        "states and the positions of their data loaders. Call save_state() on all processes to save these, too."
     )

@@ -1,4 +1,4 @@
-"""Giving a run the state that was read: it is compared with the run first, and taken back where an object refuses it."""
+"""Applying the state that was read to a run: compared with the run first, rolled back where an object rejects it."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ NUMBERS_OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interv
 
 
 def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingState) -> None:
-    """See that what was read fits the objects of this run, before any of them changes.
+    """Check that what was read fits the objects of this run, before any of them changes.
 
-    Objects of the user's own are not asked: only loading shows what they take.
+    Registered objects other than plain modules are not checked: only loading shows what they accept.
 
     Raises:
         ValueError: Naming the file and what does not fit.
@@ -38,24 +38,27 @@ def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingS
         for name in NUMBERS_OF_SCALERS:
             if not isinstance(state.scaler.get(name), Number):
                 raise ValueError(
-                    f"{checkpoint.path(SCALER_NAME)} is damaged: its {name!r} is {state.scaler.get(name)!r}, no number"
+                    f"{checkpoint.path(SCALER_NAME)} is damaged: its {name!r} is {state.scaler.get(name)!r}, not a number. "
+                    "Load another checkpoint."
                 )
     for index, (obj, found) in enumerate(zip(receivers.custom, state.custom, strict=True)):
         if _was_compared(obj):
             where = checkpoint.path(custom_object_file(index))
             if not isinstance(found, Mapping):
-                raise ValueError(f"{where} holds a {type(found).__name__} instead of the state of a module")
+                raise ValueError(f"{where} holds a {type(found).__name__}, not the state dict of a module.")
             check_values(obj, found, f"The values in {where} do not fit the registered object {index}", strict=True)
 
 
 def _check_order(order: Mapping[str, Any], where: str) -> None:
     for name in ("iteration", "initial_seed", "epoch"):
         if type(order.get(name, 0)) is not int or "iteration" not in order:
-            raise ValueError(f"{where} is damaged: {name!r} is {order.get(name)!r}, no int. Load another checkpoint")
+            raise ValueError(
+                f"{where} is damaged: {name!r} is {order.get(name)!r}, not an int. Load another checkpoint."
+            )
 
 
 def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None:
-    """Say that a schedule goes on with the state of another one: torch's take over what has the same name."""
+    """Warn that a scheduler loads the state of another kind of scheduler: torch's load whatever has the same name."""
     own = {name for name in scheduler.state_dict() if not name.startswith("_")}
     saved = {name for name in found if isinstance(name, str) and not name.startswith("_")}
     lacking, surplus = own - saved - KEYS_OF_ALL_SCHEDULERS, saved - own - KEYS_OF_ALL_SCHEDULERS
@@ -63,13 +66,13 @@ def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None
         kind = type(getattr(scheduler, "scheduler", scheduler)).__name__
         warn_user(
             f"The checkpoint holds the state of another scheduler than {kind}: it has "
-            f"{', '.join(map(repr, sorted(surplus)))} and lacks {', '.join(map(repr, sorted(lacking)))}. What has the same name "
-            "is taken over; leave the scheduler out of prepare if it is to start anew"
+            f"{', '.join(map(repr, sorted(surplus)))} and lacks {', '.join(map(repr, sorted(lacking)))}. Only values with the "
+            "same names are loaded. To start the scheduler from its beginning, do not pass it to prepare()."
         )
 
 
 def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> None:
-    """Give all objects but modules their states, those first whose answer only they know."""
+    """Load the states of all objects but registered modules. Objects that cannot be checked in advance come first."""
     undo.keep_random_states()  # loading may draw random numbers
     for obj, found in zip(receivers.custom, state.custom, strict=True):
         if not _was_compared(obj):
@@ -90,19 +93,19 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
 
 
 def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
-    """Give registered modules their values: too large to be kept, but they were compared and cannot refuse."""
+    """Load the state dicts of registered modules. They are too large for an undo, but were checked and cannot fail."""
     for obj, found in zip(receivers.custom, state.custom, strict=True):
         if _was_compared(obj):
             obj.load_state_dict(found)
 
 
 def _was_compared(obj: Any) -> bool:
-    """Whether an object is a module of which names and shapes say all about what it takes."""
+    """Whether an object is a module whose `load_state_dict` depends on nothing but names and shapes."""
     return isinstance(obj, nn.Module) and not loads_itself(obj)
 
 
 def apply_random_states(states: dict[str, Any] | None) -> None:
-    """Restore random states, last of all, or none; those of other hardware are no reason to lose the rest."""
+    """Restore RNG states, last of all and all or none. Those of other hardware only cause a warning."""
     if states is None:
         return
     before = capture_rng_state()
@@ -111,5 +114,6 @@ def apply_random_states(states: dict[str, Any] | None) -> None:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         restore_rng_state(before)
         warn_user(
-            f"The random states do not fit this machine or are of another version ({error}): random choices start anew"
+            f"The RNG states of the checkpoint were not restored, because they do not fit this machine or are of another "
+            f"version ({error}). The random number generators keep their current states."
         )

@@ -1,10 +1,10 @@
-"""Which ranks take part in a call that all of them should make, found out without a collective.
+"""Which ranks take part in a call that all of them should make, determined without a collective.
 
-A collective would hang for a rank that never comes, as in `if accelerator.is_main_process: save_state(...)`. So
+A collective would hang if a rank never joins it, as in `if accelerator.is_main_process: save_state(...)`. So
 ranks leave notes in the key-value store of the process group instead. The main process opens a call and is the only one
-to decide how it goes on: together, once all others have left a note, or alone, when it is shown that one of them is
-elsewhere (it waits in a `wait_for_everyone` that the main process has not reached, or has left the process group) or
-when nobody comes in time. A rank that comes after that decision learns of it from the store.
+to decide who takes part: all ranks, once all others have left a note, or itself alone, when it is shown that one of them
+is elsewhere (it waits in a `wait_for_everyone` that the main process has not reached, or has left the process group) or
+when no rank joins within the timeout. A rank that makes the call after that decision reads it from the store.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from accel_state import shutdown
 from accel_state.logging import get_logger
 
 PATIENCE_SECONDS = 10.0
-"""How long the main process waits for the others where it can do without them."""
+"""How long the main process waits for the other ranks where it can save without them."""
 LONG_PATIENCE_SECONDS = 300.0
-"""How long it waits where it cannot do without them, or where some have come already."""
+"""How long it waits where it cannot save without them, or where some have joined already."""
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.05
 SECONDS_WITHOUT_TIMEOUT = 1800.0
@@ -36,13 +36,13 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, as the main process has decided that it goes on.
+    """One call, and the decision of the main process who takes part in it.
 
     Attributes:
-        key: Where notes about it are in the store; empty without one.
+        key: Prefix of its notes in the store; empty without a store.
         everyone: Whether all ranks take part.
         waited: For how many seconds the main process waited for the others.
-        facts: What the main process told about it.
+        facts: What the main process published about it.
     """
 
     key: str
@@ -67,13 +67,13 @@ class Attendance:
         self._num_waits = 0
         self._numbers: dict[str, int] = {}  # by kind of call: how many were opened, or the last one looked at
         self._places: dict[str, list[int]] = {}
-        self._lonely_sites: dict[tuple[str, int], str] = {}  # with the key of the last call that was done alone there
+        self._alone_sites: dict[tuple[str, int], str] = {}  # with the key of the last call that was made alone there
         self.has_warned = False
         shutdown.on_close(self.leave)
 
     @property
     def timeout(self) -> float:
-        """How long a collective of the group would wait, in seconds."""
+        """The timeout of the group's collectives, in seconds."""
         with contextlib.suppress(AttributeError, RuntimeError, IndexError):
             group: Any = self._weak_group()
             backend = group._get_backend(group._device_types[0])
@@ -88,7 +88,7 @@ class Attendance:
         self._store.set(f"at/{self._rank}", str(self._num_waits))
 
     def leave(self) -> None:
-        """Leave a note that this rank takes part in nothing any more."""
+        """Leave a note that this rank has left the process group."""
         is_current = (
             dist.is_initialized() and self._weak_group() is dist.group.WORLD
         )  # another one's store may be gone
@@ -110,18 +110,18 @@ class Attendance:
 
         Args:
             kind: What is called.
-            can_do_alone: Whether the main process can do without the others.
-            facts: Told to them; JSON.
+            can_do_alone: Whether the main process can go through with it alone.
+            facts: Published for the other ranks; JSON.
         """
         site = _call_site()
         patience = PATIENCE_SECONDS if can_do_alone else self._long_patience
-        if (last := self._lonely_sites.pop(site, None)) is not None and not self._store.check(self._notes(last)):
-            patience = 0.0  # nobody came then, not even later
+        if (last := self._alone_sites.pop(site, None)) is not None and not self._store.check(self._notes(last)):
+            patience = 0.0  # no rank joined then, not even later
         key = self.open_at_once(kind, facts)
         begin = time.monotonic()
         everyone = self._await_others(kind, key, patience, can_do_alone)
         if not everyone and can_do_alone:
-            self._lonely_sites[site] = key
+            self._alone_sites[site] = key
         self._store.set(f"{key}/mode", "together" if everyone else "alone")
         return Call(key, everyone, time.monotonic() - begin, facts)
 
@@ -130,8 +130,8 @@ class Attendance:
 
         Args:
             kind: What is called.
-            facts: Told to the others; JSON.
-            alone: Decide at once that it goes on alone.
+            facts: Published for the other ranks; JSON.
+            alone: Decide at once that the main process makes it alone.
         """
         number = self._numbers[kind] = self._numbers.get(kind, 0) + 1
         key = f"{kind}/{number}"
@@ -155,15 +155,15 @@ class Attendance:
             if waited >= PATIENCE_SECONDS and not can_do_alone and not has_said:
                 has_said = True
                 logger.warning(
-                    "%s waits on the main process for processes %s, which have not called it. If only the main process "
-                    "calls it, call it on all of them: each holds a shard of what it stores.",
+                    "%s() on the main process waits for processes %s, which have not called it. If only the main process "
+                    "calls it, call it on all processes: each holds a shard of what is saved.",
                     kind,
                     ", ".join(map(str, absent)),
                 )
         raise AssertionError
 
     def _notes(self, key: str) -> list[str]:
-        """The notes that all others leave when they come to a call."""
+        """The notes that all other ranks leave when they make a call."""
         return [f"{key}/here/{rank}" for rank in range(1, self._world)]
 
     @property
@@ -171,16 +171,16 @@ class Attendance:
         return min(LONG_PATIENCE_SECONDS, self.timeout / 2)
 
     def finish(self, call: Call, facts: dict[str, Any]) -> None:
-        """Tell whoever comes late how a call went that was done alone; JSON."""
+        """Publish the outcome of a call that the main process made alone; JSON."""
         self._store.set(f"{call.key}/done", json.dumps(facts))
 
     # ---- the others ---------------------------------------------------------------------------------------------
 
     def join(self, kind: str) -> Call:
-        """Take part in a call of the main process, which may come later or have done it already.
+        """Take part in a call of the main process, which may make it later or have made it already.
 
         Raises:
-            RuntimeError: The main process is elsewhere, or did not come within the timeout of the process group.
+            RuntimeError: The main process is elsewhere, or did not make it within the timeout of the process group.
         """
         place = self._place(kind)
         for waited in _intervals():
@@ -193,14 +193,14 @@ class Attendance:
                 return Call(key, mode == "together", 0.0, facts)
             if self._is_elsewhere(0) or waited > self.timeout:
                 raise RuntimeError(
-                    f"{kind} was called on process {self._rank}, but the main process did not call it"
-                    f" ({'it is in wait_for_everyone' if waited <= self.timeout else f'for {waited:.0f} s'}): call "
-                    f"{kind} on all processes."
+                    f"{kind}() was called on process {self._rank}, but the main process did not call it"
+                    f" ({'it is in wait_for_everyone' if waited <= self.timeout else f'for {waited:.0f} s'}). Call "
+                    f"{kind}() on all processes."
                 )
         raise AssertionError
 
     def outcome(self, call: Call, kind: str) -> dict[str, Any]:
-        """How a call went that the main process does alone; waits until it is done.
+        """The outcome of a call that the main process makes alone; waits until it has ended.
 
         Raises:
             RuntimeError: It did not end within the timeout of the process group.
@@ -217,7 +217,7 @@ class Attendance:
                 return number
             if json.loads(self._store.get(f"{kind}/{number}/opened"))["place"] >= place:
                 return number
-            self._numbers[kind] = number  # the main process did that one alone, earlier in the program
+            self._numbers[kind] = number  # the main process made that one alone, earlier in the program
         return None
 
     def _await_note(self, key: str, kind: str) -> str:
@@ -226,8 +226,8 @@ class Attendance:
                 return str(self._store.get(key).decode())
             if waited > self.timeout:
                 raise RuntimeError(
-                    f"{kind} on process {self._rank} heard nothing of the main process for {waited:.0f} s, in which it did "
-                    "not end: see what the main process does, or raise InitProcessGroupKwargs(timeout=...)."
+                    f"{kind}() on process {self._rank} timed out: the main process did not finish it in {waited:.0f} s. Check "
+                    "what the main process does, or increase InitProcessGroupKwargs(timeout=...)."
                 )
         raise AssertionError
 
@@ -265,7 +265,7 @@ def attendance() -> Attendance | None:
 
 
 def _intervals() -> Iterator[float]:
-    """Seconds since the beginning, again and again, with pauses that grow from a fraction of a millisecond."""
+    """Yield the seconds since the beginning, with pauses between that grow from a fraction of a millisecond."""
     begin = time.monotonic()
     pause = FIRST_PAUSE_SECONDS
     while True:

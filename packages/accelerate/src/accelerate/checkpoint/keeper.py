@@ -1,4 +1,4 @@
-"""`CheckpointKeeper`: what an accelerator asks to save and load its training state."""
+"""`CheckpointKeeper`: saves and loads the training state of an accelerator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks, find_storage
-from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome, warn_of_saving_alone
+from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
@@ -42,7 +42,7 @@ class CheckpointKeeper:
     """Saves and loads the training state of one accelerator.
 
     Args:
-        accelerator: Whose prepared and registered objects are kept.
+        accelerator: The accelerator whose prepared and registered objects are saved.
     """
 
     def __init__(self, accelerator: Run) -> None:
@@ -55,7 +55,7 @@ class CheckpointKeeper:
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Have `hook(models, weights, output_dir)` called before `save_state` writes; it may pop from `weights`.
 
-        `output_dir` is the folder in which the checkpoint is being made; what the hook writes there becomes part of it.
+        `output_dir` is the staging folder of the checkpoint; files that the hook writes there become part of it.
         """
         handle = RemovableHandle(self._save_hooks)
         self._save_hooks[handle.id] = hook
@@ -88,7 +88,7 @@ class CheckpointKeeper:
             )[0]
         if accelerator.state.process_index > 0:
             return self._add_own_state(call, folder)
-        with telling_outcome(call) as outcome:
+        with publishing_outcome(call) as outcome:
             ranks = Ranks(accelerator.state, alone=True)
             saved, outcome["token"] = self._save(
                 folder, is_automatic, ranks, safe_serialization, save_model_func_kwargs
@@ -100,15 +100,17 @@ class CheckpointKeeper:
     def _save(
         self, folder: Path, is_automatic: bool, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]
     ) -> tuple[Path, str]:
-        """Write a checkpoint with the processes that take part.
+        """Write a checkpoint on the processes that take part.
 
         Returns:
-            Its folder, and what the others must put into files that they add later.
+            Its folder, and the token that the other ranks write into files that they add later.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
         target = Path(os.path.abspath(folder))
         storage = find_storage(ranks, target)
-        ranks.together("find one folder for all", lambda: accelerator.engine.check_storage(storage.owner == 0, target))
+        ranks.together(
+            "use one folder on all ranks", lambda: accelerator.engine.check_storage(storage.owner == 0, target)
+        )
         if is_automatic:
             ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
@@ -123,20 +125,20 @@ class CheckpointKeeper:
         return folder, transaction.token
 
     def _add_own_state(self, call: Call, folder: Path) -> Path:
-        """Add this rank's random states to a checkpoint that the main process did not wait with."""
+        """Add this rank's RNG states to a checkpoint that the main process wrote without it."""
         accelerator = self._accelerator
         outcome = outcome_of(call, "save_state")
         if "error" in outcome:
-            raise RuntimeError(f"Process 0 could not save the training state: {outcome['error']}")
+            raise RuntimeError(f"save_state() failed on the main process: {outcome['error']}")
         if not outcome:
-            return folder  # nobody can be asked any more
+            return folder  # the process group has ended
         accelerator.project_configuration.iteration += 1
         published = Path(outcome["folder"])
         manifest = Manifest.read(published)
         if manifest is None or manifest.token != outcome["token"]:
             warn_user(
-                f"Process {accelerator.state.process_index} came to save_state after {published} was written, and cannot add "
-                "its random states: it does not see that checkpoint, or it has been replaced since"
+                f"save_state() on process {accelerator.state.process_index} was called after {published} was written, and could "
+                "not add its RNG states: this process does not see that checkpoint, or it has been replaced since."
             )
             return folder
         write_own_state(
@@ -149,37 +151,37 @@ class CheckpointKeeper:
         return folder
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
-        """The folder to be, and whether it has an automatic name."""
+        """The folder to write, and whether its name is automatic."""
         project = self._accelerator.project_configuration
         if output_dir is not None and not project.automatic_checkpoint_naming:
             return Path(output_dir).expanduser(), False
         if output_dir is not None:
             warn_user(
-                f"save_state({os.fspath(output_dir)!r}) writes under an automatic name instead: leave the folder out, "
-                "or set automatic_checkpoint_naming=False"
+                f"save_state({os.fspath(output_dir)!r}) ignores its folder and writes under an automatic name, because "
+                "automatic_checkpoint_naming=True. Call it without a folder, or set automatic_checkpoint_naming=False."
             )
         elif project.project_dir is None and not project.automatic_checkpoint_naming:
-            raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...)")
+            raise TypeError("save_state() needs a folder: pass output_dir, or Accelerator(project_dir=...).")
         return checkpoints_folder(project.project_dir) / f"checkpoint_{project.iteration}", True
 
     def _make_room(self, target: Path) -> None:
-        """Refuse a taken automatic name, and clean up after killed runs."""
+        """Raise if an automatic name is taken, and clean up after killed runs."""
         if target.exists():
             if (owner := living_writer(target)) is not None:
                 raise ValueError(
                     f"save_state: {target} was written by another job that may still run ({owner}). Give each job a "
-                    "project_dir of its own, or set ProjectConfiguration(iteration=...)"
+                    "project_dir of its own, or set ProjectConfiguration(iteration=...)."
                 )
             raise ValueError(
                 f"save_state: {target} already exists. Call load_state() first to continue that run, set "
-                "ProjectConfiguration(iteration=...), or remove it"
+                "ProjectConfiguration(iteration=...), or remove it."
             )
         remove_leftovers(target.parent)
         later = [path.name for _, path in numbered_checkpoints(target.parent)][-1:]
         if later and numbered_checkpoints(target.parent)[-1][0] > self._accelerator.project_configuration.iteration:
             warn_user(
-                f"{target.parent} already holds {later[0]!r} of an earlier run, which load_state() would take for newer than "
-                f"{target.name!r}. Call load_state() first to continue that run, or set ProjectConfiguration(iteration=...)"
+                f"{target.parent} already holds {later[0]!r} of an earlier run. load_state() would load that one instead of "
+                f"{target.name!r}. Call load_state() first to continue that run, or set ProjectConfiguration(iteration=...)."
             )
 
     def _collect(self, ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> PendingSave:
@@ -218,11 +220,13 @@ class CheckpointKeeper:
 
 
 def _remove_surplus(newest: Path, total_limit: int) -> None:
-    """Keep to the limit; the checkpoint is safe already, so what cannot be removed is only worth a warning."""
+    """Remove checkpoints beyond the limit. The new one is published already, so a failure only causes a warning."""
     try:
         removed = remove_oldest(newest, total_limit)
     except OSError as error:
-        warn_user(f"Old checkpoints beyond total_limit={total_limit} could not be removed: {error}")
+        warn_user(
+            f"Old checkpoints beyond total_limit={total_limit} could not be removed ({error}). Remove them by hand."
+        )
     else:
         if removed:
             logger.info("Removed %s", ", ".join(map(str, removed)))

@@ -1,7 +1,7 @@
 """Files that ranks add to a checkpoint which the main process has published without them.
 
-Each is written in full or not at all, and the random states, which come last, carry the token of the manifest: so a file
-that belongs to an earlier checkpoint of the same folder is told apart, and the manifest need not change.
+Each is written with an atomic rename. The RNG states, which are written last, contain the token of the manifest, so that
+files of an earlier checkpoint in the same folder are recognized. The manifest does not change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def added_by(folder: Path, manifest: Manifest | None, rank: int) -> list[str]:
     """Names of the files that a rank has added to this very checkpoint.
 
     Raises:
-        ValueError: Its random states are damaged.
+        ValueError: The file of its RNG states is damaged.
     """
     if manifest is None or rank not in manifest.absent:
         return []

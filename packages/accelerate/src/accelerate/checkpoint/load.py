@@ -18,19 +18,19 @@ from accel_state.warning import warn_user
 from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
 from accelerate.checkpoint.loaders import is_stateful
-from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, share_of
+from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, files_to_verify
 from accelerate.checkpoint.naming import numbered_checkpoints
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder known to hold a complete checkpoint, by the sizes of its files.
+    """A folder that holds a complete checkpoint, judged by the sizes of its files.
 
     Attributes:
         folder: Where it is.
         names: Its files.
-        manifest: Its description; None for checkpoints of accelerate 1.15.
+        manifest: Its manifest; None for checkpoints of accelerate 1.15.
     """
 
     folder: Path
@@ -38,22 +38,22 @@ class Checkpoint:
     manifest: Manifest | None
 
     @classmethod
-    def open(cls, folder: Path, *, with_divided: bool = False) -> Checkpoint:
-        """Look at a folder.
+    def open(cls, folder: Path, *, with_sharded: bool = False) -> Checkpoint:
+        """Check a folder and list its files.
 
         Args:
             folder: Where it is.
-            with_divided: Whether states in the forms of sharded training can be read too.
+            with_sharded: Whether the engine can read sharded states, too.
 
         Raises:
-            ValueError: It is missing, no checkpoint, not complete, or a checkpoint of another engine.
+            ValueError: It is missing, not a checkpoint, not complete, or a checkpoint of another engine.
         """
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "does not exist"
-            raise ValueError(f"The checkpoint folder {folder} {reason}: give the folder that save_state returned")
+            raise ValueError(f"The checkpoint folder {folder} {reason}. Pass the folder that save_state() returned.")
         manifest = Manifest.read(folder)
         if manifest is None:
-            return cls(folder, frozenset(list_legacy_files(folder, with_divided=with_divided)), None)
+            return cls(folder, frozenset(list_legacy_files(folder, with_sharded=with_sharded)), None)
         manifest.check_sizes(folder)
         return cls(folder, frozenset(manifest.files), manifest)
 
@@ -65,17 +65,17 @@ class Checkpoint:
         return sum(name.startswith(f"{RNG_STATE_NAME}_") for name in self.names)
 
     def verify(self, index: int = 0, count: int = 1) -> None:
-        """Compare checksums, of a fair share of the files where `count` processes do it together.
+        """Compare checksums: of the files of process `index` where `count` processes split the work.
 
         Raises:
             ValueError: Naming a file whose content has changed.
         """
         if self.manifest is not None:
-            self.manifest.check_contents(self.folder, share_of(self.names, self.manifest, index, count))
+            self.manifest.check_contents(self.folder, files_to_verify(self.names, self.manifest, index, count))
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """A block whose errors tell damage from what this run does not allow; where there are checksums, these tell."""
+        """A block whose errors mean a damaged file, unless the file was rejected as unsafe or checksums decide."""
         try:
             yield
         except ValueError as error:
@@ -113,7 +113,7 @@ def find_newest(folder: Path, skipped: Mapping[Path, str] | None = None) -> tupl
         else:
             return found, problems
     reasons = f": {' '.join(problems)}" if problems else ", because nothing was saved there yet"
-    raise ValueError(f"There is no complete checkpoint in {folder}{reasons}. Start without load_state")
+    raise ValueError(f"There is no complete checkpoint in {folder}{reasons}. Start without load_state().")
 
 
 @dataclass
@@ -136,8 +136,8 @@ class Receivers:
     Attributes:
         schedulers: With `load_state_dict(state)`.
         dataloaders: Prepared loaders.
-        scaler: What has the loss scale: the precision or a scaler; None where there is none.
-        custom: Objects that were registered.
+        scaler: The precision or gradient scaler that has the loss scale; None where there is none.
+        custom: Objects registered with `register_for_checkpointing`.
     """
 
     schedulers: Sequence[Any] = ()
@@ -171,7 +171,7 @@ def read_state(
     *,
     load_kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingState:
-    """Read everything that the run has a receiver for.
+    """Read the states of all objects that the run has.
 
     Args:
         checkpoint: What to read.
@@ -180,7 +180,7 @@ def read_state(
         load_kwargs: Further arguments of `torch.load`.
 
     Raises:
-        ValueError: A file is damaged, holds more than plain data, or is missing for an object.
+        ValueError: A file is damaged, holds more than plain data, or is missing for one of the objects.
     """
     state = TrainingState()
     options = dict(load_kwargs or {})
@@ -204,7 +204,8 @@ def read_state(
             state.scaler = read_each(SCALER_NAME)
         else:
             warn_user(
-                f"{checkpoint.folder} holds no {SCALER_NAME!r}: it was saved without fp16, so the loss scale starts anew"
+                f"{checkpoint.folder} has no {SCALER_NAME!r}, because it was saved without fp16. The loss scale starts from its "
+                "initial value."
             )
     step_file = random_states_file(process_index)
     if (name := step_file) in own_names:
@@ -216,7 +217,9 @@ def read_state(
     elif (step_file := random_states_file(0)) in checkpoint.names:
         state.step = read_each(step_file).get("step")
     if state.step is not None and type(state.step) is not int:
-        raise ValueError(f"{checkpoint.path(step_file)} is damaged: its step is {state.step!r}, no int")
+        raise ValueError(
+            f"{checkpoint.path(step_file)} is damaged: its step is {state.step!r}, not an int. Load another checkpoint."
+        )
     return state
 
 
@@ -232,7 +235,7 @@ def _read_custom(checkpoint: Checkpoint, objects: Sequence[Any], options: Mappin
         kinds = ", ".join(type(obj).__name__ for obj in objects) or "none"
         raise RuntimeError(
             f"The checkpoint {checkpoint.folder} holds {found} registered objects, but {len(objects)} are registered now "
-            f"({kinds}): call register_for_checkpointing with the same objects as when it was saved"
+            f"({kinds}). Call register_for_checkpointing() with the same objects as when it was saved."
         )
     return [read(custom_object_file(index)) for index in range(found)]
 
@@ -244,7 +247,7 @@ def _read_sampler(checkpoint: Checkpoint, name: str, read: Callable[[str], Any])
         if checkpoint.manifest is not None:
             raise
         warn_user(
-            f"{name!r} in {checkpoint.folder} holds a whole sampler object of accelerate 1.15, which cannot be loaded "
-            "without running code: the order of samples starts anew"
+            f"{name!r} in {checkpoint.folder} holds a pickled sampler object of accelerate 1.15, which cannot be loaded "
+            "without running code. The shuffling order of the samples is not restored."
         )
         return None

@@ -1,4 +1,4 @@
-"""Where a data loader stands in its data, as checkpoints keep it."""
+"""The order and the position of a data loader, as checkpoints keep them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def is_stateful(loader: Any) -> bool:
 
 
 def loader_position(loader: Any) -> dict[str, Any] | None:
-    """How far this process has come in a loader; None for loaders that do not keep count."""
+    """The position of this process in a loader; None for loaders that do not keep it."""
     keeps_position = getattr(loader, "keeps_position", False)
     return loader.state_dict() if keeps_position else None
 
 
 def order_state(loader: Any) -> dict[str, Any] | None:
-    """What the order of a loader's samples depends on; None where nothing is known of it."""
+    """What the order of a loader's samples depends on; None where it is unknown."""
     order = getattr(loader, "epoch_order", None)
     if order is None:  # not prepared here
         has_epochs = callable(getattr(getattr(loader, "dataset", None), "set_epoch", None))
@@ -32,7 +32,7 @@ def order_state(loader: Any) -> dict[str, Any] | None:
 
 
 def restore_order(loader: Any, state: dict[str, Any]) -> None:
-    """Go on with the order that `order_state` described."""
+    """Restore the order that `order_state` described."""
     sampler = _seedable_sampler(loader)
     if sampler is not None and "initial_seed" in state:
         sampler.initial_seed, sampler.epoch = state["initial_seed"], state["epoch"]

@@ -1,4 +1,4 @@
-"""The description that makes a checkpoint complete: every file with its size and checksum, and what run wrote it."""
+"""The manifest of a checkpoint: every file with its size and checksum, and which run wrote it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_VERIFYING_THREADS = 4
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint is not what was saved: another one may be."""
+    """The files of a checkpoint are not those that were saved, so that another checkpoint should be loaded."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class FileRecord:
 
 
 def current_versions() -> dict[str, str]:
-    """What wrote a checkpoint, for whoever has to find out why it does not load."""
+    """The versions that wrote a checkpoint, for finding out why it does not load."""
     return {"accelerate": version("accelerate"), "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The files of a complete checkpoint, and facts about the run.
 
     Attributes:
         files: By relative name.
@@ -52,8 +52,8 @@ class Manifest:
         step: The accelerator's step counter.
         iteration: Number of the checkpoint under automatic naming.
         versions: Of the programs that wrote it.
-        absent: Ranks that did not take part in the save, so that their random states are not among the files.
-        token: What files that these ranks add later must carry to count.
+        absent: Ranks that did not take part in the save, so that their RNG states are not among the files.
+        token: Must be in the files that these ranks add later for them to be used.
         writer: The process that wrote it, as the name of an `accel_ops.owners.Owner`.
     """
 
@@ -67,7 +67,7 @@ class Manifest:
     writer: str = field(default_factory=lambda: Owner.this_process().name)
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into a folder, down to the disk."""
+        """Write the manifest into a folder and fsync it."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
         with DurableFile(folder / MANIFEST_NAME) as file:
             file.write(f"{text}\n".encode())
@@ -83,7 +83,9 @@ class Manifest:
         if not path.is_file():
             return None
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, far more than a manifest: do not use it")
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, too many for a manifest. Load another checkpoint."
+            )
         try:
             content = json.loads(path.read_bytes())
             found_format = content.pop("format")
@@ -91,10 +93,12 @@ class Manifest:
                 return cls._from_json(content)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(
-                f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint, or delete this file to load "
-                "the others unverified"
+                f"{path} is damaged ({type(error).__name__}: {error}). Load another checkpoint, or delete this file to load "
+                "the others unverified."
             ) from error
-        raise ValueError(f"{path} has the format {found_format!r}, this version knows {FORMAT}: upgrade accelerate")
+        raise ValueError(
+            f"{path} has the format {found_format!r}, and this version reads only format {FORMAT}. Upgrade accelerate."
+        )
 
     @classmethod
     def _from_json(cls, content: Mapping[str, Any]) -> Manifest:
@@ -115,7 +119,7 @@ class Manifest:
         return cls(files, versions=versions, absent=absent, token=token, writer=writer, **numbers)
 
     def check_sizes(self, folder: Path) -> None:
-        """See that every file is there in full length.
+        """Check that every file exists and has its recorded size.
 
         Raises:
             ValueError: Naming the first that is not.
@@ -130,7 +134,7 @@ class Manifest:
                 found = "is missing" if size is None else f"has {size} bytes"
                 raise DamagedCheckpointError(
                     f"The checkpoint {folder} is not complete: {name!r} {found}, its manifest says {record.size} bytes. "
-                    "Load another checkpoint"
+                    "Load another checkpoint."
                 )
 
     def check_contents(self, folder: Path, names: Collection[str]) -> None:
@@ -147,12 +151,12 @@ class Manifest:
                 if checksum != (expected := self.files[name].crc32):
                     raise DamagedCheckpointError(
                         f"The checkpoint {folder} is damaged: {name!r} has the checksum {checksum}, its manifest says "
-                        f"{expected}. Load another checkpoint, or copy this one again"
+                        f"{expected}. Load another checkpoint, or copy this one again."
                     )
 
 
-def share_of(names: Iterable[str], manifest: Manifest, index: int, count: int) -> list[str]:
-    """The files that process `index` of `count` checks, so that together all are checked once and none waits long."""
+def files_to_verify(names: Iterable[str], manifest: Manifest, index: int, count: int) -> list[str]:
+    """The files that process `index` of `count` verifies, so that each is verified once and the work is balanced."""
     loads = [0] * count
     chosen = []
     for name in sorted(names, key=lambda name: (-manifest.files[name].size, name)):

@@ -1,4 +1,4 @@
-"""Writing the weights of a prepared model for others to load: a folder without anything that training needs."""
+"""Writing the full weights of a prepared model into a model folder, without any training state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accelerate.checkpoint.agreement import Ranks, find_storage
-from accelerate.checkpoint.alone import begin_call, outcome_of, telling_outcome
+from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.run import Run
@@ -26,16 +26,16 @@ def save_model(
     """Write a model folder; see `Accelerator.save_model`."""
     parse_size(max_shard_size)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"save_model takes a torch.nn.Module, not {type(model).__name__}: pass the prepared model")
+        raise TypeError(f"save_model() needs a torch.nn.Module, got {type(model).__name__}. Pass the prepared model.")
     folder = Path(os.path.abspath(Path(save_directory).expanduser()))
     if folder.is_file():
-        raise NotADirectoryError(f"save_model writes a folder, but {folder} is a file: name a folder")
+        raise NotADirectoryError(f"save_model() writes a folder, but {folder} is a file. Name a folder.")
     on_each_node = accelerator.project_configuration.save_on_each_node
     call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
     if call is None or call.everyone:
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, folder)
-        state_dict = _values_of(accelerator, model)
+        state_dict = _full_state_dict(accelerator, model)
         is_writer = storage.writes_shared(on_each_node)
         doing = f"write the model folder {folder}"
         ranks.together(
@@ -44,22 +44,22 @@ def save_model(
         )
     elif accelerator.state.process_index > 0:
         if error := outcome_of(call, "save_model").get("error"):
-            raise RuntimeError(f"Process 0 could not write the model folder {folder}: {error}")
+            raise RuntimeError(f"save_model() failed on the main process when writing {folder}: {error}")
     else:
-        with telling_outcome(call):
-            write_model_folder(_values_of(accelerator, model), folder, max_shard_size, safe_serialization)
+        with publishing_outcome(call):
+            write_model_folder(_full_state_dict(accelerator, model), folder, max_shard_size, safe_serialization)
 
 
-def _values_of(accelerator: Run, model: nn.Module) -> dict[str, Any]:
-    """The whole model's tensors.
+def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
+    """The full state dict of a model.
 
     Raises:
-        RuntimeError: Some have no values.
+        RuntimeError: Some tensors are on the meta device.
     """
     state_dict = accelerator.get_state_dict(model)
     if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
         raise RuntimeError(
-            f"save_model cannot save what has no values: {', '.join(empty[:5])} of {type(model).__name__} are on the meta "
-            "device. Load a checkpoint into the model first."
+            f"save_model() cannot save tensors on the meta device, which have no values: {', '.join(empty[:5])} of "
+            f"{type(model).__name__}. Load a checkpoint into the model first."
         )
     return state_dict

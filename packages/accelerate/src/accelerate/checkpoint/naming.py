@@ -26,8 +26,8 @@ def checkpoints_folder(project_dir: str | os.PathLike[str] | None) -> Path:
     """
     if project_dir is None:
         raise ValueError(
-            "automatic_checkpoint_naming=True needs a folder, but project_dir is None: pass "
-            "ProjectConfiguration(project_dir=...) or name the checkpoint's folder"
+            "automatic_checkpoint_naming=True needs a project folder, but project_dir is None. Pass "
+            "ProjectConfiguration(project_dir=...), or name the checkpoint's folder."
         )
     return Path(project_dir, CHECKPOINTS_FOLDER)
 
@@ -43,12 +43,12 @@ def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
     """Remove checkpoints until `total_limit` are left, those with the lowest numbers first.
 
-    Each leaves its name before its files go, so that none is ever seen in part.
+    Each is renamed before its files are deleted, so that no incomplete checkpoint is ever seen.
 
-    Those of other jobs that may still run stay, and do not count.
+    Checkpoints of other jobs that may still run are kept and not counted.
 
     Args:
-        newest: The checkpoint just written, which stays whatever its number.
+        newest: The checkpoint just written, which is kept whatever its number.
         total_limit: At least 1.
 
     Returns:
@@ -70,7 +70,7 @@ def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a checkpoint is left to us: neither a living job's, nor just removed by one."""
+    """Whether this job may remove a checkpoint: not one of another running job, nor just removed by one."""
     return living_writer(path) is None and path.is_dir()
 
 
@@ -87,7 +87,7 @@ def living_writer(path: Path) -> Owner | None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed runs left in a folder of automatically named checkpoints, and nothing of those that are alive."""
+    """Remove unfinished folders of killed runs beside automatically named checkpoints, but none of running jobs."""
     remove_gone(folder, UNFINISHED)
     for name in os.listdir(folder) if folder.is_dir() else []:
         if REMOVING.fullmatch(name):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: everything is read and compared, then applied on all ranks or taken back on all."""
+"""Loading a checkpoint: everything is read and compared, then applied on all ranks or rolled back on all."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks
 from accelerate.checkpoint.apply import apply_compared_objects, apply_objects, apply_random_states, check_objects
+from accelerate.checkpoint.late import added_by
 from accelerate.checkpoint.load import (
     Checkpoint,
     Receivers,
@@ -27,7 +28,6 @@ from accelerate.checkpoint.load import (
 from accelerate.checkpoint.manifest import DamagedCheckpointError
 from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.undo import Undo
-from accelerate.checkpoint.world_size import warn_of_other_world_size
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -100,10 +100,10 @@ class StateLoader:
         apply_random_states(state.random_states)
         if state.step is not None:
             accelerator.step = state.step
-        if ranks.is_first:
-            warn_of_other_world_size(checkpoint, ranks.count)
+        if ranks.is_main:
+            _warn_of_other_world_size(checkpoint, ranks.count)
         if accelerator.project_configuration.automatic_checkpoint_naming or input_dir is None:
-            self._go_on_counting()
+            self._continue_numbering()
 
     # ---- reading ------------------------------------------------------------------------------------------------
 
@@ -112,10 +112,10 @@ class StateLoader:
         input_dir: str | os.PathLike[str] | None,
         read: Callable[[Checkpoint], tuple[PendingLoad, TrainingState]],
     ) -> tuple[Checkpoint, PendingLoad, TrainingState]:
-        """Read and verify the checkpoint; the newest that is not damaged, when none is named."""
+        """Read and verify the checkpoint; the newest undamaged one, when none is named."""
         ranks = self._ranks
         while True:
-            found = ranks.only_first("find the checkpoint", lambda: self._find(input_dir))
+            found = ranks.on_main("find the checkpoint", lambda: self._find(input_dir))
             named = found if input_dir is None else Path(input_dir).expanduser()
             folder, here = self._folder_here(named)
             logger.info("Loading the training state from %s", folder)
@@ -126,7 +126,7 @@ class StateLoader:
                 here: list[int] = here,
                 loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = loaded,
             ) -> str | None:
-                checkpoint = Checkpoint.open(folder, with_divided=True)
+                checkpoint = Checkpoint.open(folder, with_sharded=True)
                 try:
                     found = read_verified(
                         lambda: read(checkpoint), lambda: checkpoint.verify(here.index(ranks.rank), len(here))
@@ -144,16 +144,16 @@ class StateLoader:
             if not problems:
                 if self._passed_over:
                     reasons = " ".join(self._passed_over)
-                    warn_user(f"Loading {found}, because newer ones cannot be used: {reasons}")
+                    warn_user(f"load_state() loads {found}, because newer checkpoints cannot be used: {reasons}")
                 return loaded[0]
             self._skipped[found] = problems[0]
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
-        """The folder to load from, on process 0, with nothing left to finish in it."""
+        """The folder to load from, on process 0, where an interrupted save of it has been finished."""
         project = self._accelerator.project_configuration
         if input_dir is None:
             if project.project_dir is None and not project.automatic_checkpoint_naming:
-                raise ValueError("load_state() needs a folder: pass input_dir, or Accelerator(project_dir=...)")
+                raise ValueError("load_state() needs a folder: pass input_dir, or Accelerator(project_dir=...).")
             checkpoint, self._passed_over = find_newest(checkpoints_folder(project.project_dir), self._skipped)
             return checkpoint.folder
         folder = Path(input_dir).expanduser()
@@ -163,7 +163,7 @@ class StateLoader:
     def _folder_here(self, named: Path) -> tuple[Path, list[int]]:
         """The folder that the processes of this machine load from, and their ranks.
 
-        It is that of the first of them, where they have saved, even if each was given a name of its own.
+        It is the folder of the machine's first process, which has saved there, even if each process was passed its own name.
         """
         ranks = self._ranks
         seen = ranks.together("look at the checkpoint", lambda: self._recover(named))
@@ -172,12 +172,12 @@ class StateLoader:
         return (named if seen[ranks.rank][1] == seen[first][1] else Path(seen[first][1])), here
 
     def _recover(self, folder: Path) -> tuple[int, str]:
-        """Finish an interrupted save on machines with a file system of their own; returns rank there, and folder."""
-        if self._ranks.local_rank == 0 and not self._ranks.is_first:
+        """Finish an interrupted save on machines with their own file system. Returns the local rank and the folder."""
+        if self._ranks.local_rank == 0 and not self._ranks.is_main:
             recover(folder)
         return self._ranks.local_rank, os.path.abspath(folder)
 
-    def _go_on_counting(self) -> None:
+    def _continue_numbering(self) -> None:
         project = self._accelerator.project_configuration
         if project.project_dir is not None:
             last = [number for number, _ in numbered_checkpoints(checkpoints_folder(project.project_dir))][-1:]
@@ -185,7 +185,7 @@ class StateLoader:
 
 
 def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
-    """Those that no engine stores."""
+    """The schedulers whose state no engine saves."""
     kept: list[AcceleratedScheduler] = accelerator._schedulers
     return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
 
@@ -194,8 +194,39 @@ def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
     """Where the tensors of an optimizer go while they are loaded.
 
     Raises:
-        TypeError: It is none of the three known values.
+        TypeError: `map_location` is none of None, "cpu" and "on_device".
     """
     if map_location not in (None, "cpu", "on_device"):
-        raise TypeError(f"map_location={map_location!r} is not known: choose from None, 'cpu' and 'on_device'")
+        raise TypeError(f"map_location={map_location!r} is not valid. Choose from None, 'cpu' and 'on_device'.")
     return device if map_location == "on_device" else torch.device("cpu")
+
+
+def _warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None:
+    """Warn what cannot be restored when the number of processes has changed."""
+    saved = checkpoint.world_size
+    if saved == num_processes:
+        _warn_of_absent(checkpoint)
+    if saved in (0, num_processes):
+        return
+    first, last = sorted((saved, num_processes))
+    ranks = f"process {first}" if last - first == 1 else f"processes {first} to {last - 1}"
+    effect = (
+        f"there are no RNG states for {ranks}" if num_processes > saved else f"the RNG states of {ranks} are not used"
+    )
+    warn_user(
+        f"The checkpoint {os.fspath(checkpoint.folder)} was saved with num_processes={saved} and is loaded with "
+        f"num_processes={num_processes}: {effect}. Weights, optimizers and schedulers are restored completely. To keep the "
+        "global batch size, change the batch size per process."
+    )
+
+
+def _warn_of_absent(checkpoint: Checkpoint) -> None:
+    """Warn on which ranks RNG states are missing because the main process saved alone."""
+    manifest = checkpoint.manifest
+    absent = [rank for rank in manifest.absent if not added_by(checkpoint.folder, manifest, rank)] if manifest else []
+    if absent:
+        warn_user(
+            f"The checkpoint {os.fspath(checkpoint.folder)} was saved by the main process alone, and has no RNG states for "
+            f"processes {', '.join(map(str, absent))}. Everything else is complete. Call save_state() on all processes to save "
+            "their RNG states, too."
+        )

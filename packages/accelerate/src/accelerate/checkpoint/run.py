@@ -1,4 +1,4 @@
-"""What checkpoints ask of an accelerator."""
+"""The interface of an accelerator that checkpoints use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Run(Protocol):
-    """A training run: what is stored of it, and where.
+    """A training run: the objects that a checkpoint stores, and where.
 
     Attributes:
         step: Micro-batches since the last end of a data loader.

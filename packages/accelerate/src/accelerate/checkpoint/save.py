@@ -1,4 +1,4 @@
-"""What a training state consists of when it is written: which object goes into which file, from which process."""
+"""Writing a training state: which object goes into which file, from which process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from accelerate.checkpoint.loaders import loader_position, order_state
 def write_shared_state(
     files: FileWriter, schedulers: Iterable[Any], dataloaders: Iterable[Any], scale: Mapping[str, Any] | None = None
 ) -> None:
-    """Write what is the same on all ranks besides models and optimizers: schedulers, samplers and the loss scale.
+    """Write the state that is replicated on all ranks besides models and optimizers: schedulers, samplers, loss scale.
 
     Args:
         files: Where to.
@@ -50,14 +50,14 @@ def write_shared_state(
 def write_own_state(
     files: FileWriter, dataloaders: Iterable[Any], process_index: int, step: int, token: str = ""
 ) -> None:
-    """Write what every process has of its own: random states, and how far its loaders have come.
+    """Write the state that is different on each rank: RNG states, and the positions of its data loaders.
 
     Args:
         files: Where to.
         dataloaders: Prepared loaders.
         process_index: Rank of this process.
         step: The step counter to keep.
-        token: That of the checkpoint, when its manifest already exists. The file with it is written last.
+        token: The checkpoint's token, when its manifest already exists. The file with it is written last.
     """
     for index, loader in enumerate(dataloaders):
         if (position := loader_position(loader)) is not None:
@@ -84,7 +84,7 @@ def custom_object_file(index: int) -> str:
 
 
 def random_states_file(process_index: int) -> str:
-    """The file of a process's random states."""
+    """The file of the RNG states of a process."""
     return f"{RNG_STATE_NAME}_{process_index}.pkl"
 
 

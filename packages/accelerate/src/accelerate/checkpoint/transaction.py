@@ -1,4 +1,4 @@
-"""Writing a checkpoint with all processes, so that it appears in full or not at all."""
+"""Writing a checkpoint on all processes, so that it appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from accelerate.checkpoint.manifest import FileRecord, Manifest
 
 
 class FolderWriter:
-    """Writes files one by one into an existing folder, each in full or not at all."""
+    """Writes files one by one into an existing folder, each with an atomic rename."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
-        """Write one file, down to the disk."""
+        """Write one file and fsync it."""
         with write_atomically(self.folder / name) as file:
             serialize(obj, file, safe_serialization)
 
     def adopt(self, names: Iterable[str]) -> None:
-        """See that files which somebody else wrote are on the disk."""
+        """Fsync files that an engine wrote into the folder."""
         for name in names:
             fsync_file(self.folder / name)
 
 
 class StagedWriter:
-    """Writes files into a staging folder; one reaches the disk while the next is being written.
+    """Writes files into a staging folder; one is fsynced while the next is being written.
 
     Attributes:
         records: Size and checksum of every file written.
@@ -52,23 +52,23 @@ class StagedWriter:
         self._pending: list[Future[None]] = []
 
     def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
-        """Write one file; `finish` waits until it is on the disk."""
+        """Write one file; `finish` waits until it is fsynced."""
         with DurableFile(self.folder / name, sync=self._sync_later) as file:
             serialize(obj, file, safe_serialization)
         self.records[name] = FileRecord(file.num_bytes, file.checksum)
 
     def adopt(self, names: Iterable[str]) -> None:
-        """Take over files that somebody else wrote into the folder."""
+        """Fsync and record files that an engine wrote into the folder."""
         for name in names:
             path = self.folder / name
             self._pending.append(self._disk.submit(fsync_file, path))
             self.records[name] = FileRecord(path.stat().st_size, checksum_file(path))
 
     def finish(self) -> dict[str, FileRecord]:
-        """Wait until everything is on the disk and return the records.
+        """Wait until all files are fsynced and return the records.
 
         Raises:
-            OSError: Something did not reach the disk.
+            OSError: A file could not be fsynced.
         """
         self._disk.shutdown()
         for pending in self._pending:
@@ -80,16 +80,16 @@ class StagedWriter:
 
 
 class Transaction:
-    """A checkpoint in the making. Leaving the `with` block before `publish` succeeded removes what was written.
+    """An unpublished checkpoint. Leaving the `with` block before `publish` succeeded removes what was written.
 
     Args:
         ranks: The processes that write it.
         storage: Who writes what.
-        target: The folder to be.
+        target: The folder of the published checkpoint.
 
     Attributes:
         folder: Where this process writes.
-        token: What files must carry that absent ranks add later; empty when all take part.
+        token: Written into files that absent ranks add later; empty when all ranks take part.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, target: Path) -> None:
@@ -127,12 +127,12 @@ class Transaction:
                 records = files.finish()
             return self._storage.owner, records
 
-        for owner, records in self._ranks.together(f"write its part of the checkpoint {self._target}", work):
+        for owner, records in self._ranks.together(f"write its files of the checkpoint {self._target}", work):
             if owner == self._storage.owner:
                 self._records |= records
 
     def publish(self, step: int, iteration: int) -> None:
-        """Describe the checkpoint and put it in place.
+        """Write the manifest and rename the staging folder to the target.
 
         Raises:
             Exception: On all processes, when one could not.
@@ -176,7 +176,7 @@ class Transaction:
 
 
 def _names_of(folder: Path) -> list[str]:
-    """The files of the checkpoint that is in a folder now, if it can say which."""
+    """The files of the checkpoint that is in a folder now, if it has a manifest."""
     try:
         manifest = Manifest.read(folder)
     except ValueError:

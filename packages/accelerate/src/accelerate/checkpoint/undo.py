@@ -1,4 +1,4 @@
-"""Giving objects their states so that all of it can be taken back when one of them refuses."""
+"""An undo log for loading states: when one object raises, all others get their earlier states back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from accelerate.checkpoint.loaders import order_state, restore_order
 
 
 class Undo:
-    """What takes back the changes of a load, newest first.
+    """The undo log of a load, rolled back newest first.
 
-    An object is asked for its state before it changes, and a copy of that is kept: tensors of registered objects in CPU
-    memory. What torch's own optimizers hold is replaced when they load, never changed, so theirs is kept without a copy.
+    A copy of an object's state dict is kept before it changes, its tensors in CPU memory. torch's own optimizers replace
+    their state when they load and never change it in place, so theirs is kept without a copy.
     """
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
 
     def roll_back(self) -> None:
-        """Bring every object back, as far as it lets itself be."""
+        """Restore every object; errors of single ones are suppressed."""
         while self._steps:
             with suppress(Exception):
                 self._steps.pop()()
@@ -38,7 +38,7 @@ class Undo:
         except Exception:  # it has none yet
             state = None
 
-        def bring_back() -> None:
+        def restore() -> None:
             try:
                 if state is None:
                     raise TypeError
@@ -46,7 +46,7 @@ class Undo:
             except Exception:
                 vars(obj).update(attributes)
 
-        self._steps.append(bring_back)
+        self._steps.append(restore)
 
     def keep_optimizer(self, optimizer: Any) -> None:
         """Keep the state of an optimizer without wrappers."""
@@ -56,7 +56,7 @@ class Undo:
         state, groups = optimizer.state, optimizer.param_groups
         before = {"state": state.copy(), "param_groups": [dict(group) for group in groups]}
 
-        def bring_back() -> None:
+        def restore() -> None:
             state.clear()
             state.update(before["state"])
             for group, values in zip(groups, before["param_groups"], strict=True):
@@ -64,7 +64,7 @@ class Undo:
                 group.update(values)
             optimizer.state, optimizer.param_groups = state, groups
 
-        self._steps.append(bring_back)
+        self._steps.append(restore)
 
     def keep_loader(self, loader: Any) -> None:
         """Keep the order and the position of a data loader."""
@@ -72,22 +72,22 @@ class Undo:
         holders = [loader, getattr(loader, "base_dataloader", None)]
         kept = [(holder, dict(vars(holder))) for holder in holders if hasattr(holder, "__dict__")]
 
-        def bring_back() -> None:
+        def restore() -> None:
             if order is not None:
                 restore_order(loader, order)
             for holder, attributes in kept:
                 vars(holder).clear()
                 vars(holder).update(attributes)
 
-        self._steps.append(bring_back)
+        self._steps.append(restore)
 
     def keep_random_states(self) -> None:
-        """Keep where the random generators of this process are."""
+        """Keep the RNG states of this process."""
         states = capture_rng_state()
         self._steps.append(lambda: restore_rng_state(states))
 
     def keep_values(self, model: nn.Module) -> None:
-        """Keep the values of a model in CPU memory."""
+        """Keep copies of a model's parameters and buffers in CPU memory."""
         kept: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = [
             (tensors, name, tensor, tensor.detach().to("cpu", copy=True))
             for module in model.modules()
@@ -97,7 +97,7 @@ class Undo:
         ]
 
         @torch.no_grad()
-        def bring_back() -> None:
+        def restore() -> None:
             for tensors, name, tensor, values in kept:
                 tensors[name] = tensor
                 if tensor.shape == values.shape:
@@ -105,11 +105,11 @@ class Undo:
                 else:
                     tensor.data = values.to(tensor.device)
 
-        self._steps.append(bring_back)
+        self._steps.append(restore)
 
 
 def _detached(value: Any) -> Any:
-    """A copy of a nested state; tensors in CPU memory."""
+    """A copy of a nested state, detached, with its tensors in CPU memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if type(value) in (list, tuple, set):

@@ -1,4 +1,4 @@
-"""The old path of the program `accelerate`."""
+"""Compatibility path for the program `accelerate`."""
 
 import sys
 

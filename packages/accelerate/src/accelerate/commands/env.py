@@ -1,4 +1,4 @@
-"""The old path of `accelerate env`."""
+"""Compatibility path for `accelerate env`."""
 
 import sys
 from argparse import Namespace

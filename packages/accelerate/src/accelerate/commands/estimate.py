@@ -1,4 +1,4 @@
-"""The old path of `accelerate estimate-memory`; loaded bit by bit, so that its help stays quick."""
+"""Compatibility path for `accelerate estimate-memory`; loaded bit by bit, so that its help stays quick."""
 
 import sys
 
@@ -15,7 +15,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_cli.estimate.command": "estimate_command estimate_command_parser gather_data",
         "accel_cli.estimate.hub": "verify_on_hub",
         "accel_cli.estimate.sizes": "estimate_training_usage",
-        "accel_cli.estimate.table": "create_ascii_table",
+        "accel_cli.estimate.report": "create_ascii_table",
         "accel_ops.memory": "convert_bytes",
         "accel_state.libraries": "is_timm_available is_transformers_available",
     },

@@ -1,4 +1,4 @@
-"""The old path of `accelerate launch`."""
+"""Compatibility path for `accelerate launch`."""
 
 import sys
 

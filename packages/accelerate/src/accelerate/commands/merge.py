@@ -1,4 +1,4 @@
-"""The old path of `accelerate merge-weights`; loaded bit by bit, so that its help stays quick."""
+"""Compatibility path for `accelerate merge-weights`; loaded bit by bit, so that its help stays quick."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The old path of `accelerate test`."""
+"""Compatibility path for `accelerate test`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The old path of `accelerate to-fsdp2`."""
+"""Compatibility path for `accelerate to-fsdp2`."""
 
 import sys
 from argparse import Namespace

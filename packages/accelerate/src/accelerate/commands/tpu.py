@@ -1,4 +1,4 @@
-"""The old path of `accelerate tpu-config`."""
+"""Compatibility path for `accelerate tpu-config`."""
 
 import sys
 

@@ -23,7 +23,7 @@ def accept_old_names(cls: type[A]) -> type[A]:
 
     Returns:
         The class, with the methods `set_breakpoint`, `check_breakpoint` and `load_checkpoint`, and with deprecated keywords
-        of its constructor and of `on_local_process`. Signatures stay as they are.
+        of its constructor and of `on_local_process`. Signatures do not change.
     """
     known: Any = cls
     for old, new in RENAMED_METHODS.items():
@@ -44,7 +44,7 @@ RENAMED_METHODS = {
 
 def _renamed(old: str, new: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warn_user(f"{old}() is deprecated: call {new}().", FutureWarning)
+        warn_user(f"{old}() is deprecated. Call {new}().", FutureWarning)
         return getattr(self, new)(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = old
@@ -68,7 +68,9 @@ def _translating(function: Callable[..., Any], old: dict[str, Callable[[str, Any
 def _rename(new: str) -> Callable[[str, Any, Keywords], str]:
     def translate(old: str, value: Any, kwargs: Keywords) -> str:
         if new in kwargs:
-            raise TypeError(f"{old} and {new} name one argument: pass only {new}.")
+            raise TypeError(
+                f"{old} and {new} are both passed, but {old} is a deprecated alias of {new}. Pass only {new}."
+            )
         kwargs[new] = value
         return f"write {new}="
 

@@ -77,7 +77,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
         model: The model.
 
     Raises:
-        ValueError: When a class to wrap does not occur in the model.
+        ValueError: A class to wrap does not occur in the model.
     """
     policy = resolve_policy(fsdp2_plugin, model)
     if policy is None:
@@ -125,7 +125,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
         mapping: New parameters by the old ones, or by their `data_ptr()`.
 
     Raises:
-        KeyError: For a parameter that the mapping does not know.
+        KeyError: A parameter is not in the mapping.
     """
     for group in optimizer.param_groups:
         group["params"] = [_successor(old, mapping) for old in group["params"]]
@@ -135,9 +135,12 @@ def _successor(old: torch.Tensor, mapping: Mapping[Any, torch.Tensor]) -> torch.
     for key in (old, old.data_ptr()):
         if key in mapping:
             return mapping[key]
-    raise KeyError(f"The mapping has no new parameter for one of shape {tuple(old.shape)}: prepare its model before")
+    raise KeyError(
+        f"fsdp2_switch_optimizer_parameters: the mapping has no new parameter for one of shape {tuple(old.shape)}. "
+        "Prepare its model before."
+    )
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedGradScaler:
-    """A loss scaler for sharded gradients; takes what `torch.amp.GradScaler` takes."""
+    """A gradient scaler for sharded gradients, with the arguments of `torch.amp.GradScaler`."""
     return ShardedGradScaler(**kwargs)

@@ -1,4 +1,4 @@
-"""What accelerate 1.15 offers programs that build launches themselves."""
+"""Functions of accelerate 1.15 for programs that build launches themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_cli.launch.flags.group import OptionGroup
 from accel_cli.launch.flags.table import FP8, GROUPS, PARALLELISM, known_options, value_of
 from accel_cli.launch.libraries import check_libraries
 from accel_cli.launch.machine import Machine
-from accel_cli.launch.plan import Plan, agent_words, environment, make_plan, rendezvous
+from accel_cli.launch.plan import Plan, agent_arguments, environment, make_plan, rendezvous
 from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.runners.sagemaker import credentials, job
 from accel_cli.launch.runners.sagemaker import plan as plan_job
@@ -35,7 +35,7 @@ def clean_option(option: str) -> str | None:
 
 @known_as("accelerate.commands.launch.CustomHelpFormatter")
 class CustomHelpFormatter(HelpFormatter):
-    """Help without the groups of options that are of use only beside a flag which the command line has not.
+    """Help without the groups of options whose flag is not on the command line.
 
     Attributes:
         titles: The titles of the groups that are left out.
@@ -64,32 +64,32 @@ class CustomHelpFormatter(HelpFormatter):
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return the value of a variable that holds paths, with one more at its end; the variable stays as it is."""
+    """Return the value of a path variable with one more path at its end; the variable is not changed."""
     paths = [path for path in os.environ.get(env_var_name, "").split(os.pathsep) if path]
     return os.pathsep.join([*paths, str(path_to_add)])
 
 
 def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, bool]:
-    """Check a parsed command line and complete it in place, as `accelerate launch` does before it starts anything.
+    """Check a parsed command line and resolve it in place, as `accelerate launch` does before it starts anything.
 
-    The script may still be missing, and a free port is chosen by whoever starts the processes.
+    The script is not checked, and a free port is chosen later by the runner.
 
     Args:
         args: The parsed command line of `accelerate launch`.
 
     Returns:
-        `args`; the config file, or None when none counts; and whether the precision is the one of that file.
+        `args`; the config file, or None if none is used; and whether the precision is that of the file.
 
     Raises:
-        ValueError: When something is wrong with the command line, the config file or the environment.
-        FileNotFoundError: When the config file that was named does not exist.
+        ValueError: The command line, the config file or the environment is not valid.
+        FileNotFoundError: The config file of `--config_file` does not exist.
     """
     check_flags(from_namespace(args))
     settings = resolve(args)
     check_settings(settings, script=False)
     chosen = {name: getattr(settings, name) for name in ROWS if name != "main_process_port"}
     chosen |= {name: value_of(settings, name) for name in known_options().keys() - ROWS.keys()}
-    # some flags are words, "true" or "false"; a file says it with bools, which programs test as such
+    # some flags are "true" or "false"; in a file these are bools, and programs expect them
     chosen |= {name: value == "True" for name, value in chosen.items()
                if settings.sources.get(name) == "file" and value in ("True", "False")}  # fmt: skip
     vars(args).update(chosen, use_cpu=settings.use_cpu)
@@ -103,12 +103,12 @@ def settle_arguments(args: Namespace) -> tuple[Namespace, BaseConfig | None, boo
 
 
 def filter_arguments(args: Namespace, parser: ArgumentParser, default_args: Sequence[str] = ()) -> Namespace:
-    """Return what another parser knows of some arguments.
+    """Return the arguments that another parser has.
 
     Args:
-        args: The arguments; names that the parser has not are left out.
+        args: The arguments; names that the parser does not have are left out.
         parser: For example that of torch's launcher.
-        default_args: What the parser parses for the rest; words that it does not know are ignored.
+        default_args: Parsed for the rest; unknown ones are ignored.
     """
     known, _ = parser.parse_known_args(default_args)
     vars(known).update({name: value for name, value in vars(args).items() if hasattr(known, name)})
@@ -116,17 +116,17 @@ def filter_arguments(args: Namespace, parser: ArgumentParser, default_args: Sequ
 
 
 def mpirun_words(machine: Machine | None = None) -> tuple[str, str, str, str, str]:
-    """Return how this machine's mpirun is called.
+    """Return the program and flags of this machine's mpirun.
 
     Args:
-        machine: Who answers questions about the machine.
+        machine: Queries about the machine.
 
     Returns:
         The program, and its flags for the list of machines, the number of processes, that of one machine, and what
         processes are bound to (empty where nobody must say so).
 
     Raises:
-        ValueError: When there is no mpirun (a FileNotFoundError, too), or an unknown one.
+        ValueError: There is no mpirun (a FileNotFoundError, too), or an unknown one.
     """
     from accel_cli.launch.runners.mpi import kind_of
 
@@ -141,7 +141,7 @@ def prepare_simple_launcher_cmd_env(
 
     Args:
         args: The parsed command line of `accelerate launch`.
-        machine: Who answers questions about the machine.
+        machine: Queries about the machine.
     """
     settings = resolve(args, machine=machine)
     plan = make_plan(settings.but(runner="mpi" if settings.runner == "mpi" else "simple"))
@@ -152,12 +152,12 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     """Return the whole environment of a process that torch's elastic agent starts.
 
     Args:
-        args: The parsed command line of `accelerate launch`. It gets what the agent must be told, by the names of
-            the agent's flags: `nproc_per_node`, `nnodes` and, depending on the machines, `master_addr`,
-            `master_port` (text), `node_rank` or `rdzv_endpoint`.
+        args: The parsed command line of `accelerate launch`. The arguments of the agent are added to it, by the names
+            of the agent's flags: `nproc_per_node`, `nnodes` and, depending on the machines, `master_addr`,
+            `master_port` (a `str`), `node_rank` or `rdzv_endpoint`.
     """
     settings = _with_agent(args)
-    words = agent_words(settings)
+    words = agent_arguments(settings)
     vars(args).update({name: value if name == "node_rank" else str(value) for name, value in words.items()})
     args.main_process_port, args.rdzv_backend = settings.main_process_port, rendezvous(settings)
     return {**os.environ, **environment(settings, os.environ)}
@@ -176,7 +176,7 @@ def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of combined parallelism to `current_env`, and return it."""
+    """Add the variables of the device mesh to `current_env`, and return it."""
     return _add(current_env, args, *PARALLELISM)
 
 
@@ -202,7 +202,7 @@ def multi_gpu_launcher(args: Namespace) -> None:
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """Return what starts DeepSpeed's processes.
+    """Return the command and environment that start DeepSpeed's processes.
 
     Args:
         args: The parsed command line of `accelerate launch`.
@@ -227,7 +227,7 @@ def _with_deepspeed(args: Namespace) -> LaunchSettings:
 
 
 def prepare_tpu(args: Namespace, current_env: dict[str, str], pod: bool = False) -> tuple[Namespace, dict[str, str]]:
-    """Add what torch_xla must find to `current_env`, and return it with the arguments.
+    """Add the variables of torch_xla to `current_env`, and return it with the arguments.
 
     Args:
         args: The parsed command line of `accelerate launch`.
@@ -264,14 +264,14 @@ def prepare_sagemager_args_inputs(
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
     """Return the arguments of SageMaker's `HuggingFace` estimator, and the inputs of its `fit`.
 
-    The variables by which Amazon's SDK knows who pays are set in this process.
+    The variables with the AWS credentials are set in this process.
 
     Args:
         sagemaker_config: A `SageMakerConfig`.
         args: The parsed command line of `accelerate launch`.
 
     Raises:
-        ValueError: When the script or its arguments cannot be sent.
+        ValueError: The script or its arguments cannot be sent.
     """
     settings = from_namespace(args)
     os.environ.update(credentials(sagemaker_config, settings, os.environ))

@@ -14,7 +14,7 @@ from accelerate.compat.legacy_names import LEGACY_NAMES
 def legacy_getattr(module: str) -> Callable[[str], Any]:
     """Make the `__getattr__` (PEP 562) of an old path, for the names that `LEGACY_NAMES` lists and no others.
 
-    Nothing is stored in the module: what a library sets there is seen in its `vars`, and tells from ours.
+    Nothing is stored in the module, so that a name set there by another library is found in its `vars`.
 
     Args:
         module: The old path, usually `__name__`. `logger` is the logger of this name, for programs that filter it.

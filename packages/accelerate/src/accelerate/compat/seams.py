@@ -1,8 +1,8 @@
-"""Every name that other libraries monkeypatch, and how our code comes to call what they put there.
+"""Every name that other libraries monkeypatch, and how our code calls their replacement.
 
-A seam is a promise: the name stays, it is looked up again at every call, and it is called with the arguments with which
-accelerate 1.15 calls it. Packages below the umbrella know nothing of this: they offer a registration
-(`accel_bigmodel.replaceable`), which the module that has the seam fills.
+A seam is a promise: the name is kept, it is looked up at every call, and it is called with the arguments with which
+accelerate 1.15 calls it. Packages below the umbrella do not import this module: they offer a registration
+(`accel_bigmodel.replaceable`), which the module with the seam fills.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def late_bound(module: str, name: str) -> Callable[..., Any]:
 
 
 def replacement(module: str, name: str) -> Callable[..., Any] | None:
-    """What a library has set in a module that does not define the name itself; None while nobody has.
+    """The object that a library has set in a module that does not define the name itself; None if none has.
 
     Args:
         module: A module whose `__getattr__` is a `legacy_getattr`.
@@ -93,4 +93,4 @@ def replacement(module: str, name: str) -> Callable[..., Any] | None:
 
 def _check_listed(module: str, name: str) -> None:
     if (module, name) not in _FUNCTIONS:
-        raise KeyError(f"{module}.{name} is no seam: list it in accelerate.compat.seams.SEAMS")
+        raise KeyError(f"{module}.{name} is not a seam. List it in accelerate.compat.seams.SEAMS.")

@@ -22,7 +22,9 @@ def get_function_contents_by_name(lines: Sequence[str], name: str) -> list[str]:
         ValueError: For another name.
     """
     if name not in FUNCTIONS:
-        raise ValueError(f"name={name!r} is no function of an example: use one of {', '.join(map(repr, FUNCTIONS))}.")
+        raise ValueError(
+            f"name={name!r} is not a function of an example. Use one of {', '.join(map(repr, FUNCTIONS))}."
+        )
     begin = next((index for index, line in enumerate(lines) if line.startswith(f"def {name}(")), None)
     if begin is None:
         return []

@@ -22,7 +22,7 @@ class SubprocessCallException(Exception):  # noqa: N818 (the name that other lib
 
 @dataclass
 class RunOutput:
-    """What a program did.
+    """The result of a program.
 
     Args:
         returncode: Its exit code.
@@ -126,7 +126,7 @@ def execute_subprocess_async(
     except subprocess.TimeoutExpired:
         process.kill()
         returncode = process.wait()
-        lines[1].append(f"(timeout: it was killed after {timeout} s)")
+        lines[1].append(f"(timeout: killed after {timeout} s)")
     for reader in readers:
         reader.join()
     if returncode:
@@ -167,9 +167,11 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
         yield
     except exception_class as error:
         if msg is not None and msg not in str(error):
-            raise AssertionError(f"The message of the {exception_class.__name__} lacks {msg!r}: {error}") from error
+            raise AssertionError(
+                f"The message of the {exception_class.__name__} does not contain {msg!r}: {error}"
+            ) from error
         return
-    raise AssertionError(f"A {exception_class.__name__} was expected, and none came.")
+    raise AssertionError(f"Expected a {exception_class.__name__}, but none was raised.")
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

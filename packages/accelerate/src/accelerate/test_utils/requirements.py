@@ -165,10 +165,10 @@ def get_torch_dist_unique_port() -> int:
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Whether all processes have the same tensor.
+    """Whether a tensor is identical on all processes.
 
     Args:
-        tensor: This process's, of the same shape on all.
+        tensor: The tensor of this process, of the same shape on all.
     """
     from accel_ops.collectives import gather
     from accel_state.processes import PartialState

@@ -1,4 +1,4 @@
-"""The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
+"""Compatibility path for everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
 from importlib import import_module
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from accel_state.lazy import lazy_exports
 from accel_state.warning import warn_user
 
-# a function and a module of one name: bound before anybody can import the module and hide the function
+# a function and a module of one name: bound before an import of the module could hide the function
 from accelerate.utils.tqdm import tqdm as tqdm
 
 EXPORTS = {
@@ -185,6 +185,6 @@ def __getattr__(name: str) -> Any:
     if name in SUBMODULES:  # `import accelerate` is enough to write `accelerate.utils.constants`
         return import_module(f"{__name__}.{name}")
     if name in RENAMED:
-        warn_user(f"accelerate.utils.{name} is called {RENAMED[name]}.", FutureWarning)
+        warn_user(f"accelerate.utils.{name} is a deprecated alias. Import {RENAMED[name]}.", FutureWarning)
         return _export(RENAMED[name])
     return _export(name)

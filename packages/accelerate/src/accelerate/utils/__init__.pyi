@@ -1,4 +1,4 @@
-"""The old path of everything that is no method of `Accelerator`; each name is loaded when first asked for."""
+"""Compatibility path for everything that is no method of `Accelerator`; each name is loaded when first asked for."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budgets import get_max_memory as get_max_memory

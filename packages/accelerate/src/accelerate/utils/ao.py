@@ -1,4 +1,4 @@
-"""The old path of 8-bit floats with torchao."""
+"""Compatibility path for 8-bit floats with torchao."""
 
 from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from accel_integrations.precision.float8_layers import (

@@ -1,4 +1,4 @@
-"""The old path of fixed names and versions, now `accel_state.constants` and `accel_ops.filenames`."""
+"""Compatibility path for fixed names and versions, now `accel_state.constants` and `accel_ops.filenames`."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""The old path of settings and their words, now `accel_state.settings` and `accel_state.enums`."""
+"""Compatibility path for settings and their words, now `accel_state.settings` and `accel_state.enums`."""
 
 from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_ops.nested import TensorInformation as TensorInformation

@@ -1,4 +1,4 @@
-"""The old path of environment helpers, now `accel_state.environment`, `.numa` and `.nvidia`."""
+"""Compatibility path for environment helpers, now `accel_state.environment`, `.numa` and `.nvidia`."""
 
 from accel_state.environment import CPUInformation as CPUInformation
 from accel_state.environment import are_libraries_initialized as are_libraries_initialized

@@ -1,4 +1,4 @@
-"""The old path of sharded training."""
+"""Compatibility path for sharded training."""
 
 from accel_bigmodel.sizes import get_non_persistent_buffers as get_non_persistent_buffers
 from accel_integrations.checkpoints.merge import merge_fsdp_weights as merge_fsdp_weights

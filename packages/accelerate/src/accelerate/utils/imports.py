@@ -1,4 +1,4 @@
-"""The old path of questions for optional libraries, now `accel_state.libraries`."""
+"""Compatibility path for questions for optional libraries, now `accel_state.libraries`."""
 
 from accel_state.hardware import is_bf16_available as is_bf16_available
 from accel_state.hardware import is_cuda_available as is_cuda_available

@@ -1,4 +1,4 @@
-"""The old path of what builds launches and of what started processes run first."""
+"""Compatibility path for what builds launches and of what started processes run first."""
 
 import subprocess as subprocess
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The old path of memory helpers."""
+"""Compatibility path for memory helpers."""
 
 from accel_ops.memory import clear_device_cache as clear_device_cache
 from accel_ops.memory import find_executable_batch_size as find_executable_batch_size

@@ -1,4 +1,4 @@
-"""The old path of questions about models, and of planning where they go."""
+"""Compatibility path for questions about models, and of planning where they go."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budgets import get_max_memory as get_max_memory
@@ -10,8 +10,8 @@ from accel_bigmodel.device_map.check import check_tied_parameters_in_config as c
 from accel_bigmodel.device_map.check import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
-from accel_bigmodel.device_map.parts import clean_device_map as clean_device_map
-from accel_bigmodel.device_map.parts import fallback_allocate as fallback_allocate
+from accel_bigmodel.device_map.modules import clean_device_map as clean_device_map
+from accel_bigmodel.device_map.modules import fallback_allocate as fallback_allocate
 from accel_bigmodel.device_map.plan import get_module_size_with_ties as get_module_size_with_ties
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.offload.collect import get_state_dict_from_offload as get_state_dict_from_offload

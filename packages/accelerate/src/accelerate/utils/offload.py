@@ -1,4 +1,4 @@
-"""The old path of weights that are offloaded."""
+"""Compatibility path for weights that are offloaded."""
 
 from accel_bigmodel.offload.folder import load_offloaded_weight as load_offloaded_weight
 from accel_bigmodel.offload.folder import offload_state_dict as offload_state_dict

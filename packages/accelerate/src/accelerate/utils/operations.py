@@ -1,4 +1,4 @@
-"""The old path of operations on nested structures."""
+"""Compatibility path for operations on nested structures."""
 
 from accel_ops.batches import concatenate as concatenate
 from accel_ops.batches import find_batch_size as find_batch_size

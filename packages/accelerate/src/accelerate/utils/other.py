@@ -1,4 +1,4 @@
-"""The old path of a mixed bag: what has a better place is re-exported, and what nothing else needs is here."""
+"""Compatibility path for a mixed bag: what has a better place is re-exported, and what nothing else needs is here."""
 
 from accel_cli.launch.machine import free_port, is_free
 from accel_integrations.compile import compile_regions as compile_regions
@@ -34,6 +34,6 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Whether a program listens on a port of this machine.
 
     Args:
-        port (`int`, *optional*): The port; 29500, where launchers meet, when left out.
+        port (`int`, *optional*): The port; by default 29500, that of the rendezvous.
     """
     return not is_free(29500 if port is None else int(port))

@@ -1,4 +1,4 @@
-"""The old path of seeds and random states."""
+"""Compatibility path for seeds and random states."""
 
 from accel_ops.random import set_seed as set_seed
 from accel_ops.random import synchronize_rng_state as synchronize_rng_state

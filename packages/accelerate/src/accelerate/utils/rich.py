@@ -1,4 +1,4 @@
-"""Importing this module gives tracebacks the looks of the `rich` library."""
+"""Importing this module installs the traceback handler of the `rich` library."""
 
 from accel_state.errors import missing_library
 from accel_state.libraries import is_rich_available as is_rich_available

@@ -1,3 +1,3 @@
-"""The old path of the progress bar, now `accel_tracking.progress`."""
+"""Compatibility path for the progress bar, now `accel_tracking.progress`."""
 
 from accel_tracking.progress import tqdm as tqdm

@@ -1,4 +1,4 @@
-"""The old path of 8-bit floats with Transformer Engine."""
+"""Compatibility path for 8-bit floats with Transformer Engine."""
 
 from accel_integrations.precision.transformer_engine_layers import apply_fp8_autowrap as apply_fp8_autowrap
 from accel_integrations.precision.transformer_engine_layers import contextual_fp8_autocast as contextual_fp8_autocast

@@ -1,4 +1,4 @@
-"""The old path of version comparisons, now `accel_state.libraries`."""
+"""Compatibility path for version comparisons, now `accel_state.libraries`."""
 
 from accel_state.libraries import compare_versions as compare_versions
 from accel_state.libraries import is_torch_version as is_torch_version

@@ -1,4 +1,4 @@
-"""Options that belong together: one heading in `--help`, one rule on when the script hears of them."""
+"""Option groups: one heading in `--help`, and one condition on which their values are passed to the script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_state.settings.option import Option as SettingsOption
 
 
 def always(settings: LaunchSettings) -> bool:
-    """Hand the values over in every launch."""
+    """Pass the values in every launch."""
     return True
 
 
@@ -26,14 +26,14 @@ class OptionGroup:
     Attributes:
         title: The heading. Several groups may share one; empty for the program's own options.
         own: The rows of options that no settings class declares.
-        settings: The dataclass whose fields are options, or `"module:Class"`, which is imported when somebody asks.
-        launch_defaults: Field name -> what the launcher hands over, for fields that do not say it themselves.
+        settings: The dataclass whose fields are options, or `"module:Class"`, which is imported on first use.
+        launch_defaults: Field name -> default of the launcher, for fields that do not declare one.
         shown_with: The flag that makes `--help` show the group; empty for always.
-        handed_when: Given the settings, whether the script gets these values through the environment.
-        counts_with: What must be given for that, as messages call it; `shown_with` when empty.
-        announced_by: The variable set to `true` to say that the others are there.
+        passed_when: Given the settings, whether these values are passed to the script as environment variables.
+        requires: The flags that this needs, for messages; `shown_with` when empty.
+        enabled_by: The environment variable that is set to `true` when they are passed.
         section: The section of the config file that holds the values; empty for none.
-        prefix: What the names of all options begin with, and keys of the section need not; empty for nothing.
+        prefix: The prefix of all option names, which keys of the section may omit; empty for none.
     """
 
     title: str
@@ -41,9 +41,9 @@ class OptionGroup:
     settings: type | str | None = None
     launch_defaults: Mapping[str, Any] = field(default_factory=dict)
     shown_with: str = ""
-    handed_when: Callable[[LaunchSettings], bool] = always
-    counts_with: str = ""
-    announced_by: str = ""
+    passed_when: Callable[[LaunchSettings], bool] = always
+    requires: str = ""
+    enabled_by: str = ""
     section: str = ""
     prefix: str = ""
 
@@ -60,7 +60,7 @@ class OptionGroup:
 
     @cached_property
     def options(self) -> tuple[Option, ...]:
-        """The rows; the first look imports the settings class."""
+        """The rows; the first access imports the settings class."""
         if self.settings is None:
             return self.own
         found = options_of(_load(self.settings))
@@ -73,25 +73,25 @@ class OptionGroup:
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the rows can be had without importing a settings class."""
+        """Whether the rows are available without importing a settings class."""
         return self.settings is None or "options" in self.__dict__
 
     def value(self, option: Option, settings: LaunchSettings) -> Any:
-        """The value of one of the options: what was given, else the default."""
+        """The value of one of the options: the given one, or the default."""
         if option in self.own:
             return getattr(settings, option.name)
         return settings.options.get(option.name, option.initial)
 
     def variables(self, settings: LaunchSettings) -> Iterator[tuple[str, str, str]]:
-        """Yield (option name, variable, text) for all values that the script is to see.
+        """Yield (option name, environment variable, its value) for all values that are passed to the script.
 
         Args:
-            settings: The settings; a value of None is not passed on.
+            settings: The settings; values of None are not passed.
         """
-        if not self.handed_when(settings):
+        if not self.passed_when(settings):
             return
-        if self.announced_by:
-            yield "", self.announced_by, "true"
+        if self.enabled_by:
+            yield "", self.enabled_by, "true"
         for option in self.options:
             value = self.value(option, settings)
             if value is None or not option.environment:
@@ -112,7 +112,7 @@ def _load(settings: type | str) -> type:
 
 
 def _row(known: SettingsOption, launch_default: Any) -> Option:
-    """Make the row of a command-line option out of what a settings class declares."""
+    """Make the row of a command-line option from the option of a settings class."""
     default = known.fallback if launch_default is SAME else launch_default
     if known.as_text and default is not None:
         default = known.kind.spell(default).lower() if isinstance(default, bool) else str(default)

@@ -1,8 +1,8 @@
 """All options of `accelerate launch`, in the order of `--help`.
 
-An option is declared once: where the launcher acts upon it, as a field of `LaunchSettings`; where it only hands the
-value over to the processes, as a field of the settings class that they make of it. The classes are imported when one of
-their options is asked for, so that `accelerate launch --help` and a launch without them do not wait.
+An option is declared once: as a field of `LaunchSettings` if the launcher itself uses it, or as a field of a settings
+class if the launcher only passes its value to the processes. These classes are imported when one of their options is
+used, so that `accelerate launch --help` and launches without them stay fast.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ def _in_fp8(settings: LaunchSettings) -> bool:
 
 
 def _size_is_above_one(axis: str) -> Callable[[LaunchSettings], bool]:
-    """Whether processes are combined, and an axis of their mesh has more than one of them."""
+    """Whether `--use_parallelism_config` is given and a mesh dimension has a size above 1."""
     name = f"parallelism_config_{axis}_size"
     return lambda settings: settings.use_parallelism_config and (value_of(settings, name) or 1) > 1
 
 
 def _handler(axis: str, settings: str) -> OptionGroup:
-    """The options of one axis of combined parallelism."""
+    """The options of one mesh dimension."""
     return OptionGroup.from_settings(
         settings,
         PARALLELISM_TITLE,
         shown_with="--use_parallelism_config",
-        handed_when=_size_is_above_one(axis),
-        counts_with=f"--use_parallelism_config and --parallelism_config_{axis}_size",
+        passed_when=_size_is_above_one(axis),
+        requires=f"--use_parallelism_config and --parallelism_config_{axis}_size",
         section="parallelism_config",
         prefix="parallelism_config_",
     )
 
 
 _fp8 = partial(
-    OptionGroup.from_settings, title="FP8 Arguments", shown_with="--fp8_backend", handed_when=_in_fp8,
-    counts_with="--mixed_precision fp8", section="fp8_config", prefix="fp8_",
+    OptionGroup.from_settings, title="FP8 Arguments", shown_with="--fp8_backend", passed_when=_in_fp8,
+    requires="--mixed_precision fp8", section="fp8_config", prefix="fp8_",
 )  # fmt: skip
 
 DYNAMO = OptionGroup.from_settings(
@@ -55,8 +55,8 @@ FSDP = OptionGroup.from_settings(
     "accel_state.settings.fsdp:FullyShardedDataParallelPlugin",
     "FSDP Arguments",
     shown_with="--use_fsdp",
-    handed_when=lambda settings: settings.use_fsdp,
-    announced_by="ACCELERATE_USE_FSDP",
+    passed_when=lambda settings: settings.use_fsdp,
+    enabled_by="ACCELERATE_USE_FSDP",
     section="fsdp_config",
     prefix="fsdp_",
 )
@@ -65,23 +65,23 @@ DEEPSPEED = OptionGroup.from_settings(
     own.DEEPSPEED,
     own=tuple(rows_under(own.DEEPSPEED)),
     shown_with="--use_deepspeed",
-    handed_when=lambda settings: settings.use_deepspeed,
-    announced_by="ACCELERATE_USE_DEEPSPEED",
+    passed_when=lambda settings: settings.use_deepspeed,
+    enabled_by="ACCELERATE_USE_DEEPSPEED",
     section="deepspeed_config",
 )
 MEGATRON_LM = OptionGroup.from_settings(
     "accel_state.settings.megatron:MegatronLMPlugin",
     "Megatron-LM Arguments",
     shown_with="--use_megatron_lm",
-    handed_when=lambda settings: settings.use_megatron_lm,
-    announced_by="ACCELERATE_USE_MEGATRON_LM",
+    passed_when=lambda settings: settings.use_megatron_lm,
+    enabled_by="ACCELERATE_USE_MEGATRON_LM",
     section="megatron_lm_config",
     prefix="megatron_lm_",
 )
 FP8 = (
     OptionGroup(
-        own.FP8, tuple(rows_under(own.FP8)), shown_with="--fp8_backend", handed_when=_in_fp8,
-        counts_with="--mixed_precision fp8", section="fp8_config", prefix="fp8_",
+        own.FP8, tuple(rows_under(own.FP8)), shown_with="--fp8_backend", passed_when=_in_fp8,
+        requires="--mixed_precision fp8", section="fp8_config", prefix="fp8_",
     ),
     _fp8("accel_state.settings.fp8:TERecipeKwargs"),
     _fp8("accel_state.settings.fp8:MSAMPRecipeKwargs"),
@@ -91,10 +91,10 @@ PARALLELISM = (
     OptionGroup.from_settings(
         "accel_state.mesh:ParallelismConfig",
         PARALLELISM_TITLE,
-        launch_defaults={"pp_size": None},  # older versions of the library in the processes do not know the axis
+        launch_defaults={"pp_size": None},  # older versions of the library in the processes do not have this dimension
         shown_with="--use_parallelism_config",
-        handed_when=lambda settings: settings.use_parallelism_config,
-        announced_by="ACCELERATE_USE_PARALLELISM_CONFIG",
+        passed_when=lambda settings: settings.use_parallelism_config,
+        enabled_by="ACCELERATE_USE_PARALLELISM_CONFIG",
         section="parallelism_config",
         prefix="parallelism_config_",
     ),
@@ -102,19 +102,19 @@ PARALLELISM = (
     _handler("sp", "accel_state.settings.parallelism:DeepSpeedSequenceParallelConfig"),
     _handler("pp", "accel_state.settings.parallelism:PipelineParallelConfig"),
 )
-TPU = OptionGroup(own.TPU, tuple(rows_under(own.TPU)), shown_with="--tpu", handed_when=lambda settings: settings.tpu)
+TPU = OptionGroup(own.TPU, tuple(rows_under(own.TPU)), shown_with="--tpu", passed_when=lambda settings: settings.tpu)
 MPI = OptionGroup(
     own.MPI,
     tuple(rows_under(own.MPI)),
     shown_with="--cpu",
-    handed_when=lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile),
+    passed_when=lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile),
     section="mpirun_config",
     prefix="mpirun_",
 )
 
 
 def _plain(heading: str, **more: Any) -> OptionGroup:
-    """Options of the launcher's own that need nothing else."""
+    """The launcher's own options under a heading."""
     title = "" if heading in (own.RETIRED, own.SCRIPT) else heading
     return OptionGroup(title, tuple(rows_under(heading)), **more)
 
@@ -130,7 +130,7 @@ SHOWN_WITH = {group.title: group.shown_with for group in GROUPS if group.shown_w
 
 
 @cache
-def foreign_groups() -> tuple[OptionGroup, ...]:
+def plugin_groups() -> tuple[OptionGroup, ...]:
     """The options of installed packages that declare a settings class as an entry point `accelerate.options`."""
     return tuple(
         OptionGroup.from_settings(path, f"Options of {name}", section=f"{name}_config", prefix=f"{name}_")
@@ -145,22 +145,22 @@ SECTIONS = frozenset(group.section for group in GROUPS)
 def find(name: str) -> Option | None:
     """Find the row of an option by its name; None when there is none.
 
-    Settings classes are imported when the name may be in one of them, and other packages are looked at when it is in no
-    class of ours.
+    Settings classes are imported if the name may be in one of them. Entry points of other packages are loaded if none of
+    our classes has it.
     """
     loaded = own.ROWS.get(name) or _row_in((group for group in GROUPS if group.is_loaded), name)
     if loaded is not None:
         return loaded
     of_prefix = (group for group in GROUPS if group.prefix and name.startswith(group.prefix))
     without = (group for group in GROUPS if not group.prefix)
-    return _row_in((*of_prefix, *without), name) or _row_in(foreign_groups(), name)
+    return _row_in((*of_prefix, *without), name) or _row_in(plugin_groups(), name)
 
 
 def full_name(section: str, key: str) -> str:
-    """The name of the option that a key of a section sets: its prefix need not be written there."""
+    """The name of the option that a key of a section sets; the key may omit the prefix."""
     prefix = PREFIXES.get(section, "")
     if section not in SECTIONS:
-        prefix = next((group.prefix for group in foreign_groups() if group.section == section), "")
+        prefix = next((group.prefix for group in plugin_groups() if group.section == section), "")
     return key if key.startswith(prefix) else f"{prefix}{key}"
 
 
@@ -182,16 +182,16 @@ def known_options() -> dict[str, Option]:
 
 def all_options() -> dict[str, Option]:
     """Every option by name, with those of other packages."""
-    return known_options() | _rows(foreign_groups())
+    return known_options() | _rows(plugin_groups())
 
 
 def _rows(groups: tuple[OptionGroup, ...]) -> dict[str, Option]:
-    # where two flags set one value, the first one knows its default
+    # where two flags set one value, the first one has its default
     return {option.name: option for group in reversed(groups) for option in reversed(group.options)}
 
 
 def value_of(settings: LaunchSettings, name: str) -> Any:
-    """The value of an option that a settings class declares: what was given, else the default."""
+    """The value of an option that a settings class declares: the given one, or the default."""
     if name in settings.options:
         return settings.options[name]
     option = find(name)
@@ -199,15 +199,15 @@ def value_of(settings: LaunchSettings, name: str) -> Any:
 
 
 def groups_of(settings: LaunchSettings) -> Iterator[OptionGroup]:
-    """Yield the groups that have a say in a launch: ours, and those of other packages if one of their options was given."""
+    """Yield the groups that affect a launch: ours, and those of other packages if one of their options was given."""
     yield from GROUPS
     loaded = [group for group in GROUPS if group.is_loaded]
     if any(_row_in(loaded, name) is None for name in settings.options):
-        yield from foreign_groups()
+        yield from plugin_groups()
 
 
 def add_launch_options(parser: CommandParser) -> None:
-    """Add every option to a parser, under its heading; those that `--help` does not show when they are needed."""
+    """Add every option to a parser, under its heading; those that `--help` does not show are added when needed."""
     headings: dict[str, Any] = {"": parser}
     late: list[OptionGroup] = []
     for group in GROUPS:
@@ -219,7 +219,7 @@ def add_launch_options(parser: CommandParser) -> None:
             add_options(headings[group.title], group.options)
 
     def add_the_rest() -> None:
-        for group in (*late, *foreign_groups()):
+        for group in (*late, *plugin_groups()):
             heading = headings.get(group.title) or parser.add_argument_group(group.title)
             add_options(heading, group.options)
 

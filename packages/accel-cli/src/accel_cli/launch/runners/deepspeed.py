@@ -1,4 +1,4 @@
-"""Several machines that DeepSpeed's own launcher reaches, from the list in its hostfile."""
+"""Launches on several machines by DeepSpeed's own launcher, from its hostfile."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.network import gloo_interface, own_address
-from accel_cli.launch.plan import USUAL_PORT, Plan, environment
+from accel_cli.launch.plan import DEFAULT_PORT, Plan, environment
 from accel_cli.launch.settings import LaunchSettings
 from accel_state.environment import convert_dict_to_env_variables
 
-OWN_FILES = ("~/.deepspeed_env", ".deepspeed_env")  # where users say what DeepSpeed is to set on every machine
-WRITTEN_FILE = ".accelerate_deepspeed_env"  # what this launch sets there
-FILE_VARIABLE = "DS_ENV_FILE"  # tells DeepSpeed which file to read
+OWN_FILES = ("~/.deepspeed_env", ".deepspeed_env")  # the user's environment variables for every machine
+WRITTEN_FILE = ".accelerate_deepspeed_env"  # those of this launch
+FILE_VARIABLE = "DS_ENV_FILE"  # the file that DeepSpeed reads
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """One of DeepSpeed's ways to reach other machines.
+    """One of DeepSpeed's launchers for several machines.
 
     Attributes:
-        name: What `--deepspeed_multinode_launcher` calls it.
-        program: What DeepSpeed looks for before it uses it; empty for nothing.
-        selects: Whether it can start fewer processes than the hostfile has room for.
-        by_mpi: Whether an MPI program starts the processes, which then know nothing of where rank 0 is.
+        name: Its name for `--deepspeed_multinode_launcher`.
+        program: The program that DeepSpeed needs for it; empty for none.
+        selects: Whether it can start fewer processes than the hostfile has slots.
+        by_mpi: Whether an MPI program starts the processes, which are then not told the address of rank 0.
     """
 
     name: str
@@ -47,12 +47,12 @@ LAUNCHERS = {
     )
 }
 
-# variables that belong to this machine or this session, and would be wrong on another machine
-STAYS_HERE = (
+# variables that belong to this machine or this login, and would be wrong on another machine
+NOT_FORWARDED = (
     "_", "DBUS_", "DISPLAY", "HOME", "HOSTNAME", "LOGNAME", "LS_COLORS", "MAIL", "OLDPWD", "PWD", "SHELL", "SHLVL",
     "SSH_", "TERM", "TMPDIR", "TMUX", "USER", "XAUTHORITY", "XDG_",
 )  # fmt: skip
-# DeepSpeed writes what it sends into commands that everybody can see
+# DeepSpeed writes variables into command lines that every user can see
 SECRET_WORDS = ("KEY", "PASSWORD", "SECRET", "TOKEN", "CREDENTIAL")
 
 
@@ -60,22 +60,22 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch with DeepSpeed's launcher.
 
     Args:
-        settings: What `resolve` gave.
-        environ: The variables that are set already; the other machines get them, but for secrets and what belongs to
-            this session.
+        settings: The resolved settings.
+        environ: The variables that are set already; the other machines get them, except for secrets and those that
+            belong to this machine or login.
 
     Raises:
-        ValueError: When the launcher cannot start as many processes as are wanted.
+        ValueError: The launcher cannot start this number of processes.
     """
     launcher = LAUNCHERS[settings.deepspeed_multinode_launcher.lower()]
     check_selection(settings, launcher)
     variables = environment(settings, environ)
     if launcher.by_mpi:
         address = settings.main_process_ip or next(iter(settings.hosts), "127.0.0.1")
-        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or USUAL_PORT)}
-    if launcher.name == "nossh" and settings.main_process_ip:  # runs on each machine, so knows this one's network
+        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or DEFAULT_PORT)}
+    if launcher.name == "nossh" and settings.main_process_ip:  # runs on each machine, so that it has its address
         variables |= gloo_interface(own_address(settings.main_process_ip) or "127.", environ)
-    text = environment_lines(sent(environ) | own_lines() | variables)
+    text = environment_lines(forwarded(environ) | own_lines() | variables)
     return Plan(
         "deepspeed",
         tuple(command(settings, launcher)),
@@ -86,21 +86,21 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
 
 
 def check_selection(settings: LaunchSettings, launcher: Launcher) -> None:
-    """Refuse to use a part of the hostfile where the launcher only knows the whole."""
+    """Check that a launcher which always uses the complete hostfile is not asked to use some of it."""
     if launcher.selects:
         return
     for name in ("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"):
         if getattr(settings, name):
             raise UsageError(
-                f"--{name} and --deepspeed_multinode_launcher {launcher.name} exclude one another: it uses the whole "
-                "hostfile. Write another hostfile, or take the launcher pdsh."
+                f"--{name} and --deepspeed_multinode_launcher {launcher.name} exclude one another: this launcher always "
+                "uses the complete hostfile. Write another hostfile, or use --deepspeed_multinode_launcher pdsh."
             )
     room = sum(slots or 0 for slots in settings.hosts.values())
     if settings.hosts and room != settings.num_processes:
         raise UsageError(
             f"--deepspeed_multinode_launcher {launcher.name} starts a process in each of the {room} slots of "
-            f"--deepspeed_hostfile {settings.deepspeed_hostfile!r}, and --num_processes is {settings.num_processes}: "
-            "make the two agree."
+            f"--deepspeed_hostfile {settings.deepspeed_hostfile!r}, but --num_processes is {settings.num_processes}. "
+            f"Give --num_processes {room}, or change the hostfile."
         )
 
 
@@ -122,32 +122,32 @@ def command(settings: LaunchSettings, launcher: Launcher) -> list[str]:
         words += ["--num_gpus", str(settings.num_processes // settings.num_machines)]
     if settings.main_process_ip:
         words += ["--master_addr", settings.main_process_ip]
-    words += ["--master_port", str(settings.main_process_port or USUAL_PORT)]
+    words += ["--master_port", str(settings.main_process_port or DEFAULT_PORT)]
     kind = ["--module"] if settings.module else ["--no_python"] if settings.no_python else []
     return [*words, *kind, settings.training_script, *settings.training_script_args]
 
 
-def sent(environ: Mapping[str, str]) -> dict[str, str]:
-    """Choose what the other machines get of this one's environment."""
+def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Choose the environment variables of this machine that the other machines get."""
     return {
         name: value
         for name, value in sorted(environ.items())
-        if value and not name.startswith(STAYS_HERE) and not any(word in name.upper() for word in SECRET_WORDS)
+        if value and not name.startswith(NOT_FORWARDED) and not any(word in name.upper() for word in SECRET_WORDS)
     }
 
 
 def environment_lines(variables: Mapping[str, str]) -> str:
-    """Write the text of an environment file, without what a shell could misread."""
+    """Return the text of an environment file, without variables that a shell could misread."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # most of it are settings of the user's shell, which no script reads
+        warnings.simplefilter("ignore")  # most are variables of the user's shell, which no script reads
         return "".join(convert_dict_to_env_variables(variables))
 
 
 def own_lines() -> dict[str, str]:
-    """Read the files in which users say what DeepSpeed is to set on every machine.
+    """Read the user's files of environment variables that DeepSpeed sets on every machine.
 
     Raises:
-        ValueError: When one cannot be read.
+        ValueError: One cannot be read.
     """
     found: dict[str, str] = {}
     for path in map(os.path.expanduser, OWN_FILES):

@@ -1,4 +1,4 @@
-"""Several CPU processes of one machine, started directly: they load torch while nobody waits for an agent to do so."""
+"""Several CPU processes of one machine, started directly, so that no agent has to load torch before them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from accel_cli.supervise.watch import Watch
 TRIES = 3
 LOOK_SECONDS = 0.1
 INTERRUPT_SECONDS = 3.0
-GRACE_SECONDS = 30.0  # as torch's agent gives
-HUNG_STATUS = 124  # as of timeout(1)
+GRACE_SECONDS = 30.0  # as in torch's agent
+HUNG_STATUS = 124  # as in timeout(1)
 PR_SET_PDEATHSIG = 1
 
 
@@ -29,13 +29,13 @@ def run(plan: Plan) -> int:
     """Run the script in all processes and wait.
 
     Returns:
-        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung. After a
-        signal, what `status_after` says.
+        0 if all of them succeeded, else the exit status of the one that failed first; 124 if they hung. After a signal,
+        the result of `status_after`.
     """
     if not plan.port_may_change:
         return _Group(plan, plan.environment["MASTER_PORT"], may_try_again=False).run()
     for attempt in range(TRIES):
-        with reserved_port() as port:  # the usual one might be another launch's by the time that rank 0 listens
+        with reserved_port() as port:  # another launch might listen on the default one before rank 0 does
             group = _Group(plan, str(port), may_try_again=attempt < TRIES - 1)
             status = group.run()
         if not group.lost_its_port:
@@ -90,20 +90,22 @@ class _Group:
                 return
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             try:
-                process = subprocess.Popen(self.plan.worker, env={**common, **own}, preexec_fn=_die_with(os.getpid()))
+                process = subprocess.Popen(
+                    self.plan.worker, env={**common, **own}, preexec_fn=_killed_with(os.getpid())
+                )
             except OSError as error:
                 raise cannot_start(self.plan, error) from error
             self.processes.append(process)
 
     def _wait_for_a_failure(self) -> int | None:
-        """The rank that failed first; None when all ended well or somebody else wants them to end."""
+        """The rank that failed first; None if all succeeded, or the run ends for another reason."""
         while len(self.ended) < len(self.processes):
             self._sleep()
             failed = [rank for rank in self._newly_ended() if self.ended[rank]]
             if self._must_try_again():
                 return None
             if failed and self.interrupted_at < float("inf"):
-                self.signal = signal.SIGINT  # the others are about to end as well: let them
+                self.signal = signal.SIGINT  # the others are about to end as well
                 return None
             if failed:
                 return failed[0]
@@ -142,7 +144,7 @@ class _Group:
         return found
 
     def _interrupt(self, number: int) -> None:
-        """A terminal interrupts all processes by itself; whoever interrupts this one only means all of them too."""
+        """A terminal interrupts all processes by itself. An interrupt of this process alone is forwarded later."""
         self.interrupted_at = min(self.interrupted_at, time.monotonic())
 
     def _pass_interrupt_on(self) -> None:
@@ -161,7 +163,7 @@ class _Group:
                 process.send_signal(number)
 
     def _end(self) -> dict[int, int]:
-        """End what still runs; processes that do not want to are killed.
+        """Terminate all processes that still run, and kill those that have not ended after the grace period.
 
         Returns:
             How all processes ended, by rank.
@@ -176,11 +178,11 @@ class _Group:
             self._pass_interrupt_on()
         self._send(signal.SIGKILL)
         codes = {rank: process.wait() for rank, process in enumerate(self.processes)}
-        self.ended = failed_on_their_own  # the others ended because we wanted them to
+        self.ended = failed_on_their_own  # the others were terminated
         return codes
 
     def _must_try_again(self) -> bool:
-        """Whether the process that waits for the others found its port taken; asked before its error is told."""
+        """Whether rank 0 found its port taken; checked before its error is printed."""
         path = os.path.join(self.watch.folder, "0.error")
         if self.may_try_again and self.signal is None and os.path.exists(path):
             with open(path, encoding="utf-8") as file:
@@ -188,19 +190,19 @@ class _Group:
         return self.lost_its_port
 
     def _report(self, rank: int) -> int:
-        """Say in one line which process failed first; its error stands above."""
+        """Print in one line which process failed first, below its own error."""
         code = self.ended[rank]
         if not self.plan.quiet:
             print(
                 f"accelerate launch: process {rank} (pid {self.processes[rank].pid}) {describe_end(code)}; the others "
-                "were ended.",
+                "were terminated.",
                 file=sys.stderr,
             )
         return exit_status(code) or 1
 
 
-def _die_with(launcher: int) -> Callable[[], None] | None:
-    """What a new process runs first, so that it does not outlive a launcher that is killed."""
+def _killed_with(launcher: int) -> Callable[[], None] | None:
+    """A function that a new process calls first, so that it is killed when the launcher is."""
     if not sys.platform.startswith("linux"):
         return None
     import ctypes

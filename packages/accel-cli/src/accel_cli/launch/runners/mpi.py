@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import MissingFileError, UsageError
-from accel_cli.launch.plan import USUAL_PORT, Plan, environment, script_command, single_environment
+from accel_cli.launch.plan import DEFAULT_PORT, Plan, environment, script_command, single_environment
 from accel_cli.launch.settings import LaunchSettings
 
 # beginnings of variables that a script may need on the other machines
@@ -16,16 +16,16 @@ FORWARDED = ("ACCELERATE_", "CCL_", "FI_", "FSDP_", "GLOO_", "HF_", "I_MPI_", "K
 
 @dataclass(frozen=True, slots=True)
 class Mpi:
-    """How one implementation of MPI spells what a launch needs.
+    """The flags of one implementation of MPI.
 
     Attributes:
-        name: What its makers call it.
-        signs: Words in its answer to `mpirun --version` that tell it from the others.
-        hostfile: The flag of the list of machines.
-        per_machine: The flag of the number of processes on each machine.
-        always: Words that every launch needs.
-        send: The flag that sends one variable to the other machines; empty where all of them are sent anyway.
-        as_root: Words without which it refuses to be run by root.
+        name: Its name.
+        signs: Words in the output of `mpirun --version` by which it is recognized.
+        hostfile: The flag for the list of machines.
+        per_machine: The flag for the number of processes on each machine.
+        always: Arguments that every launch needs.
+        send: The flag that sends one variable to the other machines; empty if all of them are sent anyway.
+        as_root: Arguments that it needs to be run by root.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Mpi:
 
 # MVAPICH and Intel MPI start processes with MPICH's program, so MPICH comes last
 KINDS = (
-    # bound to one core, as Open MPI would do, a process has no use for threads
+    # by default, Open MPI binds a process to one core, so that it could not use threads
     Mpi("Open MPI", ("open mpi", "openrte", "prrte"), "--hostfile", "-N", ("--bind-to", "socket"), "-x",
         ("--allow-run-as-root",)),
     Mpi("Intel MPI", ("intel",), "-f", "-ppn", ("-genvall",)),
@@ -49,34 +49,37 @@ KINDS = (
 
 
 def kind_of(version: str) -> Mpi:
-    """Recognise an implementation of MPI.
+    """Recognize an implementation of MPI.
 
     Args:
-        version: What `mpirun --version` said; empty when there is no such program.
+        version: The output of `mpirun --version`; empty when there is no such program.
 
     Raises:
-        ValueError: When there is none (a FileNotFoundError, too), or an unknown one.
+        ValueError: There is none (a FileNotFoundError, too), or an unknown one.
     """
     if not version:
         raise MissingFileError(
-            "There is no program 'mpirun': install Open MPI, Intel MPI, MPICH or MVAPICH, or leave --mpirun_hostfile out."
+            "--mpirun_hostfile needs the program 'mpirun', which is not installed. Install Open MPI, Intel MPI, MPICH or "
+            "MVAPICH, or leave --mpirun_hostfile out."
         )
     for kind in KINDS:
         if any(sign in version.lower() for sign in kind.signs):
             return kind
     known = ", ".join(kind.name for kind in KINDS)
-    raise UsageError(f"mpirun says it is {version.splitlines()[0]!r}, which is none of {known}.")
+    raise UsageError(
+        f"`mpirun --version` printed {version.splitlines()[0]!r}, which is not a supported MPI. Use one of {known}."
+    )
 
 
 def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch with mpirun.
 
     Args:
-        settings: What `resolve` gave.
+        settings: The resolved settings.
         environ: The variables that are set already; those that a script may need are sent to the other machines.
     """
     kind = kind_of(settings.mpi_version)
-    variables = environment(settings, environ) | single_environment(settings) | _meeting_point(settings)
+    variables = environment(settings, environ) | single_environment(settings) | _rendezvous_address(settings)
     per_machine = str(settings.num_processes // settings.num_machines)
     argv = ["mpirun", kind.hostfile, settings.mpirun_hostfile or "", kind.per_machine, per_machine]
     argv += ["-n", str(settings.num_processes), *kind.always]
@@ -86,13 +89,13 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return Plan("mpi", (*argv, *script_command(settings)), variables, quiet=bool(settings.quiet))
 
 
-def _meeting_point(settings: LaunchSettings) -> dict[str, str]:
-    """Say where the process of rank 0 is: on the first machine of the list."""
+def _rendezvous_address(settings: LaunchSettings) -> dict[str, str]:
+    """The address of rank 0: by default the first machine of the hostfile."""
     alone = settings.num_machines == 1
     address = settings.main_process_ip or ("127.0.0.1" if alone else next(iter(settings.hosts)))
-    return {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or USUAL_PORT)}
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(settings.main_process_port or DEFAULT_PORT)}
 
 
 def _sent(variables: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Name the variables that the other machines get; by name, so that nobody reads a secret in the command."""
+    """The names of variables to send to the other machines; without values, so that the command has no secrets."""
     return sorted({*variables, *(name for name in environ if name.startswith(FORWARDED))})

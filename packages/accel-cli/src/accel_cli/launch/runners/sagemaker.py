@@ -17,18 +17,18 @@ from accel_cli.launch.plan import Plan
 from accel_cli.launch.settings import LaunchSettings
 
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
-NOT_SENT = ("OMP_NUM_THREADS", "ACCELERATE_CPU_AFFINITY")  # about this machine
+NOT_SENT = ("OMP_NUM_THREADS", "ACCELERATE_CPU_AFFINITY")  # for this machine only
 
 
 def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a job.
 
     Args:
-        settings: What `resolve` gave; `settings.sagemaker` holds the config file.
+        settings: The resolved settings; `settings.sagemaker` is the config file.
         environ: The variables that are set already.
 
     Raises:
-        ValueError: When the script or its arguments cannot be sent, or nothing says who pays.
+        ValueError: The script or its arguments cannot be sent, or there are no credentials.
     """
     config = settings.sagemaker
     estimator, inputs = job(config, settings)
@@ -44,15 +44,17 @@ def job(config: Any, settings: LaunchSettings) -> tuple[dict[str, Any], dict[str
 
     Args:
         config: A `SageMakerConfig`.
-        settings: What the command line said, or the resolved settings.
+        settings: The settings of the command line, or the resolved settings.
 
     Raises:
-        ValueError: When the script or its arguments cannot be sent.
-        FileNotFoundError: When a table that the config file names does not exist.
+        ValueError: The script or its arguments cannot be sent.
+        FileNotFoundError: A table that the config file names does not exist.
     """
     script = settings.training_script
     if settings.module or settings.no_python or not script.endswith(".py"):
-        raise UsageError(f"Amazon SageMaker runs Python files: {script!r} must be one, without -m or --no_python.")
+        raise UsageError(
+            f"Amazon SageMaker only runs Python files, got {script!r}. Name a .py file, without -m or --no_python."
+        )
     kind = config.distributed_type.value
     metrics = _table(config.sagemaker_metrics_file, "metric_name", "metric_regex")
     arguments = {
@@ -88,10 +90,10 @@ def _environment(config: Any, settings: LaunchSettings, kind: str) -> dict[str, 
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, int | float | bool | str]:
-    """Turn the arguments of a script into what SageMaker turns into arguments again: `--name value` pairs.
+    """Turn the arguments of a script into SageMaker's hyperparameters, which it passes as `--name value` pairs.
 
     Raises:
-        ValueError: For anything else.
+        ValueError: The arguments are not such pairs.
 
     Example:
         ```python
@@ -103,17 +105,19 @@ def hyperparameters(words: Sequence[str]) -> dict[str, int | float | bool | str]
     while waiting:
         word, has_value, value = waiting.pop(0).partition("=")
         if not _is_flag(word):
-            raise UsageError(f"Amazon SageMaker passes on `--name value` pairs only, and {word!r} belongs to no name.")
+            raise UsageError(
+                f"Amazon SageMaker only passes `--name value` pairs to the script, and {word!r} has no name. Give it one."
+            )
         if not has_value:
             if not waiting or _is_flag(waiting[0]):
                 raise UsageError(
-                    f"Amazon SageMaker passes on `--name value` pairs only: give {word} a value, for example "
-                    f"`{word} True`, and let the script read it."
+                    f"Amazon SageMaker only passes `--name value` pairs to the script, and {word} has no value. Give it "
+                    f"one, for example `{word} True`, and let the script parse it."
                 )
             value = waiting.pop(0)
         name = word.lstrip("-").replace("-", "_")
         if name in found:
-            raise UsageError(f"{word} is given twice, and Amazon SageMaker passes on one value: leave one out.")
+            raise UsageError(f"{word} is given twice, but Amazon SageMaker passes only one value. Leave one out.")
         found[name] = _number_or_text(value)
     return found
 
@@ -134,10 +138,10 @@ def _number_or_text(text: str) -> int | float | bool | str:
 
 
 def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which Amazon's SDK knows who pays.
+    """Return the environment variables with the AWS credentials.
 
     Raises:
-        ValueError: When neither the config file, nor the flags, nor the environment say so.
+        ValueError: Neither the config file, nor the flags, nor the environment have any.
     """
     variables = {"AWS_DEFAULT_REGION": config.region} if config.region else {}
     if config.profile:
@@ -148,13 +152,13 @@ def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str
     if environ.get("AWS_PROFILE") or all(environ.get(name) for name in given):
         return variables
     raise UsageError(
-        "Amazon must know who pays: set profile in the config file, or give --aws_access_key_id and "
+        "There are no AWS credentials. Set profile in the config file, or give --aws_access_key_id and "
         "--aws_secret_access_key."
     )
 
 
 def _table(path: str | None, key: str, value: str) -> dict[str, str] | None:
-    """Read two columns of a file with tabs between them; None without a file."""
+    """Read two columns of a file of tab-separated values; None without a file."""
     if not path:
         return None
     try:
@@ -165,7 +169,7 @@ def _table(path: str | None, key: str, value: str) -> dict[str, str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path!r}, which the config file names, cannot be read: {error}.") from None
     if not all(row.get(key) and row.get(value) for row in rows):
-        raise UsageError(f"{path!r} must have the columns {key} and {value}, with a tab between them.")
+        raise UsageError(f"{path!r} must have the columns {key} and {value}, separated by tabs.")
     return {row[key]: row[value] for row in rows}
 
 
@@ -173,7 +177,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Start a job: one argument, JSON with `estimator` and `inputs`.
 
     Returns:
-        The exit status: 0, or 2 when it cannot be started.
+        The exit status: 0, or 2 if the job cannot be started.
     """
     (text,) = sys.argv[1:] if words is None else words
     try:

@@ -1,4 +1,4 @@
-"""Signals that the launcher gets: which ones the processes get too, and the exit status of a run that one ended."""
+"""Signals: which ones the launcher forwards to the processes, and the exit status of a run that a signal ended."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")  # whoever sends one wants the run to end
-NOTICES = ("SIGUSR1", "SIGUSR2")  # a script may do as it likes, and go on
+ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT")  # these end the run
+NOTICES = ("SIGUSR1", "SIGUSR2")  # a script may handle these and continue
 
 
 @contextmanager
 def handled(handlers: Mapping[str, Callable[[int], None]]) -> Iterator[None]:
-    """Handle signals within a `with` block, by the names that this system has.
+    """Handle signals within a `with` block; names that this system does not have are ignored.
 
-    Outside of the main thread, where Python handles none, nothing is done.
+    Does nothing outside of the main thread, where Python handles no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -37,16 +37,16 @@ def _as_python_calls_it(handler: Callable[[int], None]) -> Callable[[int, Any], 
 
 
 def status_after(number: int, codes: Mapping[int, int], crashed: Container[int]) -> int:
-    """The exit status of a run that was sent a signal: the script's own where it chose one, as with one process.
+    """The exit status of a run that got a signal: the script's own if it chose one, as with one process.
 
     Args:
         number: The signal.
-        codes: How the processes ended, by rank, as `subprocess.Popen.returncode` says it.
-        crashed: Ranks that ended with an exception, perhaps only because they lost the others.
+        codes: Exit codes by rank, as in `subprocess.Popen.returncode`.
+        crashed: Ranks that ended with an exception, perhaps only because other ranks had ended.
 
     Returns:
-        The status that the lowest rank chose; 0 when all of them ended well; 1 when an exception ended one and the
-        signal none; else 128 and the number of the signal.
+        The status of the lowest rank that chose one; 0 if all succeeded; 1 if an exception ended one and the signal
+        none; else 128 plus the number of the signal.
     """
     chosen = [code for rank, code in sorted(codes.items()) if code > 0 and rank not in crashed]
     if chosen:

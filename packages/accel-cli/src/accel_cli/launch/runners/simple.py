@@ -1,4 +1,4 @@
-"""One process."""
+"""Launches of a single command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_cli.launch.plan import Plan
 
 
 def run(plan: Plan) -> int:
-    """Run the script in a process of its own and wait. A request to end (SIGTERM) is passed on to it.
+    """Run the command in a child process and wait. SIGTERM is forwarded to it.
 
     Returns:
         Its exit status; 128 plus the number of the signal that ended it.
@@ -34,7 +34,7 @@ def run(plan: Plan) -> int:
 
 
 class _EndRequests(list[Callable[[], None]]):
-    """What to do when this process is asked to end; what is added after that is done at once."""
+    """Callbacks for SIGTERM; those added after the signal are called at once."""
 
     came = False
 
@@ -51,7 +51,7 @@ class _EndRequests(list[Callable[[], None]]):
 
 @contextmanager
 def _end_requests() -> Iterator[_EndRequests]:
-    """Catch requests to end, which would otherwise leave a running process behind."""
+    """Handle SIGTERM, which would otherwise leave the child process running."""
     requests = _EndRequests()
     if threading.current_thread() is not threading.main_thread():  # where no signal arrives
         yield requests
@@ -64,7 +64,7 @@ def _end_requests() -> Iterator[_EndRequests]:
 
 
 def become(plan: Plan) -> NoReturn:
-    """Run the script in the place of this process: its exit status, signals and terminal are then its own."""
+    """Replace this process by the command (exec), which then has its exit status, signals and terminal."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.name == "nt":  # where a new process would be started and this one would not wait
@@ -76,10 +76,10 @@ def become(plan: Plan) -> NoReturn:
 
 
 def cannot_start(plan: Plan, error: OSError) -> UsageError:
-    """Say that the program itself could not be started."""
+    """The error for a program that could not be started."""
     return UsageError(f"{plan.argv[0]!r} cannot be started: {error.strerror or error}.")
 
 
 def exit_status(code: int) -> int:
-    """Turn Python's return code of a process into the one a shell would see."""
+    """Convert a `returncode` of `subprocess` to the exit status of a shell."""
     return 128 - code if code < 0 else code

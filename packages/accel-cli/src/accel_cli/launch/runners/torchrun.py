@@ -1,4 +1,4 @@
-"""Several processes, started and watched by torch's elastic agent."""
+"""Several processes, started and monitored by torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def run(plan: Plan) -> int:
     """Run the script in all processes of this machine and wait.
 
     Returns:
-        0 when all of them ended well, else the exit status of the one that failed first; 124 when they hung. After a
-        signal, what `status_after` says.
+        0 if all of them succeeded, else the exit status of the one that failed first; 124 if they hung. After a signal,
+        the result of `status_after`.
     """
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
@@ -62,15 +62,15 @@ def run(plan: Plan) -> int:
         except SignalException as signal:  # the agent has ended the processes
             return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
         except (DistError, RendezvousError) as error:
-            raise UsageError(_no_meeting(arguments, error)) from error
+            raise UsageError(_rendezvous_error(arguments, error)) from error
     return 0
 
 
 def _join_network(arguments: Namespace) -> dict[str, str]:
-    """Tell the agent how the other machines reach this one, which it would guess from the name of this machine.
+    """Set the address at which the other machines reach this one; the agent would resolve its host name instead.
 
     Returns:
-        What processes on the CPU must know for the same reason.
+        Variables for gloo, for the same reason.
     """
     host = arguments.rdzv_endpoint.rpartition(":")[0] or arguments.master_addr
     address = own_address(host)
@@ -85,14 +85,14 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
 
 @contextmanager
 def _watching(watch: Watch) -> Iterator[None]:
-    """Watch from a thread of its own: this one is the agent's."""
+    """Watch the processes from another thread, since the agent blocks this one."""
     done = threading.Event()
 
     def look() -> None:
         while not done.wait(LOOK_SECONDS):
             watch.look()
             if watch.is_hanging:
-                os.kill(os.getpid(), SIGTERM)  # upon which the agent ends its processes
+                os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
                 return
 
     thread = threading.Thread(target=look, name="watch", daemon=True)
@@ -106,7 +106,7 @@ def _watching(watch: Watch) -> Iterator[None]:
 
 
 def _codes(error: BaseException) -> dict[int, int]:
-    """How the processes of the agent that raised an error ended, by local rank; the agent itself tells nobody."""
+    """The exit codes of the processes of the agent that raised an error, by local rank. It has no API for them."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     for frame, _ in walk_tb(error.__traceback__):
@@ -122,7 +122,7 @@ def _codes(error: BaseException) -> dict[int, int]:
 
 
 def _send(number: int, watch: Watch) -> None:
-    """Send a signal to the processes of the agent, which are the only ones that this one has started."""
+    """Send a signal to the processes of the agent, which are the only children of this process."""
     paths = glob.glob("/proc/self/task/*/children")
     children = [int(word) for path in paths for word in Path(path).read_text(encoding="ascii").split()]
     for process_id in children or watch.process_ids:
@@ -131,7 +131,7 @@ def _send(number: int, watch: Watch) -> None:
 
 
 def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:
-    """Run the agent; where the port was our choice, choose again when another program was faster."""
+    """Run the agent, and try another port if ours is taken and the user did not choose it."""
     for attempt in range(TRIES):
         try:
             return torchrun.run(Namespace(**vars(arguments)))
@@ -143,7 +143,7 @@ def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:
 
 
 def _check_devices(wanted: int, variables: dict[str, str]) -> None:
-    """Refuse to put two processes on one accelerator. A machine without any trains on its CPU."""
+    """Check that there is an accelerator for each process. A machine without any trains on its CPU."""
     from accel_state.devices import detect_device_kind
 
     kind = detect_device_kind()
@@ -152,30 +152,30 @@ def _check_devices(wanted: int, variables: dict[str, str]) -> None:
     found = kind.device_count()
     if 0 < found < wanted:
         raise UsageError(
-            f"{wanted} processes need {wanted} {kind.name} devices, and this machine has {found}: "
-            f"give --num_processes {found}, or --cpu."
+            f"{wanted} processes need {wanted} {kind.name} devices, but this machine has {found}. "
+            f"Give --num_processes {found}, or --cpu."
         )
 
 
-def _no_meeting(arguments: Namespace, error: Exception) -> str:
-    """Say why the processes could not find one another."""
+def _rendezvous_error(arguments: Namespace, error: Exception) -> str:
+    """The message for a failed rendezvous."""
     if "EADDRINUSE" in str(error):
         return (
-            f"Port {arguments.master_port} of this machine is taken: give another --main_process_port, or 0 for a "
+            f"Port {arguments.master_port} of this machine is taken. Give another --main_process_port, or 0 for a "
             "free one."
         )
     where = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
-    return f"The processes could not meet at {where}: {str(error).splitlines()[0]}"
+    return f"The rendezvous at {where} failed: {str(error).splitlines()[0]}"
 
 
 def _report(error: Any, plan: Plan) -> int:
-    """Say in one line which process failed first; what went wrong there stands above, in its own output."""
+    """Print in one line which process failed first, below its own output."""
     rank, failure = error.get_first_failure()
     status = exit_status(failure.exitcode) or 1
     if not plan.quiet:
         print(
             f"accelerate launch: process {rank} (pid {failure.pid}) failed with exit status {status}; "
-            "the others were ended.",
+            "the others were terminated.",
             file=sys.stderr,
         )
     return status

@@ -14,7 +14,7 @@ from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.plan import Plan, environment
 from accel_cli.launch.settings import ROWS, LaunchSettings
 
-USUAL_FUNCTION = "main"
+DEFAULT_FUNCTION = "main"
 IN_POD = "ACCELERATE_IN_TPU_POD"
 PASSED_TO_POD = ("num_machines", "mixed_precision", "dynamo_backend", "num_processes", "main_training_function")
 
@@ -23,11 +23,11 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch on the TPU of this machine.
 
     Args:
-        settings: What `resolve` gave.
+        settings: The resolved settings.
         environ: The variables that are set already.
 
     Raises:
-        ValueError: With `--no_python`: a program has no function to call.
+        ValueError: With `--no_python`, since a program has no function to call.
     """
     if settings.no_python:
         raise UsageError("--no_python and --tpu exclude one another: torch_xla calls a function of a Python script.")
@@ -46,7 +46,9 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
 def plan_pod(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     """Plan a launch on every machine of a TPU pod, through torch_xla's program for it; arguments as in `plan`."""
     if not settings.tpu_name:
-        raise UsageError("A TPU pod has a name: set tpu_name in the config file, or give --no_tpu_cluster.")
+        raise UsageError(
+            "--tpu_cluster needs the name of the TPU pod. Set tpu_name in the config file, or give --no_tpu_cluster."
+        )
     variables = xla_variables(settings) | {IN_POD: "1"}
     if settings.debug:
         variables["ACCELERATE_DEBUG_MODE"] = "true"
@@ -69,7 +71,7 @@ def _value(settings: LaunchSettings, name: str) -> Any:
 
 
 def xla_variables(settings: LaunchSettings) -> dict[str, str]:
-    """Return what torch_xla must find before it starts."""
+    """Return the environment variables of torch_xla."""
     if str(settings.mixed_precision).lower() != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
@@ -84,7 +86,7 @@ def load_function(script: str, name: str, *, is_module: bool) -> Callable[..., A
         is_module: Which of the two.
 
     Raises:
-        ValueError: When the script has no such function.
+        ValueError: The script has no such function.
     """
     if is_module:
         module = import_module(script)
@@ -96,7 +98,7 @@ def load_function(script: str, name: str, *, is_module: bool) -> Callable[..., A
     if not callable(function):
         known = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
         raise UsageError(
-            f"{script!r} has no function {name!r} for the TPU cores to call: write one, or name it with "
+            f"{script!r} has no function {name!r} for the TPU cores to call. Write one, or name another with "
             f"--main_training_function.{did_you_mean(name, known)}"
         )
     return function
@@ -109,10 +111,10 @@ def main(words: Sequence[str] | None = None) -> int:
         words: The command line; that of this process when None.
 
     Returns:
-        The exit status: 0, or 2 when it cannot be started.
+        The exit status: 0, or 2 if the script cannot be started.
     """
     parser = argparse.ArgumentParser(prog="accelerate launch --tpu")
-    parser.add_argument("--function", default=USUAL_FUNCTION)
+    parser.add_argument("--function", default=DEFAULT_FUNCTION)
     parser.add_argument("--num_processes", type=int)
     parser.add_argument("--module", action="store_true")
     parser.add_argument("script")
@@ -127,7 +129,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"accelerate launch: error: {error}", file=sys.stderr)
         return 2
-    # torch_xla takes one process, or as many as there are cores
+    # torch_xla starts one process, or one for each core
     spawn(PrepareForLaunch(function, distributed_type="XLA"), args=(), nprocs=1 if args.num_processes == 1 else None)
     return 0
 
@@ -136,7 +138,7 @@ def spawner() -> Callable[..., Any]:
     """Find the function of torch_xla that starts a process on every core.
 
     Raises:
-        ValueError: When torch_xla cannot be imported.
+        ValueError: torch_xla cannot be imported.
     """
     try:
         return import_module("torch_xla.distributed.xla_multiprocessing").spawn

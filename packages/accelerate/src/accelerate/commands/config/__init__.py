@@ -1,4 +1,4 @@
-"""The old path of `accelerate config`."""
+"""Compatibility path for `accelerate config`."""
 
 from accel_cli.config import config_command_parser as config_command_parser
 from accel_cli.config import default_command_parser as default_command_parser

@@ -1,4 +1,4 @@
-"""The old path of the questionnaire and its parser."""
+"""Compatibility path for the questionnaire and its parser."""
 
 from accel_cli.config import HELP as HELP
 from accel_cli.config import config_command as config_command

@@ -1,4 +1,4 @@
-"""The old path of the config file."""
+"""Compatibility path for the config file."""
 
 from accel_cli.configfile.location import cache_dir as cache_dir
 from accel_cli.configfile.location import default_config_file as default_config_file

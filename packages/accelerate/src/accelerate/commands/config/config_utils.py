@@ -1,4 +1,4 @@
-"""The old path of what the questions share."""
+"""Compatibility path for what the questions share."""
 
 from argparse import RawDescriptionHelpFormatter
 

@@ -1,4 +1,4 @@
-"""The old path of writing default settings."""
+"""Compatibility path for writing default settings."""
 
 from accel_cli.config import DEFAULT_HELP as DEFAULT_HELP
 from accel_cli.config import default_command_parser as default_command_parser

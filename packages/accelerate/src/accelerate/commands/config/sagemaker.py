@@ -1,4 +1,4 @@
-"""The old path of the questions about Amazon SageMaker."""
+"""Compatibility path for the questions about Amazon SageMaker."""
 
 from accel_cli.questionnaire.precision import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accel_cli.questionnaire.sagemaker import get_sagemaker_input as get_sagemaker_input

@@ -1,4 +1,4 @@
-"""The old path of updating a config file."""
+"""Compatibility path for updating a config file."""
 
 from accel_cli.config import UPDATE_HELP as UPDATE_HELP
 from accel_cli.config import update_command_parser as update_command_parser

@@ -1,3 +1,3 @@
-"""The old path of menus on a terminal."""
+"""Compatibility path for menus on a terminal."""
 
 from accelerate.compat.menu.selection import BulletMenu as BulletMenu

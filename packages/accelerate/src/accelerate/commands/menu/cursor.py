@@ -1,4 +1,4 @@
-"""The old path of hiding the cursor."""
+"""Compatibility path for hiding the cursor."""
 
 from accelerate.compat.menu.cursor import hide as hide
 from accelerate.compat.menu.cursor import hide_cursor as hide_cursor

@@ -1,4 +1,4 @@
-"""The old path of writing to a terminal."""
+"""Compatibility path for writing to a terminal."""
 
 from accelerate.compat.menu.writing import CURSOR_TO_CHAR as CURSOR_TO_CHAR
 from accelerate.compat.menu.writing import TERMINAL_WIDTH as TERMINAL_WIDTH

@@ -1,4 +1,4 @@
-"""The old path of methods that answer keys."""
+"""Compatibility path for methods that answer keys."""
 
 from accelerate.compat.menu.handlers import KeyHandler as KeyHandler
 from accelerate.compat.menu.handlers import mark as mark

@@ -1,4 +1,4 @@
-"""The old path of keys and their codes."""
+"""Compatibility path for keys and their codes."""
 
 from accelerate.compat.menu.keys import ARROW_KEY_FLAG as ARROW_KEY_FLAG
 from accelerate.compat.menu.keys import KEYMAP as KEYMAP

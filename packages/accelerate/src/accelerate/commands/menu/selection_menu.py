@@ -1,4 +1,4 @@
-"""The old path of the menu."""
+"""Compatibility path for the menu."""
 
 from accelerate.compat.menu.keys import KEYMAP as KEYMAP
 from accelerate.compat.menu.selection import BulletMenu as BulletMenu

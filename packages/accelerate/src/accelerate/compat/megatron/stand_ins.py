@@ -14,17 +14,17 @@ from accel_state.public_names import known_as
 
 
 def needs_megatron(what: str) -> NotImplementedError:
-    """The error for something that only the engine for Megatron-LM can do.
+    """The error for a function that needs an engine for Megatron-LM.
 
     Args:
-        what: What was asked for, as the beginning of a sentence.
+        what: The function or class, as the beginning of a sentence.
 
     Returns:
         The error, for the caller to raise.
     """
     return NotImplementedError(
         f"{what} needs the engine for Megatron-LM, which is not part of this release, as its package megatron.training is "
-        "on no package index: use ParallelismConfig for tensor, pipeline, context and sharded data parallelism."
+        "on no package index. Use ParallelismConfig for tensor, pipeline, context and sharded data parallelism."
     )
 
 
@@ -35,10 +35,10 @@ def function_that_needs_megatron(what: str) -> Callable[..., Any]:
         what: As for `needs_megatron`.
     """
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def raise_error(*args: Any, **kwargs: Any) -> Any:
         raise needs_megatron(what)
 
-    return refuse
+    return raise_error
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
@@ -114,7 +114,7 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was not taken, because gradients were not finite."""
+        """Whether the last step was skipped because gradients were inf or NaN."""
         return bool(self.optimizer.skipped_iter)  # type: ignore[attr-defined]
 
 
@@ -136,7 +136,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
 
 @known_as("accelerate.utils.megatron_lm.MegatronEngine")
 class MegatronEngine(nn.Module):
-    """A model that Megatron-LM trains; making one says that this needs an engine for it.
+    """A model that Megatron-LM trains; creating one raises NotImplementedError.
 
     Args:
         accelerator: The accelerator.
@@ -152,9 +152,9 @@ class MegatronEngine(nn.Module):
         train_step_handler: Computes the loss of a batch.
         module_config: Megatron-LM's settings about the model.
         iteration: How many steps were taken.
-        num_floating_point_operations_so_far: What they took.
-        report_memory_flag: Whether the use of memory is still to be shown.
-        total_loss_dict: Sums of losses since they were last shown.
+        num_floating_point_operations_so_far: Floating point operations of these steps.
+        report_memory_flag: Whether the memory use is still to be logged.
+        total_loss_dict: Sums of losses since they were last logged.
         eval_total_loss_dict: Likewise in evaluation.
     """
 
@@ -174,7 +174,7 @@ class MegatronEngine(nn.Module):
         raise needs_megatron("MegatronEngine")
 
     def get_module_config(self) -> dict[str, Any]:
-        """The configuration of the model's parts."""
+        """The configuration of the model's modules."""
         raise needs_megatron("MegatronEngine.get_module_config()")
 
     def train(self) -> Any:  # type: ignore[override]
@@ -215,7 +215,7 @@ class MegatronEngine(nn.Module):
 
 
 def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
-    """Refuse: this would start Megatron-LM."""
+    """Raise NotImplementedError: this would start Megatron-LM."""
     raise needs_megatron("initialize()")
 
 

@@ -1,4 +1,4 @@
-"""How a model of Megatron-LM takes a step: batches, forward, loss."""
+"""Training steps of models of Megatron-LM: batches, forward pass, loss."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def _averaged(losses: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _output_class(args: Any, name: str) -> Any:
-    """The class of outputs of transformers, None where Megatron-LM's arguments ask for none."""
+    """The output class of transformers; None if Megatron-LM's arguments do not set `model_return_dict`."""
     if not args.model_return_dict:
         return None
     from transformers import modeling_outputs

@@ -58,7 +58,7 @@ def get_character() -> str | int:
 
 @contextmanager
 def key_by_key() -> Iterator[None]:
-    """Let the terminal hand on every key at once and unchanged, without showing it; keys that wait are not lost."""
+    """Set the terminal to pass every key at once and unchanged, without echo; typed keys are not lost."""
     if os.name == "nt":
         yield
         return
@@ -79,7 +79,7 @@ def _char() -> str:
     with key_by_key():
         char = os.read(sys.stdin.fileno(), 1).decode(errors="replace")
     if not char:
-        raise EOFError("the terminal was closed")
+        raise EOFError("The terminal was closed.")
     return char
 
 

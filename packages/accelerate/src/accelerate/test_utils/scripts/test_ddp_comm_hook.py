@@ -1,4 +1,4 @@
-"""Checks that gradients which replicas compress on their way are still nearly their mean.
+"""Checks that gradients all-reduced with a compressing communication hook are close to their mean.
 
 By itself: `accelerate launch --num_processes 2 .../test_utils/scripts/test_ddp_comm_hook.py`.
 """

@@ -1,4 +1,4 @@
-"""Checks that processes share out data: a part of what `accelerate test` runs.
+"""Checks that data loaders shard data over the ranks: some of the checks of `accelerate test`.
 
 By itself: `accelerate launch --num_processes 2 .../test_utils/scripts/test_distributed_data_loop.py`.
 """

@@ -1,4 +1,4 @@
-"""Checks that the sharded weights of FSDP become a model that loads anywhere.
+"""Checks that the sharded weights of FSDP are merged into a full model.
 
 By itself: `accelerate launch --use_fsdp --fsdp_state_dict_type SHARDED_STATE_DICT --num_processes 2
 .../test_utils/scripts/test_merge_weights.py`.

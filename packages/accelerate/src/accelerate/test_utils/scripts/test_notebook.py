@@ -26,13 +26,13 @@ NUM_PROCESSES = int(os.environ.get("ACCELERATE_NUM_PROCESSES", "1"))
 
 
 def launch(function: Callable[..., None], *args: object, **settings: object) -> None:
-    """Run a function on as many processes as this program was told to use."""
+    """Run a function on `NUM_PROCESSES` processes."""
     settings.setdefault("use_port", "0")
     notebook_launcher(function, args, num_processes=NUM_PROCESSES, **settings)  # type: ignore[arg-type]
 
 
 def basic_function() -> None:
-    """All processes know that there are so many of them."""
+    """Every process has the right world size."""
     state = PartialState()
     assert state.num_processes == NUM_PROCESSES, f"{state.num_processes} processes instead of {NUM_PROCESSES}"
     sys.stdout.write(f"Process {state.process_index} of {state.num_processes} runs on {state.device}.\n")
@@ -49,22 +49,22 @@ def fails_at_first(folder: str) -> None:
 
 
 def test_can_initialize() -> None:
-    """The processes find one another."""
+    """The rendezvous works with defaults."""
     launch(basic_function)
 
 
 def test_static_rdzv_backend() -> None:
-    """The same, at an address that is known before."""
+    """The static rendezvous backend works."""
     launch(basic_function, rdzv_backend="static")
 
 
 def test_c10d_rdzv_backend() -> None:
-    """The same, at an address that they agree on."""
+    """The c10d rendezvous backend works."""
     launch(basic_function, rdzv_backend="c10d", rdzv_endpoint="localhost:0")
 
 
 def test_fault_tolerant() -> None:
-    """Processes that fail are started again."""
+    """Processes that fail are restarted."""
     if NUM_PROCESSES == 1:
         raise SkippedError("needs ACCELERATE_NUM_PROCESSES=2 or more")
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def test_monitoring() -> None:
 
 
 def test_problematic_imports() -> None:
-    """Libraries that started the device before are named."""
+    """Libraries that initialized the device before are named."""
     if NUM_PROCESSES == 1:
         raise SkippedError("needs ACCELERATE_NUM_PROCESSES=2 or more")
     import accel_state.devices

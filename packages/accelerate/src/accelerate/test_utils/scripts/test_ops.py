@@ -1,4 +1,4 @@
-"""Checks that processes exchange tensors and objects: a part of what `accelerate test` runs.
+"""Checks of collectives on tensors and objects: some of the checks of `accelerate test`.
 
 By itself: `accelerate launch --num_processes 2 .../test_utils/scripts/test_ops.py`.
 """

@@ -1,4 +1,4 @@
-"""Checks that the processes of a launch work together: what `accelerate test` runs.
+"""All checks of `accelerate test`.
 
 By itself: `accelerate launch --num_processes 2 .../test_utils/scripts/test_script.py`.
 """

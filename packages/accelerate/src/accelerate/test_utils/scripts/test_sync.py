@@ -1,4 +1,4 @@
-"""Checks that gradients accumulate to those of one big batch: a part of what `accelerate test` runs.
+"""Checks that gradients accumulate to those of one large batch: some of the checks of `accelerate test`.
 
 By itself: `accelerate launch --num_processes 2 .../test_utils/scripts/test_sync.py`.
 """

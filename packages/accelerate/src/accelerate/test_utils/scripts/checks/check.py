@@ -1,4 +1,4 @@
-"""What a check is, and what it finds around it."""
+"""Checks, and the facts about the launch that they use."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
-# variable -> how the processes train when it is "true"; otherwise as their devices say
-WAYS = {
+# environment variable -> the engine when it is "true"; otherwise it depends on the devices
+ENGINES = {
     "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
     "ACCELERATE_USE_FSDP": DistributedType.FSDP,
     "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
@@ -20,7 +20,7 @@ WAYS = {
 
 
 class SkippedError(Exception):
-    """The check has no meaning here; the message says why."""
+    """The check does not apply to this launch; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class Place:
     Attributes:
         rank: Of this process.
         world: Number of processes.
-        kind: How they train, by the settings of the launch.
-        folder: A folder that all processes see; None when there is none.
+        kind: The distributed type, by the settings of the launch.
+        folder: A folder shared by all processes; None if there is none.
     """
 
     rank: int
@@ -42,12 +42,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that must work.
+    """One check.
 
     Attributes:
-        area: What it belongs to.
-        name: What it is, in a few words.
-        run: Does it, on every process; raises when it does not work and `SkippedError` where it has no meaning.
+        area: The group that it belongs to.
+        name: A short description.
+        run: Runs it on every process; raises if it fails, and `SkippedError` if it does not apply.
     """
 
     area: str
@@ -61,35 +61,35 @@ def checks(area: str, **functions: Callable[[Place], None]) -> tuple[Check, ...]
 
 
 def make_accelerator(**settings: Any) -> Accelerator:
-    """Make an accelerator as the first of a program: the settings of the launch count, as far as none are given."""
+    """Make an accelerator after resetting all states, so that the settings of the launch apply."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     return Accelerator(**settings)
 
 
 def is_on(variable: str) -> bool:
-    """Tell whether the launch has switched something on."""
+    """Whether an environment variable of the launch is true."""
     return os.environ.get(variable, "false").lower() == "true"
 
 
-def way_of_training(state: PartialState) -> DistributedType:
-    """Find out how the processes train, before anything is set up for it."""
-    return next((kind for variable, kind in WAYS.items() if is_on(variable)), state.distributed_type)
+def launched_type(state: PartialState) -> DistributedType:
+    """The distributed type that an accelerator of this launch will have."""
+    return next((kind for variable, kind in ENGINES.items() if is_on(variable)), state.distributed_type)
 
 
 def need_data_parallelism(place: Place) -> None:
-    """Skip where processes do not each have a part of the data and the whole of the model."""
+    """Skip unless each process has a shard of the data and takes part in one model."""
     if place.kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise SkippedError(f"{place.kind.value} trains one model in each program")
+        raise SkippedError(f"{place.kind.value} trains only one model in each program")
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        raise SkippedError("processes share models as the parallelism settings say")
+        raise SkippedError("models are parallelized by the ParallelismConfig")
 
 
 def same(found: Any, wanted: Any, what: str) -> None:
     """Compare two values, with both of them in the message.
 
     Raises:
-        AssertionError: When they differ.
+        AssertionError: They differ.
     """
     if found != wanted:
         raise AssertionError(f"{what}: expected {wanted!r}, got {found!r}")

@@ -1,4 +1,4 @@
-"""Saving, loading, and going on where a run has stopped."""
+"""Checks of checkpoints: saving, loading, and resuming a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HALF = 3
 
 
 class Counter:
-    """Something of the user's own that belongs into a checkpoint."""
+    """An object of the user that is registered for checkpoints."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -34,7 +34,7 @@ class Counter:
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over what was saved."""
+        """Restore the saved count."""
         self.count = state["count"]
 
 
@@ -51,14 +51,14 @@ def make_run(place: Place) -> tuple[Accelerator, Any, Counter]:
 
 
 def folder_of(place: Place, name: str) -> str:
-    """Name a folder that all processes see."""
+    """A folder shared by all processes."""
     if place.folder is None:
-        raise SkippedError("the machines share no temporary folder")
+        raise SkippedError("the machines do not share a temporary folder")
     return os.path.join(place.folder, name)
 
 
 def loading(place: Place) -> None:
-    """What was saved comes back: parameters, random numbers, and the user's own objects."""
+    """Loading restores parameters, RNG states, and registered objects."""
     folder = folder_of(place, "state")
     accelerator, prepared, counter = make_run(place)
     counter.count = 5
@@ -104,7 +104,7 @@ def saving_models(place: Place) -> None:
 
 
 def clone(state: dict[str, Any]) -> dict[str, Any]:
-    """Copy tensors, which would change with the model otherwise."""
+    """Clone tensors, which would change with the model otherwise."""
     return {name: value.detach().clone() for name, value in state.items()}
 
 

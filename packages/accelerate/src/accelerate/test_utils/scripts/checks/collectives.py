@@ -1,4 +1,4 @@
-"""Processes exchange what they have."""
+"""Checks of collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def everyone_is_there(place: Place) -> None:
 
 
 def gathering(place: Place) -> None:
-    """Tensors of all processes come in the order of the ranks, also from within other values."""
+    """`gather` concatenates tensors in rank order, also in nested structures."""
     accelerator = make_accelerator()
     own = torch.full((2, 3), float(place.rank), device=accelerator.device)
     found = accelerator.gather({"a": own, "b": [own.long()]})
@@ -30,14 +30,14 @@ def gathering(place: Place) -> None:
 
 
 def gathering_objects(place: Place) -> None:
-    """Values that are no tensors are gathered, too; each process may have another number of them."""
+    """`gather_object` gathers any objects; each process may have another number of them."""
     found = gather_object([{"rank": place.rank, "text": "é" * count} for count in range(place.rank + 1)])
     wanted = [{"rank": rank, "text": "é" * count} for rank in range(place.world) for count in range(rank + 1)]
     same(found, wanted, "objects")
 
 
 def reducing(place: Place) -> None:
-    """Sums and means are those of all processes."""
+    """`reduce` gives the sum and mean over all processes."""
     accelerator = make_accelerator()
     own = torch.arange(4.0, device=accelerator.device) + place.rank
     total = torch.arange(4.0) * place.world + sum(range(place.world))
@@ -47,7 +47,7 @@ def reducing(place: Place) -> None:
 
 
 def broadcasting(place: Place) -> None:
-    """The first process's tensors, and the last one's, reach everybody."""
+    """`broadcast` sends tensors of the first and of the last rank to all."""
     device = PartialState().device
     for source in {0, place.world - 1}:
         own = torch.full((3,), float(place.rank), device=device)
@@ -55,13 +55,13 @@ def broadcasting(place: Place) -> None:
 
 
 def broadcasting_objects(place: Place) -> None:
-    """Other values of the first process reach everybody."""
+    """`broadcast_object_list` sends objects of rank 0 to all."""
     found = broadcast_object_list([place.rank, {"rank": place.rank}], from_process=0)
     same(list(found), [0, {"rank": 0}], "objects of rank 0")
 
 
 def padding(place: Place) -> None:
-    """Tensors of different lengths are brought to the longest, at either end."""
+    """`pad_across_processes` pads tensors to the longest, at either end."""
     accelerator = make_accelerator()
     own = torch.ones(place.rank + 1, 2, device=accelerator.device)
     for first in (False, True):

@@ -1,4 +1,4 @@
-"""Who does what: parts of a list, work for one process, and signals to all."""
+"""Checks of process control: splitting inputs, functions for one process, and triggers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accelerate.utils import gather_object
 
 
 def settings_arrive(place: Place) -> None:
-    """An accelerator is made as the launch says."""
+    """An accelerator has the settings of the launch."""
     accelerator = make_accelerator()
     same(accelerator.distributed_type, place.kind, "distributed type")
     same(accelerator.mixed_precision, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"), "mixed precision")
@@ -30,7 +30,7 @@ def splitting_lists(place: Place) -> None:
 
 
 def splitting_with_padding(place: Place) -> None:
-    """With padding, all parts are equally long."""
+    """With padding, all splits have the same length."""
     state = PartialState()
     items = list(range(2 * place.world + 1))
     with state.split_between_processes(items, apply_padding=True) as part:

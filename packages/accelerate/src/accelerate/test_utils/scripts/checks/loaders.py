@@ -1,4 +1,4 @@
-"""Data loaders: every process has its part, and together they have everything once."""
+"""Checks of data loaders: every rank has its shard, and together they have each sample once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def prepared(dataset: Any, batch_size: int = BATCH, shuffle: bool = False, **set
 
 
 def everything(accelerator: Accelerator, loader: Any) -> list[int]:
-    """Gather what all processes get, without what was added to even it out."""
+    """Gather the samples of all processes, without padding."""
     found = [accelerator.gather_for_metrics(batch) for batch in loader]
     return torch.cat(found).tolist() if found else []
 
 
 def sharding(place: Place) -> None:
-    """Batches go to the processes in turn, on their devices."""
+    """Batches are assigned to the ranks in turn, and moved to their devices."""
     need_data_parallelism(place)
     count = 3 * BATCH * place.world
     accelerator, loader = prepared(torch.arange(count))
@@ -52,7 +52,7 @@ def sharding(place: Place) -> None:
 
 
 def evening_out(place: Place) -> None:
-    """By default all processes have equally many batches, and metrics see each sample once."""
+    """By default all ranks have the same number of batches, and metrics see each sample once."""
     need_data_parallelism(place)
     count = 2 * BATCH * place.world + 1
     accelerator, loader = prepared(torch.arange(count))
@@ -61,7 +61,7 @@ def evening_out(place: Place) -> None:
 
 
 def uneven(place: Place) -> None:
-    """With even_batches=False nothing is added, and some processes have less."""
+    """With even_batches=False there is no padding, and some ranks have fewer samples."""
     need_data_parallelism(place)
     count = 2 * BATCH * place.world + 1
     _, loader = prepared(torch.arange(count), even_batches=False)
@@ -70,7 +70,7 @@ def uneven(place: Place) -> None:
 
 
 def splitting_batches(place: Place) -> None:
-    """With split_batches=True the processes share each batch."""
+    """With split_batches=True each batch is split between the ranks."""
     need_data_parallelism(place)
     size = 2 * place.world
     accelerator, loader = prepared(torch.arange(3 * size), batch_size=size, split_batches=True)
@@ -79,7 +79,7 @@ def splitting_batches(place: Place) -> None:
 
 
 def dispatching(place: Place) -> None:
-    """With dispatch_batches=True the first process reads for all."""
+    """With dispatch_batches=True the main process reads batches and scatters them."""
     need_data_parallelism(place)
     count = 2 * BATCH * place.world + 3
     accelerator, loader = prepared(Stream(count), dispatch_batches=True)
@@ -87,7 +87,7 @@ def dispatching(place: Place) -> None:
 
 
 def streams(place: Place) -> None:
-    """Each process reads the stream and takes its part."""
+    """Each rank reads the stream and yields its shard."""
     need_data_parallelism(place)
     count = 2 * BATCH * place.world + 3
     accelerator, loader = prepared(Stream(count), dispatch_batches=False)
@@ -95,7 +95,7 @@ def streams(place: Place) -> None:
 
 
 def skipping(place: Place) -> None:
-    """An epoch can go on after some of its batches."""
+    """An epoch can be resumed after some of its batches."""
     need_data_parallelism(place)
     accelerator, loader = prepared(torch.arange(4 * BATCH * place.world))
     whole = [batch.tolist() for batch in loader]
@@ -104,7 +104,7 @@ def skipping(place: Place) -> None:
 
 
 def shuffling(place: Place) -> None:
-    """All processes shuffle alike, and differently in the next epoch."""
+    """All ranks shuffle in the same order, which changes in the next epoch."""
     need_data_parallelism(place)
     count = 4 * BATCH * place.world
     accelerator, loader = prepared(torch.arange(count), shuffle=True, use_seedable_sampler=True)

@@ -1,4 +1,4 @@
-"""Precisions."""
+"""Checks of mixed precision."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from accelerate.test_utils.scripts.checks.check import (
 from accelerate.test_utils.scripts.checks.training import make_data, make_model, make_optimizer, train
 from accelerate.utils import is_bf16_available, is_fp16_available
 
-EPOCHS = 8  # with fp16, the first steps are left out until the scale of the loss fits
-FORMATS = {"bf16": (torch.bfloat16, is_bf16_available), "fp16": (torch.float16, is_fp16_available)}
+EPOCHS = 8  # with fp16, the first steps are skipped until the loss scale fits
+DTYPES = {"bf16": (torch.bfloat16, is_bf16_available), "fp16": (torch.float16, is_fp16_available)}
 
 
 def training_in(place: Place, name: str) -> None:
-    """Layers compute in the format, and the loss falls."""
+    """Layers compute in the dtype, and the loss decreases."""
     need_data_parallelism(place)
-    dtype, is_available = FORMATS[name]
+    dtype, is_available = DTYPES[name]
     if not is_available():
-        raise SkippedError("this device does not compute in it")
+        raise SkippedError("this device does not support it")
     accelerator = make_accelerator(mixed_precision=name)
     model = make_model()
     seen: set[torch.dtype] = set()

@@ -1,4 +1,4 @@
-"""Random numbers: the same on all processes, or different ones, as wanted."""
+"""Checks of seeds and RNG states."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from accelerate.utils import gather, gather_object, set_seed, synchronize_rng_st
 
 
 def same_seed(place: Place) -> None:
-    """One seed gives all processes the same numbers."""
+    """One seed gives identical numbers on all processes."""
     set_seed(7)
     numbers = gather_object([(random.random(), torch.rand(1).item())])
     same(len(set(numbers)), 1, f"different numbers in {numbers}")
 
 
 def seed_of_each_process(place: Place) -> None:
-    """With device_specific, each process has numbers of its own."""
+    """With device_specific, each process has different numbers."""
     set_seed(7, device_specific=True)
     numbers = gather_object([torch.rand(1).item()])
     same(len(set(numbers)), place.world, f"different numbers in {numbers}")
 
 
 def synchronising(place: Place) -> None:
-    """Processes take over the first one's generators: torch's, the device's and one of their own."""
+    """RNG states are broadcast from rank 0: torch's, the device's and that of a generator."""
     torch.manual_seed(place.rank)
     generator = torch.Generator().manual_seed(place.rank)
     device = PartialState().device

@@ -1,4 +1,4 @@
-"""Running checks on all processes: one that fails leaves the others a sound process group."""
+"""Running checks on all processes, with a new process group after one that failed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.state import PartialState
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError, way_of_training
+from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError, launched_type
 from accelerate.utils import gather_object
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
 
-TIMEOUT = timedelta(seconds=60)  # for the others to come to a collective operation
-PATIENCE = timedelta(seconds=90)  # for their results; longer, so that they can say that they waited in vain
+TIMEOUT = timedelta(seconds=60)  # of collectives
+PATIENCE = timedelta(seconds=90)  # for the results of other ranks; longer, so that they can report a timeout
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a check gave.
+    """The result of a check.
 
     Attributes:
-        check: Which one.
+        check: The check.
         status: `"ok"`, `"failed"` or `"skipped"`.
         seconds: How long it took this process.
-        said: By rank: the traceback of each process where it failed, or the reason why it was skipped.
+        said: By rank: the traceback of each process that failed, or the reason why it was skipped.
     """
 
     check: Check
@@ -44,9 +44,9 @@ class Result:
 
 
 class Team:
-    """The processes of this launch, who tell each other their results.
+    """The processes of this launch, which all-gather their results.
 
-    They do so beside the process group, which a failed check may have left out of step.
+    They use the key-value store, since a failed check may have left the process group unusable.
 
     Args:
         state: The place of this process.
@@ -60,10 +60,10 @@ class Team:
         self.rejoined = 0
 
     def exchange(self, status: str, text: str) -> dict[int, tuple[str, str]]:
-        """All-gather what each process found.
+        """All-gather the result of each process.
 
         Returns:
-            Status and text by rank; a process that does not answer has failed.
+            Status and text by rank; a process without an answer has failed.
         """
         if self.world == 1:
             return {0: (status, text)}
@@ -83,7 +83,7 @@ class Team:
         return status, text
 
     def rejoin(self) -> None:
-        """Leave the process group, in which operations may be pending, and make another."""
+        """Destroy the process group, in which collectives may be pending, and create another."""
         if self.store is None:
             return
         self.rejoined += 1
@@ -108,7 +108,7 @@ def run_checks(checks: Iterable[Check]) -> int:
     state = PartialState(timeout=TIMEOUT)
     team = Team(state)
     folder = _shared_folder(team)
-    place = Place(team.rank, team.world, way_of_training(state), folder)
+    place = Place(team.rank, team.world, launched_type(state), folder)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     about = f"{team.world} process{'es' if team.world > 1 else ''}, {place.kind.value}, {state.device.type}, "
     about += f"mixed precision {precision}"

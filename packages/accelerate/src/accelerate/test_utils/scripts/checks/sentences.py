@@ -1,4 +1,4 @@
-"""A task that is learnt in seconds: does a sentence hold a certain word? Nothing is downloaded."""
+"""A task that a model learns in seconds: does a sentence hold a certain word? Nothing is downloaded."""
 
 from __future__ import annotations
 

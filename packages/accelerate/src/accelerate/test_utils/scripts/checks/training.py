@@ -119,7 +119,7 @@ def accumulating(place: Place) -> None:
 
 
 def clipping(place: Place) -> None:
-    """The norm that is clipped is that of the whole gradient."""
+    """The norm that is clipped is that of the full gradient."""
     check_parity(place, clip=True)
 
 

@@ -100,7 +100,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output_dir", default=".", help="Where checkpoints go.")
     parser.add_argument("--resume_from_checkpoint", help="The checkpoint to go on from.")
     parser.add_argument("--partial_train_epoch", type=int, help="Stop after so many epochs, as if interrupted.")
-    parser.add_argument("--num_epochs", type=int, default=2, help="How many epochs the whole run has.")
+    parser.add_argument("--num_epochs", type=int, default=2, help="Number of epochs of the full run.")
     return parser.parse_args(words)
 
 

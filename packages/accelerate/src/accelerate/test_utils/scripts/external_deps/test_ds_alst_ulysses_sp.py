@@ -1,4 +1,4 @@
-"""Checks that processes which share sequences learn what one process learns from whole ones.
+"""Checks that sequence-parallel ranks train to the losses of one process with full sequences.
 
 By itself: `accelerate launch --num_processes 2 .../external_deps/test_ds_alst_ulysses_sp.py`. One check needs DeepSpeed and
 transformers; the other one, of `sp_backend="torch"`, needs neither.
@@ -86,7 +86,7 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Ten
     return functional.cross_entropy(logits.flatten(0, 1), shifted.flatten()), (shifted != IGNORED).sum()
 
 
-def learnt_alone() -> list[float]:
+def losses_of_one_process() -> list[float]:
     """The losses of training on one process, without any library."""
     model = make_writer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -101,7 +101,7 @@ def learnt_alone() -> list[float]:
 
 
 def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> list[float]:
-    """Train on parts of sequences; the losses are those of whole batches."""
+    """Train on shards of sequences; the losses are those of full batches."""
     losses = []
     for batch in loader:
         loss, count = loss_of(model, batch)
@@ -122,7 +122,7 @@ def with_torch(place: Place) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(Counting(), batch_size=BATCH, collate_fn=collate_fn)
     found = train(accelerator, *accelerator.prepare(model, optimizer, loader))
-    wanted = learnt_alone()
+    wanted = losses_of_one_process()
     assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=1e-4), f"losses {found} instead of {wanted}"
 
 
@@ -152,7 +152,7 @@ def with_deepspeed(place: Place) -> None:
     loader = DataLoader(Counting(), batch_size=BATCH, collate_fn=collate_fn)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = train(accelerator, model, optimizer, loader)
-    assert losses[-1] < losses[0], f"nothing was learnt: {losses}"
+    assert losses[-1] < losses[0], f"the loss did not decrease: {losses}"
 
 
 def need_processes(place: Place) -> None:

@@ -19,7 +19,7 @@ from accelerate.utils import DeepSpeedPlugin, set_seed
 
 
 class NoiseModel(nn.Module):
-    """Adds a learnt amount of noise to what a model says.
+    """Adds a trained amount of noise to what a model says.
 
     Args:
         noise_factor: How much, to begin with.
@@ -46,7 +46,7 @@ def make(place: Place) -> Accelerator:
 
 
 def single_model_training(place: Place) -> None:
-    """One model learns from another one that is divided and stays as it is."""
+    """One model is trained with another one that is sharded and frozen."""
     accelerator = make(place)
     set_seed(0)
     loader, _ = make_loaders(trained=64)
@@ -66,7 +66,7 @@ def single_model_training(place: Place) -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < losses[0], f"nothing was learnt: {losses}"
+    assert losses[-1] < losses[0], f"the loss did not decrease: {losses}"
 
 
 def multiple_model_training(place: Place) -> None:

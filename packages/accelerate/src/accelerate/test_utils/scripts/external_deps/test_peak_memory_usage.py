@@ -106,7 +106,7 @@ def training_function(config: dict[str, Any], args: argparse.Namespace) -> dict[
             json.dump(peaks, file)
     bound = args.peak_memory_upper_bound
     for epoch_name, peak in peaks.items():
-        assert bound is None or peak <= bound, f"{epoch_name} needed {peak} MB, and may need {bound} MB"
+        assert bound is None or peak <= bound, f"{epoch_name} needed {peak} MB, but may need at most {bound} MB"
     return peaks
 
 
@@ -115,10 +115,10 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model_name_or_path", help="Folder of a model of transformers to train instead of our own.")
     parser.add_argument("--output_dir", default=".", help="Where peak_memory_utilization.json goes.")
-    parser.add_argument("--peak_memory_upper_bound", type=float, help="What an epoch may need, in MB.")
+    parser.add_argument("--peak_memory_upper_bound", type=float, help="Largest peak memory of an epoch, in MB.")
     parser.add_argument("--n_train", type=int, default=320, help="Sentences to train with.")
     parser.add_argument("--n_val", type=int, default=160, help="Sentences to check with.")
-    parser.add_argument("--num_epochs", type=int, default=1, help="How often to go through the data.")
+    parser.add_argument("--num_epochs", type=int, default=1, help="Number of epochs.")
     return parser.parse_args(words)
 
 

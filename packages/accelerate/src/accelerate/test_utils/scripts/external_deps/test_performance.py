@@ -1,4 +1,4 @@
-"""Training reaches the accuracy that it must, however it is spread over processes.
+"""Checks that training reaches an accuracy, with any engine and number of processes.
 
 For example `accelerate launch --num_processes 2 .../external_deps/test_performance.py --performance_lower_bound 0.9`.
 """
@@ -21,7 +21,7 @@ SEED, BATCH, RATE = 42, 16, 0.02
 
 
 def training_function(config: dict[str, Any], args: argparse.Namespace) -> float:
-    """Train, and write what was reached to `all_results.json`.
+    """Train, and write the accuracies to `all_results.json`.
 
     Args:
         config: `lr`, `num_epochs`, `seed` and `batch_size`.
@@ -66,11 +66,11 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model_name_or_path", help="Folder of a model of transformers to train instead of our own.")
     parser.add_argument("--output_dir", default=".", help="Where all_results.json goes.")
     parser.add_argument("--performance_lower_bound", type=float, help="The accuracy to reach.")
-    parser.add_argument("--num_epochs", type=int, default=3, help="How often to go through the data.")
+    parser.add_argument("--num_epochs", type=int, default=3, help="Number of epochs.")
     parser.add_argument("--add_pad_token", action="store_true", help="No effect: all sentences are of one length.")
-    parser.add_argument("--tp_plan", help="How transformers divides layers, such as auto.")
-    parser.add_argument("--tp_size", type=int, help="Over how many processes.")
-    parser.add_argument("--model_dtype", help="Precision of the model of transformers.")
+    parser.add_argument("--tp_plan", help="Tensor parallel plan of transformers, such as auto.")
+    parser.add_argument("--tp_size", type=int, help="Size of the tensor parallel group.")
+    parser.add_argument("--model_dtype", help="Dtype of the model of transformers.")
     return parser.parse_args(words)
 
 

@@ -1,4 +1,4 @@
-"""Checks that models which are divided into stages say what they say on one process: `prepare_pippy`.
+"""Checks that models split into pipeline stages have the output of one process: `prepare_pippy`.
 
 By itself: `accelerate launch --num_processes 2 .../external_deps/test_pippy.py`. The models of transformers are left out
 where it is not installed.
@@ -22,7 +22,7 @@ WORDS, LENGTH, WIDTH = 32, 10, 16
 
 
 def compare(place: Place, make: Any, given: dict[str, torch.Tensor], **settings: Any) -> None:
-    """Compare the output of a divided model with that of a whole one.
+    """Compare the output of a model split into stages with that of the full model.
 
     Args:
         place: Where the check runs.
@@ -80,7 +80,7 @@ def words(batch_size: int) -> dict[str, torch.Tensor]:
 
 
 def chain(place: Place) -> None:
-    """A chain of blocks of one's own."""
+    """A model with a chain of blocks."""
     compare(place, lambda: seeded(Chain), words(4))
 
 

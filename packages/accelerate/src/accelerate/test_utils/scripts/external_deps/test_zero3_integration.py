@@ -1,4 +1,4 @@
-"""Checks that DeepSpeed's ZeRO 3 works in a process group that the program made before.
+"""Checks that DeepSpeed's ZeRO 3 works in a process group that the program has initialized before.
 
 By itself: `accelerate launch --num_processes 2 .../external_deps/test_zero3_integration.py`. Needs DeepSpeed.
 """
@@ -26,13 +26,13 @@ def init_torch_dist_then_launch_deepspeed(place: Place) -> None:
     assert dist.is_initialized(), "there is no process group, although there are several processes"
     group = dist.group.WORLD
     accelerator = make_accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1))
-    same(accelerator.distributed_type, DistributedType.DEEPSPEED, "how the processes train")
+    same(accelerator.distributed_type, DistributedType.DEEPSPEED, "distributed type")
     same(dist.group.WORLD is group, True, "the process group is the one there was")
     same(PartialState().num_processes, place.world, "number of processes")
 
 
 def training(place: Place) -> None:
-    """It trains: the parameters that are divided change, and are the same everywhere when gathered."""
+    """Training changes the sharded parameters, and their full tensors are identical on all ranks."""
     need_deepspeed(place)
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1, zero3_save_16bit_model=True)
     accelerator = make_accelerator(deepspeed_plugin=plugin)
@@ -47,8 +47,8 @@ def training(place: Place) -> None:
     weights = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         after = weights["head.weight"].float().cpu()
-        assert after.shape == before.shape, f"the whole weight has shape {tuple(after.shape)}"
-        assert not torch.equal(after, before), "nothing was learnt"
+        assert after.shape == before.shape, f"the full weight has shape {tuple(after.shape)}"
+        assert not torch.equal(after, before), "training did not change the weight"
 
 
 ZERO3 = checks("ZeRO 3", in_the_group_of_the_program=init_torch_dist_then_launch_deepspeed, training=training)
