@@ -21,7 +21,7 @@ from accel_cli.launch.runners import local
 from accel_cli.launch.runners.signals import status_after
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
-from accel_cli.supervise.watch import Watch
+from accel_cli.supervise.watch import Watch, _busy_seconds, _holds_accelerator
 from accel_ops.transport import ALL_GATHER
 from accel_state import supervision
 
@@ -312,6 +312,36 @@ def test_a_group_that_may_try_again_says_nothing_of_a_taken_port(capfd: pytest.C
         group.run()
         assert group.lost_its_port
         assert capfd.readouterr().err == ""
+
+
+SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print('', flush=True)\nwhile True: pass"
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="Linux keeps this time")
+def test_a_process_that_waits_for_a_core_is_busy() -> None:
+    core = str(min(os.sched_getaffinity(0)))
+    spinning = [subprocess.Popen([sys.executable, "-c", SPIN, core], stdout=subprocess.PIPE) for _ in range(4)]
+    try:
+        for process in spinning:
+            process.stdout.readline()  # type: ignore[union-attr]
+        began, before = time.monotonic(), [_busy_seconds(process.pid) for process in spinning]
+        while time.monotonic() - began < 1:  # of which each gets a quarter of the core, or less
+            select.select([], [], [], 0.1)
+        seconds = time.monotonic() - began
+        assert all(_busy_seconds(process.pid) - was > 0.7 * seconds for process, was in zip(spinning, before, strict=True))
+    finally:
+        for process in spinning:
+            process.kill()
+            process.communicate()
+    assert _busy_seconds(spinning[0].pid) == 0.0, "it has ended"
+
+
+def test_a_process_with_an_open_gpu_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not _holds_accelerator(os.getpid())
+    monkeypatch.setattr("accel_cli.supervise.watch.ACCELERATORS", (str(tmp_path / "nvidia"),))  # there is none here
+    with (tmp_path / "nvidia0").open("w"):
+        assert _holds_accelerator(os.getpid())
+    assert not _holds_accelerator(2**30), "there is no such process"
 
 
 def test_folders_of_killed_launchers_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Watching the processes of a launch: tells of errors as they happen, and of a run in which nothing moves any more."""
+"""Watching the processes of a launch: reports errors as they happen, and a run that hangs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from accel_state.supervision import STACK_SIGNAL, VARIABLE
 
 PREFIX = "accelerate_watch_"
 START_SECONDS = 60.0  # until a process must have reported
-PATIENCE_SECONDS = 1.0  # for the error that another one follows from
-SAMPLES = 4  # looks at each process before it counts as hanging
-BUSY_SHARE = 0.5  # of a processor, from which on a process computes
+PATIENCE_SECONDS = 1.0  # how long to wait for an error that caused another one
+SAMPLES = 4  # checks of each process within the hang timeout
+ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/neuron", "/dev/cambricon")
+BUSY_FRACTION = 0.5  # of the time, from which on a process that runs or waits for a CPU core counts as computing
 
 
 @dataclass(slots=True)
 class _Process:
-    """What was seen of a process."""
+    """The last observations of a process."""
 
     count: int = 0
-    cpu_seconds: float = 0.0
+    busy_seconds: float = 0.0
     stack: Stack | None = None
     stacks_read: int = 0  # bytes of its file
     moved_at: float = field(default_factory=time.monotonic)
@@ -37,7 +38,7 @@ class Watch:
     """Watches the processes that one launcher has started on this machine.
 
     Args:
-        hang_timeout: After how many seconds without any progress in any process the run counts as hanging; None for
+        hang_timeout: After how many seconds without progress in any process the run counts as hanging; None for
             never.
         quiet: Whether to print nothing.
         say: Prints a text; to standard error if left out.
@@ -59,12 +60,12 @@ class Watch:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the processes must find in their environment."""
+        """The environment variables of the processes."""
         return {VARIABLE: f"{os.getpid()}:{self.folder}"}
 
     @property
     def crashed(self) -> frozenset[int]:
-        """The ranks that an exception ended, as far as they told of it; until `close`."""
+        """The ranks that have reported an exception; until `close`."""
         return frozenset(failure.rank for failure in read_failures(self.folder))
 
     @property
@@ -73,7 +74,7 @@ class Watch:
         return list(self._running().values())
 
     def look(self, ended: dict[int, int] | None = None) -> None:
-        """Look once; to be called several times a second.
+        """Check all processes once; called several times a second.
 
         Args:
             ended: Return codes of the processes that have ended, by rank.
@@ -84,13 +85,13 @@ class Watch:
             self._look_for_progress(self.hang_timeout)
 
     def close(self, ended: dict[int, int] | None = None, tell: bool = True) -> None:
-        """Tell what has not been told, unless nobody should know of it, and forget the folder."""
+        """Print the errors that were not printed yet, unless `tell` is False, and remove the folder."""
         if tell:
             self._tell_failures(ended or {}, final=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note_restarts(self) -> None:
-        """Forget what was seen of processes that others have replaced."""
+        """Drop the observations of processes that were restarted."""
         ids = self._running()
         if any(self._ids.get(rank, process_id) != process_id for rank, process_id in ids.items()):
             self._told.clear()
@@ -133,8 +134,8 @@ class Watch:
         if not self._ids and self._may_warn and now - self._began_at > max(timeout, START_SECONDS):
             self._may_warn = False
             self._say(
-                "accelerate launch: --hang_timeout has no effect: no process reports. The script must make an "
-                "Accelerator or a PartialState, and be started by this program itself.\n"
+                "accelerate launch: --hang_timeout has no effect, because no process reports its progress. The script "
+                "must create an Accelerator or a PartialState, and must be started directly by this program.\n"
             )
         for rank, process_id in self._ids.items():
             process = self._processes.setdefault(rank, _Process())
@@ -158,17 +159,19 @@ class Watch:
         return dict(sorted(found.items()))
 
     def _has_moved(self, rank: int, process_id: int, process: _Process, seconds: float) -> bool:
-        """Whether a process counts on, is somewhere else, or - where it does not count - computes."""
-        count, cpu_seconds, stack = self._count(rank), _cpu_seconds(process_id), self._stack(rank, process)
-        before = _Process(process.count, process.cpu_seconds, process.stack)
-        process.count, process.cpu_seconds = count, cpu_seconds
+        """Whether the counter or the stack of a process has changed, or it computes outside of torch.distributed."""
+        count, busy_seconds, stack = self._count(rank), _busy_seconds(process_id), self._stack(rank, process)
+        before = _Process(process.count, process.busy_seconds, process.stack)
+        process.count, process.busy_seconds = count, busy_seconds
         process.stack = stack or process.stack
-        if count != before.count or stack is None:
-            return count != before.count or before.stack is None
-        if before.stack is None or stack.frames != before.stack.frames:
+        if count != before.count or process.stack is None or before.stack is None:
             return True
-        computes = cpu_seconds - before.cpu_seconds > BUSY_SHARE * seconds
-        return count == 0 and computes and not stack.is_waiting
+        if stack is not None and stack.frames != before.stack.frames:
+            return True
+        computes = busy_seconds - before.busy_seconds > BUSY_FRACTION * seconds
+        if not computes or process.stack.is_waiting:
+            return False
+        return count == 0 or not _holds_accelerator(process_id)
 
     def _count(self, rank: int) -> int:
         try:
@@ -178,7 +181,7 @@ class Watch:
             return 0
 
     def _stack(self, rank: int, process: _Process) -> Stack | None:
-        """What the process wrote when it was last asked; None when it wrote nothing."""
+        """The stack that the process wrote at the last request; None if it wrote none."""
         try:
             with open(os.path.join(self.folder, f"{rank}.stacks"), encoding="utf-8", errors="replace") as file:
                 file.seek(process.stacks_read)
@@ -200,21 +203,21 @@ class Watch:
             for rank, process in sorted(self._processes.items())
         ]
         return (
-            f"accelerate launch: no process has made progress for {timeout:g} seconds. Where they are:\n\n"
+            f"accelerate launch: the run hangs: no process has made progress for {timeout:g} seconds. Their stacks:\n\n"
             + "\n".join(lines) + "\n\n" + "\n\n".join(stacks) + "\n\n"
-            "accelerate launch: ending them; raise --hang_timeout if they only needed more time.\n"
+            "accelerate launch: terminating them. Increase --hang_timeout if they only needed more time.\n"
         )  # fmt: skip
 
 
 def _ask_for_stacks(process_id: int) -> None:
-    """Ask a process, unless it has ended and its number is somebody else's now."""
+    """Request the stacks of a process, unless it has ended and its id belongs to another process now."""
     if _parent_of(process_id) in (os.getpid(), None):
         with suppress(ProcessLookupError):
             os.kill(process_id, STACK_SIGNAL)  # type: ignore[arg-type]
 
 
 def _parent_of(process_id: int) -> int | None:
-    """The parent of a process; None where the system does not say."""
+    """The parent of a process; None on systems without /proc."""
     if not os.path.isdir("/proc/self"):
         return None
     fields = _status(process_id)
@@ -222,12 +225,23 @@ def _parent_of(process_id: int) -> int | None:
 
 
 def _status(process_id: int) -> list[str]:
-    """What Linux says of a process after its name; empty when there is none of that number."""
+    """The fields of /proc/<id>/stat after the name; empty if there is no such process."""
     try:
         with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+def _holds_accelerator(process_id: int) -> bool:
+    """Whether a process has opened an accelerator: waiting for one looks like computing, because its driver spins."""
+    folder = f"/proc/{process_id}/fd"
+    with suppress(OSError):  # it has ended, or belongs to another user
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                if os.readlink(os.path.join(folder, name)).startswith(ACCELERATORS):
+                    return True
+    return False
 
 
 def _remove_left_behind() -> None:
@@ -245,10 +259,28 @@ def _remove_left_behind() -> None:
             continue
 
 
-def _cpu_seconds(process_id: int) -> float:
-    """How long a process has computed; 0 where the system does not say."""
+def _busy_seconds(process_id: int) -> float:
+    """The seconds that the threads of a process ran or waited for a CPU core; 0 on systems without /proc.
+
+    The time in the queue counts: on a crowded machine a process that computes may get a core for a tenth of the time.
+    """
     fields = _status(process_id)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    if not fields:
+        return 0.0
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    with suppress(OSError):  # the process has just ended
+        for thread in os.listdir(f"/proc/{process_id}/task"):
+            seconds += _queued_seconds(f"/proc/{process_id}/task/{thread}/schedstat")
+    return seconds
+
+
+def _queued_seconds(schedstat: str) -> float:
+    """The seconds that a thread was ready to run while others had the cores; 0 where Linux does not keep them."""
+    try:
+        with open(schedstat, encoding="ascii") as file:
+            return int(file.read().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _to_stderr(text: str) -> None:
