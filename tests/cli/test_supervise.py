@@ -328,7 +328,9 @@ def test_a_process_that_waits_for_a_core_is_busy() -> None:
         while time.monotonic() - began < 1:  # of which each gets a quarter of the core, or less
             select.select([], [], [], 0.1)
         seconds = time.monotonic() - began
-        assert all(_busy_seconds(process.pid) - was > 0.7 * seconds for process, was in zip(spinning, before, strict=True))
+        assert all(
+            _busy_seconds(process.pid) - was > 0.7 * seconds for process, was in zip(spinning, before, strict=True)
+        )
     finally:
         for process in spinning:
             process.kill()

@@ -56,9 +56,10 @@ class StepAverage:
         """
         if weight is not None:
             raise _unexpected(weight)
-        if self._divides and (num_steps := self._gradient_state.num_steps) > 1:
-            return loss / num_steps
-        return loss
+        if not self._divides:
+            return loss
+        num_steps = self._gradient_state.plugin_kwargs.get("num_steps")  # the property is a call more in every step
+        return loss / num_steps if num_steps and num_steps > 1 else loss
 
     def finish_window(self) -> None:
         """Called before gradients are clipped or applied; losses were divided already."""
