@@ -4,17 +4,64 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import pytest_randomly
 
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
+from tests.support.short_run import choose
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
+
+
+LEFT_OUT = pytest.StashKey[int]()
+MOST_WORKERS = 4  # each of them has its own pool of ranks
+
+
+def is_whole(config: pytest.Config) -> bool:
+    """Whether the run names no files or folders."""
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers of a run of everything: one for each core. Runs of named files have none, and so start at once."""
+    if not is_whole(config):
+        return 0
+    config.option.dist = "worksteal"
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST_WORKERS)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--all`: everything, as `.ci/run` does it."""
+    parser.addoption("--all", action="store_true", help="run every test; see tests/support/short_run.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave expensive tests that say more of the same to `--all`, unless files or folders were named."""
+    if config.getoption("--all") or not is_whole(config):
+        return
+    seed = getattr(config.option, "randomly_seed", 0)
+    items[:], left = choose(items, seed if isinstance(seed, int) else 0)
+    config.hook.pytest_deselected(items=left)
+    config.stash[LEFT_OUT] = len(left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Learn from a worker how many tests were left out."""
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what did not run."""
+    if left := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"A short run: {left} more tests run with --all.")
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +79,10 @@ def clean_process() -> Iterator[None]:
         pytest.fail("the test left a process group open")
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Let the pooled ranks exit by themselves, so that their coverage is written."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left out"] = session.config.stash.get(LEFT_OUT, 0)
     from tests.support.ranks import POOL
 
     POOL.close(politely=True)

@@ -13,6 +13,11 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environments import install, make_environment  # noqa: E402 - found only from here on
+
+TORCH = "torch>=2.13,<2.14"  # of the workspace
 CLIENTS = ("transformers[torch]", "peft")
 WITH_PROGRAMS = ("accel-cli", "accelerate")
 PACKAGES = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
@@ -26,24 +31,14 @@ def readme_example(package: Path) -> str:
     return found.group(1)
 
 
-def install(python: Path, wheels: Path, *names: str) -> None:
-    """Install from the wheels built here where there is one, with the torch of the workspace."""
-    constraint = wheels / "constraints.txt"
-    constraint.write_text("torch>=2.13,<2.14\n")
-    command = ["uv", "pip", "install", "-q", "--python", str(python), "--find-links", str(wheels)]
-    subprocess.run([*command, "-c", str(constraint), *names], check=True)
-
-
 def try_alone(package: Path, wheels: Path, folder: Path) -> None:
     """Install one wheel with only what it declares, import it and run its README example."""
-    python = _new_environment(folder / package.name)
-    install(python, wheels, package.name)
+    python = make_environment(folder / package.name)
+    install(python, package.name, TORCH, wheels=wheels)
     subprocess.run([str(python), "-c", f"import {package.name.replace('-', '_')}"], check=True, cwd=folder)
     script = folder / f"{package.name}_example.py"
     script.write_text(readme_example(package))
-    shown = subprocess.check_output(
-        [str(python), "-W", "error::DeprecationWarning", str(script)], cwd=folder, text=True
-    )
+    shown = subprocess.check_output([str(python), "-W", "error", str(script)], cwd=folder, text=True)
     if not shown.strip():
         raise SystemExit(f"{package.name}: the example of README.md prints nothing")
     for program in sorted(python.parent.glob("accelerate*")):
@@ -67,8 +62,8 @@ def run_program(python: Path, folder: Path) -> None:
 
 def try_with_clients(wheels: Path, folder: Path) -> None:
     """Install libraries that ask for accelerate: they get ours, no requirement is left open, and they import."""
-    python = _new_environment(folder / "clients")
-    install(python, wheels, *CLIENTS)
+    python = make_environment(folder / "clients")
+    install(python, *CLIENTS, TORCH, wheels=wheels)
     shown = subprocess.run(
         [str(python), "-c", "import accelerate, peft, transformers; print(accelerate.__version__)"],
         check=True, cwd=folder, capture_output=True, text=True,
@@ -78,11 +73,6 @@ def try_with_clients(wheels: Path, folder: Path) -> None:
         raise SystemExit(f"{' and '.join(CLIENTS)} were installed with accelerate {shown.stdout.strip()}, not {built}")
     subprocess.run(["uv", "pip", "check", "-q", "--python", str(python)], check=True)
     print(f"accelerate: {' and '.join(CLIENTS)} install with it", flush=True)
-
-
-def _new_environment(folder: Path) -> Path:
-    subprocess.run(["uv", "venv", "-q", str(folder)], check=True)
-    return folder / "bin" / "python"
 
 
 def main() -> int:

@@ -9,10 +9,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
@@ -20,8 +18,7 @@ LOWEST = ROOT / ".venv-lowest"
 LOWEST_PYTHON = "3.11"
 SAGEMAKER = "sagemaker>=2.232,<3"
 EXTRAS_OF_LOWEST = {  # those whose libraries the tests use; trackers, quantization and clients have groups of their own
-    "accel-bigmodel": "hub", "accel-data": "stateful", "accel-ops": "numpy", "accel-state": "numa",
-    "accel-tracking": "progress",
+    "accel-bigmodel": "hub", "accel-data": "stateful", "accel-state": "numa", "accel-tracking": "progress",
 }  # fmt: skip
 
 
@@ -107,19 +104,18 @@ def released(arguments: list[str]) -> int:
 def lowest(arguments: list[str]) -> int:
     """Run the tests with the lowest versions of other packages that ours say they work with."""
     python = LOWEST / "bin" / "python"
-    install = ["uv", "pip", "install", "-q", "--python", str(python)]
+    install = ["uv", "pip", "install", "-q", "--no-config", "--python", str(python)]  # torch is not held at the lock's
     with tempfile.TemporaryDirectory() as folder:
-        constraints, pins = Path(folder) / "constraints.txt", Path(folder) / "pins.txt"
-        constraints.write_text("\n".join(_workspace()["tool"]["uv"]["constraint-dependencies"]))
+        pins = Path(folder) / "pins.txt"
         ours = [
             part for name in PACKAGES.iterdir() for part in ("-e", f"{name}[{EXTRAS_OF_LOWEST.get(name.name, '')}]")
         ]
         code = run("uv", "venv", "-q", "--clear", "--python", LOWEST_PYTHON, str(LOWEST)) or run(
-            *install, "--resolution", "lowest-direct", "-c", str(constraints), *ours
+            *install, "--resolution", "lowest-direct", *ours
         )
         frozen = subprocess.run(["uv", "pip", "freeze", "--exclude-editable", "-p", str(python)], capture_output=True)
         pins.write_bytes(frozen.stdout)
-        code = code or run(*install, "-c", str(pins), "--group", "dev", "--group", "examples")
+        code = code or run(*install, "-c", str(pins), "--group", "dev", "--group", "examples", "setuptools")
     others = [f"--ignore=tests/{folder}" for folder in ("clients", "tracking/services", "differential")]
     return code or run(str(python), "-m", "pytest", *others, *arguments, OMP_NUM_THREADS="1", VIRTUAL_ENV="")
 
@@ -127,10 +123,6 @@ def lowest(arguments: list[str]) -> int:
 def matrix(arguments: list[str]) -> int:
     """Run the tests with several versions of torch and Python, each pair in an environment of its own."""
     return run(sys.executable, "tools/matrix.py", *arguments)
-
-
-def _workspace() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def wheels(arguments: list[str]) -> int:

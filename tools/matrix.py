@@ -20,6 +20,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tools.environments import install, make_environment  # noqa: E402 - found only from here on
+
 TORCH = ("2.9", "2.11", "2.13", "newest")
 PYTHON = ("3.11", "3.13")
 CORNERS = ((TORCH[0], PYTHON[0]), (TORCH[-1], PYTHON[-1]))
@@ -85,26 +89,14 @@ class Outcome:
         return f"| {torch} | {python} | {self.passed} | {self.skipped} | {self.failed} |"
 
 
-def install(cell: Cell) -> int:
+def install_cell(cell: Cell) -> None:
     """Make the environment of a cell anew, with all packages, what tests need, and nothing of the lock."""
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([os.environ["PATH"], *_pythons_of_pyenv(cell.python)]),
-        "VIRTUAL_ENV": "",
-    }
+    print(f"{cell.folder.name}: installing", flush=True)
+    python = make_environment(cell.folder, python=cell.python, path=_pythons_of_pyenv(cell.python))
     packages = [word for path in sorted(ROOT.glob("packages/*")) for word in ("-e", str(path))]
-    commands = (
-        ["uv", "venv", "-q", "--clear", "--python", cell.python, str(cell.folder)],
-        # without the settings of the workspace, which hold torch at the version of the lock
-        ["uv", "pip", "install", "-q", "--no-config", "--python", str(cell.executable), *packages,
-         "--group", "dev", "--group", "examples", "setuptools", cell.requirement],  # torch.compile of 2.9 imports it
-    )  # fmt: skip
-    for command in commands:
-        print("$", " ".join(command), flush=True)
-        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
-        if code:
-            return code
-    return 0
+    groups = ("--group", "dev", "--group", "examples", "setuptools")  # torch.compile of 2.9 imports the last one
+    # without the settings of the workspace, which hold torch at the version of the lock
+    install(python, "--no-config", *packages, *groups, cell.requirement, cwd=ROOT)
 
 
 def _pythons_of_pyenv(version: str) -> list[str]:
@@ -114,9 +106,10 @@ def _pythons_of_pyenv(version: str) -> list[str]:
 
 def try_cell(cell: Cell, arguments: list[str]) -> Outcome:
     """Install a cell and run the tests in it."""
-    code = install(cell)
-    if code:
-        return Outcome(cell, (), 0, 0, 0, code)
+    try:
+        install_cell(cell)
+    except subprocess.CalledProcessError as error:
+        return Outcome(cell, (), 0, 0, 0, error.returncode)
     ask = "import torch, platform; print(torch.__version__.partition('+')[0], platform.python_version())"
     torch, python = subprocess.check_output([cell.executable, "-c", ask], text=True).split()
     ignored = [f"--ignore=tests/{folder}" for folder in NOT_TRIED]

@@ -267,6 +267,7 @@ def check_out(workspace: Workspace, commit: str, folder: Path) -> Workspace:
 def try_package(workspace: Workspace, package: str, built: list[Path], folder: Path) -> None:
     """Install wheel and sdist alone, run the README's example; then run its tests with the released siblings."""
     from tools.check_wheels import readme_example
+    from tools.environments import install, make_environment
 
     wheels = folder / "wheels"
     wheels.mkdir()
@@ -274,27 +275,20 @@ def try_package(workspace: Workspace, package: str, built: list[Path], folder: P
     script = folder / "example.py"
     script.write_text(readme_example(workspace.packages[package]))
     for file in built:
-        python = _environment(workspace, folder / f"alone-{file.suffix[1:]}", wheels, f"{package} @ {file.as_uri()}")
+        python = make_environment(folder / f"alone-{file.suffix[1:]}")
+        install(python, f"{package} @ {file.as_uri()}", wheels=wheels)
         if not subprocess.check_output([python, str(script)], cwd=folder, text=True).strip():
             raise RefusedError(f"{package}: the example of its README prints nothing")
         print(f"{file.name}: installs alone, its README's example runs", flush=True)
     others = [name for name in workspace.packages if name != package]
     wheel = next(file for file in built if file.suffix == ".whl")
-    python = _environment(
-        workspace, folder / "tested", wheels, f"{package} @ {wheel.as_uri()}", *others, "--group", "dev",
-        "--group", "examples",
-    )  # fmt: skip
+    python = make_environment(folder / "tested")
+    groups = ("--group", "dev", "--group", "examples")
+    install(python, f"{package} @ {wheel.as_uri()}", *others, *groups, wheels=wheels, cwd=workspace.root)
     command = [str(python), "-m", "pytest", "-q", f"tests/{package.removeprefix('accel-')}"]
     print("$", *command, flush=True)
     if subprocess.run(command, cwd=workspace.root, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False).returncode:
         raise RefusedError(f"{package}: its tests fail with the released siblings")
-
-
-def _environment(workspace: Workspace, folder: Path, wheels: Path, *wanted: str) -> Path:
-    python = folder / "bin" / "python"
-    workspace.run("uv", "venv", "-q", str(folder), VIRTUAL_ENV="")
-    workspace.run("uv", "pip", "install", "-q", "--python", str(python), "--find-links", str(wheels), *wanted)
-    return python
 
 
 # ---- the whole --------------------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ def test_all_programs_are_there() -> None:
         assert callable(importlib.import_module(f"{scripts.__name__}.{name}").main)
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_programs_for_replicas(tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_programs_for_replicas(tmp_path: Path) -> None:
     assert f"0 ok, 0 failed, {len(test_merge_weights.MERGING)} skipped" in said  # which needs FSDP
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_programs_for_sharded_models(tmp_path: Path) -> None:
     options = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"]
@@ -114,6 +116,7 @@ def test_programs_for_sharded_models(tmp_path: Path) -> None:
     assert f"{len(test_merge_weights.MERGING)} ok, 0 failed, 0 skipped" in said
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_programs_for_deepspeed(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

@@ -243,6 +243,7 @@ def test_automatic_names_stay_the_same_on_all_ranks(
     assert accelerator.save_iteration == 3
 
 
+@pytest.mark.thorough
 @ranks(3)
 def test_once_some_have_come_all_are_waited_for(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attendance, "PATIENCE_SECONDS", 0.5)

@@ -128,6 +128,7 @@ def uses(request: pytest.FixtureRequest) -> Uses:
     return uses_of(request.param)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_names_are_found_in_the_library(library: str) -> None:
     if find_spec(library) is None:

@@ -33,6 +33,7 @@ def in_a_fresh_interpreter(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "statement", ["import accelerate", "import accelerate.utils", "from accelerate import Accelerator"]
 )

@@ -57,6 +57,7 @@ def read_part(world: int, folder: str, kind: str, dispatch: bool, step: str) -> 
 read_part.body = read_part  # type: ignore[attr-defined]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was saved with num_processes")
 @pytest.mark.parametrize(("kind", "dispatch"), [*((kind, False) for kind in SAMPLERS), ("shuffled", True)])
 @pytest.mark.parametrize("worlds", [(2, 1, 2), (1, 2, 2)])
@@ -96,6 +97,7 @@ CELLS = [
 """A part of the matrix of `tests.support.resumed_runs`."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resumed_run_is_the_one_that_never_stopped(world: int, tmp_path: Path) -> None:

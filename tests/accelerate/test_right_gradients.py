@@ -68,6 +68,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-6)
 
 
+@pytest.mark.sample(6)
 @ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("num_batches", [1, 3, 5])
 @pytest.mark.parametrize("max_norm", [None, 0.05])
@@ -77,6 +78,7 @@ def test_weighted_items_count_alike(rank: int, world: int, num_batches: int, max
     assert_same(got, big_batch_step(torch.cat(documents), max_norm or math.inf))
 
 
+@pytest.mark.sample(6)
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("num_batches", [1, 3, 5])
 @pytest.mark.parametrize("max_norm", [None, 0.05])

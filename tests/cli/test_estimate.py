@@ -291,6 +291,7 @@ def test_a_configuration_loads_nothing(tmp_path: Path) -> None:
     create_empty_model(model_folder(tmp_path, "llama", attn_implementation="somebody/kernel"), None)
 
 
+@pytest.mark.thorough
 def test_code_of_a_model_runs_only_when_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))

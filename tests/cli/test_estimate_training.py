@@ -26,6 +26,7 @@ def fake(folder: str, settings: StepSettings, size: BatchSize) -> Any:
     return measure_fake(lambda: build(source), lambda m: BATCHES[source.library or ""](m, size), settings, 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
@@ -55,6 +56,7 @@ def test_a_step_without_values_needs_what_a_real_one_allocates(
     assert [phase.peak_bytes for phase in step.phases] == pytest.approx(real, rel=near)
 
 
+@pytest.mark.thorough
 def test_image_models_of_timm(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     folder = model_folder(tmp_path, "resnet")

@@ -80,6 +80,7 @@ def test_notes_go_elsewhere_than_the_table(capsys: pytest.CaptureFixture[str]) -
     assert "no effect" not in said.out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "words",

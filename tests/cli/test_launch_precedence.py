@@ -103,6 +103,7 @@ def flag_words(option: Option, value: Any) -> list[str]:
     return [flag] if option.is_switch else [flag, str(value)]
 
 
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("group", "option"), ROWS)
 def test_each_source_gives_way_to_the_one_before(
     group: OptionGroup, option: Option, write: Callable[..., str]
@@ -209,6 +210,7 @@ state.destroy_process_group()
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_the_state_says_fsdp_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "state.py").write_text(STATE)

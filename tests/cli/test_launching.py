@@ -54,6 +54,7 @@ def test_old_ways_to_type_it(tmp_path: Path) -> None:
     assert done.stdout.strip() == "here"
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_processes_are_started_again_after_a_failure(tmp_path: Path) -> None:
     (tmp_path / "again.py").write_text(

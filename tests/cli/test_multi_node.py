@@ -55,6 +55,7 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     assert found[1] == {}
 
 
+@pytest.mark.thorough
 @needs_namespaces
 @pytest.mark.launch
 def test_a_machine_that_dies_comes_back_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -74,6 +75,7 @@ def test_a_machine_that_dies_comes_back_and_the_run_goes_on(tmp_path: Path) -> N
     assert found["bias"] == pytest.approx(-0.8), "and no step was taken twice"
 
 
+@pytest.mark.thorough
 @needs_namespaces
 @pytest.mark.launch
 def test_deepspeeds_own_launcher_on_two_machines(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
 # ---- real runs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
 def test_a_run_that_hangs_is_ended_and_shown(agent: list[str]) -> None:
@@ -53,6 +54,7 @@ def test_a_run_that_hangs_is_ended_and_shown(agent: list[str]) -> None:
     assert done.stderr.count("most recent call first") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_a_process_that_waits_for_one_that_never_comes() -> None:
     done = launch("--hang_timeout", "2", SCRIPT, "left_alone")
@@ -60,6 +62,7 @@ def test_a_process_that_waits_for_one_that_never_comes() -> None:
     assert re.search(r"^1\s+-\s+.*supervised.py:\d+ in sleep_for_ever$", done.stderr, re.MULTILINE)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("what", ["computes", "steps", "barriers"])
 def test_a_run_in_which_anybody_goes_on_is_left_alone(what: str) -> None:
@@ -68,6 +71,7 @@ def test_a_run_in_which_anybody_goes_on_is_left_alone(what: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
 def test_the_first_error_is_told_once_and_first(agent: list[str]) -> None:
@@ -87,6 +91,7 @@ def test_a_process_that_was_killed_is_told_of() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_launcher(number: signal.Signals) -> None:
@@ -129,6 +134,7 @@ def test_the_status_that_a_script_chooses_after_a_signal_is_kept() -> None:
     assert ends_with("SIGUSR2", "", 75)[0] == 140, "it is for the script to handle it"
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_processes_may_take_their_time_after_an_interrupt() -> None:
     status, said = ends_with("SIGINT", "0,1", 75, seconds=1.0)
@@ -136,6 +142,7 @@ def test_processes_may_take_their_time_after_an_interrupt() -> None:
     assert "rank 1 got [2]" in said, "and no SIGTERM, which would have ended it"
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_signals_reach_the_processes_of_torchs_agent_too(name: str) -> None:
@@ -144,6 +151,7 @@ def test_signals_reach_the_processes_of_torchs_agent_too(name: str) -> None:
     assert status == 75, said
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_only_a_port_that_was_named_can_be_taken(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
@@ -300,6 +308,7 @@ def test_a_timeout_that_nobody_hears_of_is_pointed_out(said: Said, monkeypatch: 
     assert "no process reports" in str(said)
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_a_group_that_may_try_again_says_nothing_of_a_taken_port(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:

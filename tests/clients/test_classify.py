@@ -30,6 +30,7 @@ def launch(output: Path, *options: str) -> dict[str, Any]:
     return json.loads((output / "all_results.json").read_text())
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_a_script_goes_on_amid_an_epoch_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     from safetensors.torch import load_file

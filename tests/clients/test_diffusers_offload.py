@@ -55,6 +55,7 @@ def draw(pipeline: Any) -> torch.Tensor:
     return torch.from_numpy(images)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["enable_sequential_cpu_offload", "enable_model_cpu_offload"])
 def test_offloaded_pipelines_draw_the_same_picture(folder: Path, method: str) -> None:
     rest = dict.fromkeys(("text_encoder", "tokenizer", "safety_checker", "feature_extractor"))

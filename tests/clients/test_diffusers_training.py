@@ -146,6 +146,7 @@ def train(folder: Path, resume_from: Path | None = None) -> tuple[dict[str, torc
     return weights, averaged.shadow_params
 
 
+@pytest.mark.thorough
 @ranks(1, 2)
 def test_pictures_are_learned_and_going_on_changes_nothing(rank: int, world: int, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")

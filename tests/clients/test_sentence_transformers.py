@@ -103,6 +103,7 @@ def test_sentences_are_encoded_alike_after_saving(base: Path, tmp_path: Path) ->
     )
 
 
+@pytest.mark.thorough
 @ranks(2)
 def test_two_processes_learn_like_one(rank: int, base: Path, of_one_process: list[float], tmp_path: Path) -> None:
     warnings.simplefilter("ignore")

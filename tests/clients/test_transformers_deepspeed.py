@@ -55,6 +55,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return history(trainer, "loss")
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_two_processes_train_like_one(rank: int, stage: int, of_one_process: list[float], tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def losses(trainer: Any) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("version", "form"), [(1, "FULL_STATE_DICT"), (2, "SHARDED_STATE_DICT")])
 @ranks(2)

@@ -85,6 +85,7 @@ def tensor_parallel(experts: bool = False) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler))
 
 
+@pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: bool) -> None:
@@ -94,6 +95,7 @@ def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: b
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
+@pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("experts", [False, True])
 def test_mixtures_of_experts(rank: int, world: int, experts: bool) -> None:

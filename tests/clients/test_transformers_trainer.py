@@ -53,6 +53,7 @@ def test_a_model_that_averages_by_itself(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(parts)[name], tensor)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(accumulate: int, tmp_path: Path) -> None:
     settings = {"dropout": 0.1, "save_steps": 5, "max_steps": 12, "gradient_accumulation_steps": accumulate}
@@ -116,6 +117,7 @@ def test_every_sample_is_seen_once_an_epoch(strategy: str, tmp_path: Path) -> No
         assert lengths != sorted(lengths, reverse=True), "epochs differ"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("config", [{}, {"dispatch_batches": True}, {"split_batches": True}, {"even_batches": False}])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_ways_of_sharing_data_change_nothing_for_one_process(
@@ -153,6 +155,7 @@ def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
 
 
+@pytest.mark.thorough
 def test_the_batch_size_that_fits_is_found(tmp_path: Path) -> None:
     sizes: list[int] = []
 
@@ -170,6 +173,7 @@ def test_the_batch_size_that_fits_is_found(tmp_path: Path) -> None:
     assert trainer.state.global_step == len(history(trainer, "loss")) == 3
 
 
+@pytest.mark.thorough
 def test_a_compiled_model(tmp_path: Path) -> None:
     plain = make_trainer(tmp_path, max_steps=4)
     compiled = make_trainer(tmp_path, max_steps=4, torch_compile=True, torch_compile_backend="eager")

@@ -51,6 +51,7 @@ def big_batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], li
     return outcome(tmp_path_factory.mktemp("one"), per_device_train_batch_size=8)
 
 
+@pytest.mark.sample(2)
 @ranks(2)
 @pytest.mark.parametrize(
     "options",

@@ -122,6 +122,7 @@ def make_reward(folder: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [make_sft, make_dpo, make_reward])
 def test_losses_fall(make: Callable[..., Any], tmp_path: Path) -> None:
     trainer = make(tmp_path, max_steps=8)
@@ -172,6 +173,7 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[f
     return found
 
 
+@pytest.mark.thorough
 @ranks(2)
 def test_two_processes_learn_like_one(rank: int, of_one_process: dict[str, list[float]], tmp_path: Path) -> None:
     import torch.distributed as dist
@@ -200,6 +202,7 @@ def test_two_processes_learn_like_one(rank: int, of_one_process: dict[str, list[
     assert weights[0] == weights[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_its_command_launches_with_our_options(tmp_path: Path) -> None:
     """`trl sft` takes our parser and hands over to our launcher."""

@@ -64,6 +64,7 @@ def test_templates_are_filled(name: str, stage: int, offloaded: tuple[Any, Any])
     assert config["optimizer"]["params"]["lr"] == config["scheduler"]["params"]["warmup_max_lr"] == 0.5
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_the_program_learns(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")

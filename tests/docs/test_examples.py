@@ -26,6 +26,7 @@ def losses_of(processes: int, *options: str) -> list[str]:
     return re.findall(r"loss (\d+\.\d{3})", run.stdout)
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_the_shared_transformer_trains_the_same_in_every_mode() -> None:
     expected = losses_of(1)
@@ -33,6 +34,7 @@ def test_the_shared_transformer_trains_the_same_in_every_mode() -> None:
     assert all(losses_of(2, mode, "2") == expected for mode in ("--tp", "--cp", "--sp"))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "options",

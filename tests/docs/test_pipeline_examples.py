@@ -18,6 +18,7 @@ def output_of(script: str, processes: int, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_training_in_two_stages_reaches_the_losses_of_one_process() -> None:
     alone = output_of("pipeline_training.py", 1, "--epochs", "1")
@@ -27,6 +28,7 @@ def test_training_in_two_stages_reaches_the_losses_of_one_process() -> None:
     assert "process 1 holds" in staged
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_inference_gives_the_outputs_of_the_whole_model() -> None:
     pytest.importorskip("transformers")

@@ -31,6 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_kill_at_any_step_leaves_a_whole_checkpoint(scenario: str, outcomes: dict[str, Any]) -> None:
     outcome = outcomes[scenario]

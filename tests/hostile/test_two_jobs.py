@@ -31,6 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_two_jobs_at_once_lose_nothing(scenario: str, outcomes: dict[str, Any]) -> None:
     assert not outcomes[scenario], "\n".join(outcomes[scenario])

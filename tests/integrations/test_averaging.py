@@ -47,6 +47,7 @@ def assert_gradients(model: nn.Module, expected: list[torch.Tensor], tolerance: 
         torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=tolerance, check_dtype=False)
 
 
+@pytest.mark.sample(2)
 @ranks(1, 2, 4)
 def test_any_split_gives_the_big_batchs_gradient(rank: int, world: int) -> None:
     engine = averaging_engine("weights")

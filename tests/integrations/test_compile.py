@@ -148,6 +148,7 @@ def test_models_compiled_by_the_user_can_be_prepared() -> None:
     assert type(extract_model_from_parallel(model, keep_torch_compile=False)) is Blocks
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_compiles_regions() -> None:
     model = new_blocks()
@@ -156,6 +157,7 @@ def test_inductor_compiles_regions() -> None:
         torch.testing.assert_close(compiled(new_batch(3)), new_blocks()(new_batch(3)))
 
 
+@pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("regional", [False, True])
 def test_compiled_replicas_train_equally(rank: int, world: int, regional: bool) -> None:

@@ -59,6 +59,7 @@ def test_losses_and_weights_are_those_of_one_process(rank: int, world: int) -> N
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0)
 
 
+@pytest.mark.sample(2)
 @ranks(2)
 @pytest.mark.parametrize(
     ("hook", "wrapper", "tolerance"),

@@ -194,6 +194,7 @@ def test_gradient_clipping(rank: int, world: int) -> None:
         assert not accelerator.optimizer_step_was_skipped
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_states_in_main_memory(rank: int, world: int) -> None:
     curves = []
@@ -272,6 +273,7 @@ def test_a_teacher_may_come_first(rank: int, world: int) -> None:
         assert (student.global_steps, teacher.global_steps) == (8, 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("regional", [False, True])
 @deepspeed_ranks(2)
 def test_compiled_models(rank: int, world: int, regional: bool) -> None:

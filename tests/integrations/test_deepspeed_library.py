@@ -69,6 +69,7 @@ def test_schedulers_of_the_program_have_a_file(rank: int, world: int, tmp_path: 
         assert scheduler.get_last_lr() == rate
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -97,6 +98,7 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
     assert all(getattr(found, name) is True for name in quantised)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 2])
 @deepspeed_ranks(2)
 def test_layers_are_sharded_by_deepspeed(rank: int, world: int, stage: int, tmp_path: Path) -> None:
@@ -162,6 +164,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_a_converted_checkpoint_resumes_with_another_number_of_ranks(rank: int, world: int, tmp_path: Path) -> None:
     with run_with(DeepSpeedPlugin(hf_ds_config=config_of(2))) as accelerator:

@@ -74,6 +74,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("settings", SETTINGS)
 @ranks(2)
 def test_settings(rank: int, world: int, settings: str) -> None:

@@ -122,6 +122,7 @@ def test_values_that_nobody_has_are_refused(rank: int, world: int) -> None:
         accelerator.prepare_model(model)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "model alone first"])
 @ranks(2)
 def test_optimizers_keep_groups_and_state(rank: int, world: int, order: str) -> None:

@@ -299,6 +299,7 @@ def test_a_checkpoint_resumes_in_a_pipeline(rank: int, world: int, tmp_path: Pat
     assert again == losses[3:]
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, world: int, tmp_path: Path) -> None:
     losses, weights = run(pipelined(copies=2), tmp_path, load=False, save=True)
@@ -310,6 +311,7 @@ def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, wo
             close(found[name].cpu(), tensor)
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_a_checkpoint_of_shards_resumes_in_replicas(rank: int, world: int, tmp_path: Path) -> None:
     losses, weights = run(sharded(), tmp_path, load=False, save=True)
@@ -419,6 +421,7 @@ class Wayward(nn.Module):
         return x
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("order", "message"),
     [("0213", "not called in the order"), ("01", "ended without calling a module of stage 1"), ("0123", None),

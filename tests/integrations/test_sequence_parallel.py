@@ -24,6 +24,7 @@ def accelerator_with(**sizes: int) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=config)
 
 
+@pytest.mark.sample(2)
 @ranks(2)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("key_heads", [4, 2, 1])

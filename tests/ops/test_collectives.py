@@ -103,6 +103,7 @@ def test_gather_joins_by_rank_and_keeps_types(rank: int, world: int) -> None:
     assert not found["grad"].requires_grad
 
 
+@pytest.mark.sample(4)
 @ranks(2)
 @pytest.mark.parametrize("num_leaves", [1, 64, 3000])
 @pytest.mark.parametrize("ragged", [False, True])

@@ -46,6 +46,7 @@ def test_views_arrive_as_their_values(rank: int, world: int, num_rows: int) -> N
         assert torch.equal(gather(view), expected), name
 
 
+@pytest.mark.sample(2)
 @ranks(2, 4)
 @pytest.mark.parametrize("scale", [1, 2000])
 def test_every_leaf_may_have_lengths_of_its_own(rank: int, world: int, scale: int) -> None:
@@ -59,6 +60,7 @@ def test_every_leaf_may_have_lengths_of_its_own(rank: int, world: int, scale: in
         assert torch.equal(joined, torch.cat([leaf(index, of) for of in range(world)])), index
 
 
+@pytest.mark.sample(2)
 @ranks(2)
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.int32, torch.uint8, torch.complex64, torch.bool]

@@ -67,6 +67,7 @@ def test_one_rank_of_three_is_enough(rank: int, world: int) -> None:
     assert reduce(torch.tensor([float(rank)]), "sum").item() == 3
 
 
+@pytest.mark.sample(4)
 @ranks(2, 3)
 @pytest.mark.parametrize("size", [0, 1, 5, LARGE])
 @pytest.mark.parametrize("how", ["sum", "mean", "max", "min"])

@@ -57,6 +57,7 @@ def test_every_stage_has_the_curve_of_one_process(rank: int, world: int) -> None
         start_over(accelerator)
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_goes_on_from_a_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
     for name, settings in {
@@ -78,6 +79,7 @@ def test_goes_on_from_a_checkpoint(rank: int, world: int, tmp_path: Path) -> Non
         start_over(accelerator)
 
 
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_whole_weights_come_out_of_every_stage(rank: int, world: int, tmp_path: Path) -> None:
     heads = []

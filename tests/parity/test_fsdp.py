@@ -67,6 +67,7 @@ def assert_same(losses: list[float], expected: list[float], tolerance: float = 1
     assert worst < tolerance, f"losses differ by up to {worst}"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_sharded_curve_is_that_of_one_process(rank: int, world: int, version: int) -> None:
@@ -76,6 +77,7 @@ def test_sharded_curve_is_that_of_one_process(rank: int, world: int, version: in
     assert_same(losses, reference_curve(STEPS, BATCH_SIZE, ADAMW, max_norm=0.5))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_hybrid_curve_is_that_of_one_process(rank: int, world: int) -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
@@ -91,6 +93,7 @@ def save_half(world: int, version: int, folder: Path, form: str, **options: Any)
     accelerator.save_state(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
@@ -104,6 +107,7 @@ def test_goes_on_from_a_checkpoint(rank: int, world: int, version: int, form: st
     assert_same(losses, reference_curve(24, BATCH_SIZE, ADAMW)[16:])
 
 
+@pytest.mark.thorough
 @ranks(2)
 def test_a_converted_configuration_trains_to_the_same_losses(rank: int, world: int) -> None:
     config = {
@@ -130,6 +134,7 @@ def test_a_converted_configuration_trains_to_the_same_losses(rank: int, world: i
     assert_same(*curves)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_several_models_in_one_checkpoint(rank: int, world: int, version: int, tmp_path: Path) -> None:
@@ -147,6 +152,7 @@ def test_several_models_in_one_checkpoint(rank: int, world: int, version: int, t
         assert_same(mine, theirs, 1e-6)
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_shards_of_cut_layers(rank: int, world: int, tmp_path: Path) -> None:
     handler = TorchTensorParallelConfig(plan=TP_PLAN)

@@ -69,6 +69,7 @@ def test_tensor_parallel(rank: int, world: int) -> None:
     assert_same(loss_curve(accelerator, max_norm=0.5), expected_curve(max_norm=0.5))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_tensor_parallel_replicas(rank: int, world: int) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=tensor_parallel(tp_size=2, dp_replicate_size=2))
@@ -98,6 +99,7 @@ def test_sequence_parallel(rank: int, world: int) -> None:
     assert_same(curve_on_shards(accelerator), expected_curve())
 
 
+@pytest.mark.thorough
 @ranks(4)
 @pytest.mark.parametrize("other", ["dp_replicate_size", "tp_size"])
 def test_sequence_parallel_with_another_axis(rank: int, world: int, other: str) -> None:
@@ -128,6 +130,7 @@ def curve_in_blocks(accelerator: Accelerator, **options: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
 def test_context_parallel(rank: int, world: int, strategy: str) -> None:
@@ -136,6 +139,7 @@ def test_context_parallel(rank: int, world: int, strategy: str) -> None:
     assert_same(curve_in_blocks(accelerator), expected_curve())
 
 
+@pytest.mark.thorough
 @ranks(4)
 @pytest.mark.parametrize("other", ["dp_replicate_size", "tp_size"])
 def test_context_parallel_with_another_axis(rank: int, world: int, other: str) -> None:
@@ -152,6 +156,7 @@ def sharded(config: ParallelismConfig) -> Accelerator:
     return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_sharded_tensor_parallel(rank: int, world: int) -> None:
     accelerator = sharded(tensor_parallel(tp_size=2, dp_shard_size=2))
@@ -159,12 +164,14 @@ def test_sharded_tensor_parallel(rank: int, world: int) -> None:
     assert_same(losses, expected_curve(max_norm=0.5))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_sharded_context_parallel(rank: int, world: int) -> None:
     accelerator = sharded(ParallelismConfig(cp_size=2, dp_shard_size=2))
     assert_same(curve_in_blocks(accelerator), expected_curve())
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_sharded_sequence_parallel(rank: int, world: int) -> None:
     accelerator = sharded(ParallelismConfig(sp_size=2, sp_backend="torch", dp_shard_size=2))
@@ -194,6 +201,7 @@ def prepare_all(accelerator: Accelerator, seed: int) -> Any:
     return accelerator.prepare(model, ADAMW(model.parameters()), make_loader(per_process))
 
 
+@pytest.mark.sample(1)
 @ranks(4)
 @pytest.mark.parametrize("sizes", [{"tp_size": 2, "dp_replicate_size": 2}, {"tp_size": 4}, None])
 def test_a_run_goes_on_in_another_layout(rank: int, world: int, tmp_path: Path, sizes: dict[str, int] | None) -> None:
@@ -209,6 +217,7 @@ def test_a_run_goes_on_in_another_layout(rank: int, world: int, tmp_path: Path, 
     assert losses == pytest.approx(expected_curve()[:20], abs=1e-5)
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_a_sharded_run_goes_on_in_another_layout(rank: int, world: int, tmp_path: Path) -> None:
     accelerator = sharded(tensor_parallel(tp_size=2, dp_shard_size=2))
@@ -233,6 +242,7 @@ def test_weights_of_another_model_are_listed(rank: int, world: int, tmp_path: Pa
         accelerator.load_state(tmp_path / "checkpoint")
 
 
+@pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])
 def test_half_precision_in_every_mode(rank: int, world: int, axis: str) -> None:

@@ -93,18 +93,21 @@ def test_two_stages(rank: int, world: int) -> None:
     assert_same(loss_curve(pipelined()), reference_curve(STEPS, BATCH_SIZE, ADAMW))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_four_stages_with_clipping_and_tied_weights(rank: int, world: int) -> None:
     options: dict[str, Any] = {"layers": 4, "tied": True, "max_norm": 0.3}
     assert_same(loss_curve(pipelined(stages=4), **options), reference_curve(STEPS, BATCH_SIZE, ADAMW, **options))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_two_stages_of_two_copies(rank: int, world: int) -> None:
     options: dict[str, Any] = {"tied": True, "max_norm": 0.3}
     assert_same(loss_curve(pipelined(copies=2), **options), reference_curve(STEPS, BATCH_SIZE, ADAMW, **options))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b"])
 @ranks(2)
 def test_schedules(rank: int, world: int, schedule: str) -> None:
@@ -113,6 +116,7 @@ def test_schedules(rank: int, world: int, schedule: str) -> None:
     assert_same(curve_of_model_loss(pipelined(schedule, num_microbatches=4), **options), expected)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 @ranks(4)
 def test_schedules_of_two_copies(rank: int, world: int, schedule: str) -> None:
@@ -152,12 +156,14 @@ def sharded(stages: int, shards: int, schedule: str = "gpipe") -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_two_stages_of_sharded_parameters(rank: int, world: int) -> None:
     options: dict[str, Any] = {"tied": True, "max_norm": 0.3}
     assert_same(loss_curve(sharded(2, 2), **options), reference_curve(STEPS, BATCH_SIZE, ADAMW, **options))
 
 
+@pytest.mark.thorough
 @ranks(4)
 def test_1f1b_of_sharded_parameters(rank: int, world: int) -> None:
     expected = reference_curve(STEPS, BATCH_SIZE, ADAMW, max_norm=0.5, layers=4)

@@ -187,6 +187,7 @@ def crashed(folder: Path, ending: str) -> tuple[int, Run]:
     return done.returncode, the_run(folder)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ending", "returncode", "status", "reason"),
     [

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from accel_tracking.trackers.clearml import title_and_series
 from tests.tracking.services.running import LOSSES, close_to, files_under, in_fresh_process, needs, some_image, train
 
@@ -63,6 +65,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 @needs_library
+@pytest.mark.thorough
 def test_what_was_logged_is_in_the_session(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
     found = read(tmp_path)
@@ -79,12 +82,14 @@ def test_what_was_logged_is_in_the_session(tmp_path: Path) -> None:
 
 
 @needs_library
+@pytest.mark.thorough
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
     in_fresh_process(crash, tmp_path, returncode=1)
     assert read(tmp_path)["curves"]["loss/train"] == list(enumerate(LOSSES))
 
 
 @needs_library
+@pytest.mark.thorough
 def test_a_task_that_the_program_began_is_used_and_left_open(tmp_path: Path) -> None:
     assert in_fresh_process(log_to_a_task_of_the_program, tmp_path) not in ("closed", "completed")
     assert read(tmp_path)["task"]["name"] == "theirs"

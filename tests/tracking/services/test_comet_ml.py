@@ -7,9 +7,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
 
-pytestmark = needs("comet_ml")
+pytestmark = [needs("comet_ml"), pytest.mark.thorough]
 
 
 def log(folder: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.tracking.services.running import LOSSES, in_fresh_process, needs, some_image, train
 
-pytestmark = needs("dvclive")
+pytestmark = [needs("dvclive"), pytest.mark.thorough]
 
 
 def log(folder: str) -> None:

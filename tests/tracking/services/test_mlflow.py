@@ -62,6 +62,7 @@ def store(folder: Path) -> dict[str, str]:
 
 
 @needs_library
+@pytest.mark.thorough
 def test_what_was_logged_is_in_the_database(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path, MLFLOW_TAGS=json.dumps({"size": "small"}), **store(tmp_path))
     found = in_fresh_process(read, tmp_path, **store(tmp_path))
@@ -81,6 +82,7 @@ def test_what_was_logged_is_in_the_database(tmp_path: Path) -> None:
 
 
 @needs_library
+@pytest.mark.thorough
 def test_a_crash_keeps_what_was_logged_and_is_marked(tmp_path: Path) -> None:
     in_fresh_process(crash, tmp_path, returncode=1, **store(tmp_path))
     found = in_fresh_process(read, tmp_path, **store(tmp_path))

@@ -6,11 +6,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
 
-pytestmark = needs("swanlab")
+pytestmark = [needs("swanlab"), pytest.mark.thorough]
 
 
 def log(folder: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tracking.services.running import LOSSES, in_fresh_process, needs, some_image, train
 
-pytestmark = needs("trackio")
+pytestmark = [needs("trackio"), pytest.mark.thorough]
 
 
 def log(folder: str) -> None:

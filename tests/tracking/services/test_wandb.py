@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tracking.services.running import LOSSES, files_under, in_fresh_process, needs, some_image, train
 
-pytestmark = needs("wandb")
+pytestmark = [needs("wandb"), pytest.mark.thorough]
 
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 
