@@ -9,15 +9,13 @@ from typing import Any
 
 def forget_meshes() -> None:
     """Empty the caches: they hold on to meshes, whose process groups have ended."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed import device_mesh
-
-    clearing = list(_clearing_functions())
-    assert clearing, "this torch has other caches: name them here"
-    for clear in clearing:
-        clear()
-    meshes: Any = getattr(device_mesh, "_mesh_resources", None)  # torch 2.9: by meshes, which are equal in every test
+    if "torch.distributed.tensor" in sys.modules:
+        clearing = list(_clearing_functions())
+        assert clearing, "this torch has other caches: name them here"
+        for clear in clearing:
+            clear()
+    device_mesh = sys.modules.get("torch.distributed.device_mesh")
+    meshes = getattr(device_mesh, "_mesh_resources", None)  # torch 2.9: by meshes, which are equal in every test
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
         getattr(meshes, name, {}).clear()
 

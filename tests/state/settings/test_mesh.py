@@ -17,6 +17,7 @@ from accel_state.settings.parallelism import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from tests.support.dtensor_caches import forget_meshes
 from tests.support.ranks import ranks
 
 
@@ -33,6 +34,7 @@ def fake_rank() -> Iterator[Callable[[int, int], None]]:
     yield become
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_meshes()
 
 
 def test_all_sizes_are_one_by_default() -> None:

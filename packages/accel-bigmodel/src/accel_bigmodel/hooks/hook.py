@@ -101,7 +101,7 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     module._hf_hook, module._old_forward = hook, old_forward  # type: ignore[assignment]
     hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
     if _is_traced(module):  # a class of its own, whose `forward` is the one that is called
-        type(module).forward = hooked
+        type(module).forward = staticmethod(hooked)  # newer Pythons bind a partial function of a class
     else:
         module.forward = hooked
     return module

@@ -23,7 +23,9 @@ def match_dtypes(stage: Any) -> Any:
     Returns:
         The same stage.
     """
-    first_operations = stage._get_init_p2p_neighbors_ops
+    first_operations = getattr(stage, "_get_init_p2p_neighbors_ops", None)
+    if first_operations is None:  # later versions have none
+        return stage
 
     def of_one_dtype() -> list[dist.P2POp]:
         operations: list[dist.P2POp] = first_operations()
