@@ -37,14 +37,16 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--all`: everything, as `.ci/run` does it."""
-    parser.addoption("--all", action="store_true", help="run every test; see tests/support/short_run.py")
+    """`--all`: everything, as `.ci/run` does it; `--short`: a sample, also of files that are named."""
+    group = parser.getgroup("length of the run", "see tests/support/short_run.py").addoption
+    group("--all", action="store_true", help="run every test; the default where files or folders are named")
+    group("--short", action="store_true", help="run a sample of long sweeps; the default of a run of everything")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave expensive tests that say more of the same to `--all`, unless files or folders were named."""
-    if config.getoption("--all") or not is_whole(config):
+    if config.getoption("--all") or not (is_whole(config) or config.getoption("--short")):
         return
     seed = getattr(config.option, "randomly_seed", 0)
     items[:], left = choose(items, seed if isinstance(seed, int) else 0)

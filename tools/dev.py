@@ -125,6 +125,11 @@ def matrix(arguments: list[str]) -> int:
     return run(sys.executable, "tools/matrix.py", *arguments)
 
 
+def mutation(arguments: list[str]) -> int:
+    """Plant mistakes and compare what a short run of the tests notices with what all of them do."""
+    return run(sys.executable, "tools/mutation.py", *arguments)
+
+
 def wheels(arguments: list[str]) -> int:
     """Build all packages and try each one alone in an empty environment."""
     return run(sys.executable, "tools/check_wheels.py", *arguments)
@@ -203,6 +208,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         released,
         lowest,
         matrix,
+        mutation,
         wheels,
         release,
         shape,
