@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accel_state import devices, hardware, libraries
-from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind
+from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind, resolve_device
 from accel_state.enums import DistributedType
 
 NUMBERED = ["cuda", "xpu", "npu", "mlu", "musa", "sdaa", "neuron"]
@@ -113,6 +113,12 @@ def test_rows_are_complete_and_unambiguous() -> None:
 def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'tpu' is not a device kind: use one of xla, .*cpu"):
         device_kind("tpu")
+
+
+@pytest.mark.parametrize("vendor", ["npu", "mlu", "musa", "sdaa", "hpu", "xla"])
+def test_vendors_that_have_torch_cuda_answer_for_them_come_before_it(vendor: str) -> None:
+    names = [kind.name for kind in DEVICE_KINDS]
+    assert names.index(vendor) < names.index("cuda")
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in DEVICE_KINDS if kind.name != "cpu"])
@@ -255,3 +261,19 @@ def test_xla_counts_its_own_processes(xla: Any) -> None:
 def test_xla_can_be_forbidden(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libraries, "USE_TORCH_XLA", False)
     assert detect_device_kind().name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("cuda", "cuda:3"), ("cuda:1", "cuda:1"), (1, "cuda:1"), (torch.device("cuda"), "cuda:3"), ("cpu", "cpu"),
+     ("meta", "meta"), ("xpu", "xpu"), ("mps", "mps:0")],
+)  # fmt: skip
+def test_devices_are_resolved_as_tensors_have_them(given: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # there is none here
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert resolve_device(given) == torch.device(expected)
+
+
+def test_a_device_of_another_machine_stays_as_it_is() -> None:
+    if not torch.cuda.is_available():
+        assert resolve_device("cuda") == torch.device("cuda")

@@ -254,15 +254,20 @@ def test_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_group.choose_backend(cuda, torchrun, None) == "smddp"
 
 
-def test_offloaded_shards_need_a_backend_for_the_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", None])
+@pytest.mark.parametrize("offloads", ["true", "false"])
+def test_what_fsdp_offloads_needs_a_backend_for_the_cpu_too(
+    monkeypatch: pytest.MonkeyPatch, form: str | None, offloads: str
+) -> None:
     place = process_group.ClusterPlace("torchrun", 0, 2, 0, 2)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", offloads)
+    if form is not None:
+        monkeypatch.setenv("FSDP_STATE_DICT_TYPE", form)
+    assert process_group.choose_backend(device_kind("cuda"), place, None) == "nccl", "there is no FSDP"
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert process_group.choose_backend(device_kind("cuda"), place, None) == "nccl"
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
-    assert process_group.choose_backend(device_kind("cuda"), place, None) == "cpu:gloo,cuda:nccl"
+    both = offloads == "true" or form == "FULL_STATE_DICT"
+    assert process_group.choose_backend(device_kind("cuda"), place, None) == ("cpu:gloo,cuda:nccl" if both else "nccl")
     assert process_group.choose_backend(device_kind("cpu"), place, None) == "gloo"
-    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
-    assert process_group.choose_backend(device_kind("cuda"), place, None) == "nccl"
 
 
 def test_a_backend_of_torch_itself_that_this_build_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

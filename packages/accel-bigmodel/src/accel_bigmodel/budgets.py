@@ -83,9 +83,20 @@ def _free_memory() -> dict[Device, int]:
     module: Any = kind.module()
     free: dict[Device, int] = {}
     for number in range(kind.device_count()):
-        torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
-        free[number] = module.mem_get_info(number)[0]
+        try:
+            torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
+            free[number] = module.mem_get_info(number)[0]
+        except RuntimeError as error:  # full, or another process has it for itself
+            logger.warning("%s:%d is left out of the device map: %s", kind.name, number, error)
+    if free and all(_shares_cpu_memory(module, number) for number in free):
+        return free
     return {**free, "cpu": cpu_memory}
+
+
+def _shares_cpu_memory(module: Any, number: int) -> bool:
+    """Whether a GPU has no memory of its own, so that CPU memory would count twice."""
+    properties = getattr(module, "get_device_properties", None)
+    return properties is not None and bool(getattr(properties(number), "is_integrated", False))
 
 
 def get_balanced_memory(

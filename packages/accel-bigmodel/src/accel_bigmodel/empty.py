@@ -14,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from accel_state.devices import resolve_device
 from accel_state.environment import parse_flag_from_env
 
 META = torch.device("meta")
@@ -50,7 +51,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     """
     if include_buffers is None:
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
-    device = torch.device(device)
+    device = resolve_device(device)
     with ExitStack() as stack:
         if include_buffers:
             stack.enter_context(device)

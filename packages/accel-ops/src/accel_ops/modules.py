@@ -56,8 +56,15 @@ def to_local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """The full tensor of a DTensor, gathered on all ranks of its mesh, which must all call this; others as they are."""
-    return tensor if not isinstance(tensor, torch.Tensor) or to_local(tensor) is tensor else tensor.full_tensor()  # type: ignore[attr-defined]
+    """The full tensor of a DTensor, gathered on all ranks of its mesh, which must all call this; others as they are.
+
+    An offloaded one is gathered on the device of its mesh, whose process group may serve no other, and stays there.
+    """
+    if not isinstance(tensor, torch.Tensor) or to_local(tensor) is tensor:
+        return tensor
+    sharded: Any = tensor
+    device_type = sharded.device_mesh.device_type
+    return (sharded if sharded.device.type == device_type else sharded.to(device_type)).full_tensor()
 
 
 def is_on(model: nn.Module, device: torch.device) -> bool:
@@ -156,12 +163,16 @@ def get_parameters_from_modules(
         model: The model.
         device: The target device.
     """
-    if modules is None:
-        return set()
+    chosen = modules_among(modules, model)
+    return {parameter for module in chosen for parameter in module.to(device).parameters()}
+
+
+def modules_among(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
+    """The modules of a model that are given themselves or by a regular expression that matches their full names."""
     if isinstance(modules, str):
         pattern = re.compile(modules)
-        modules = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    return {parameter for module in modules for parameter in module.to(device).parameters()}
+        return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    return list(modules or ())
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

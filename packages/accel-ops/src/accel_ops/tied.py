@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,42 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
             if parameter is not None and parameter is not kept and parameter.device in (kept.device, META):
                 owner, _, last = name.rpartition(".")
                 setattr(model.get_submodule(owner), last, kept)
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], Any]:
+    """Wrap a `param_init_fn` so that tied weights stay tied.
+
+    Args:
+        param_init_fn: Materializes a module's own parameters.
+        model: The model, whose parameters may be on the meta device.
+        device: Accepted for compatibility with accelerate 1.15, and not used: `param_init_fn` knows where.
+
+    Returns:
+        The wrapped function; `param_init_fn` itself where nothing is tied.
+    """
+    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(parameter, []).append((module, name))
+    ties = [places for places in owners.values() if len(places) > 1]
+    if not ties:
+        return param_init_fn
+
+    def init_and_tie(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        for places in ties:
+            if not any(owner is module for owner, _ in places):
+                continue
+            made = [getattr(owner, name) for owner, name in places]
+            kept = next((one for one in made if not one.is_meta), made[0])
+            for owner, name in places:
+                setattr(owner, name, kept)
+        return result
+
+    return init_and_tie
 
 
 def _find(model: nn.Module, name: str) -> nn.Parameter | None:

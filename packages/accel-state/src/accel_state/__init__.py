@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.clusters": "ClusterPlace detect_cluster",
-        "accel_state.devices": "DEVICE_KINDS DeviceKind default_device detect_device_kind device_kind",
+        "accel_state.devices": "DEVICE_KINDS DeviceKind default_device detect_device_kind device_kind resolve_device",
         "accel_state.enums": (
             "ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend FP8BackendType "
             "LoggerType PrecisionType RNGType SageMakerDistributedType"

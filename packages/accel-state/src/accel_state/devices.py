@@ -235,15 +235,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         bf16=True,
         fp16=lambda: not is_gaudi1(),
     ),
-    DeviceKind(  # ROCm builds of torch answer to the same names
-        "cuda",
-        DistributedType.MULTI_GPU,
-        "nccl",
-        "CUDA_VISIBLE_DEVICES",
-        probe_variable="PYTORCH_NVML_BASED_CUDA_CHECK",
-        before_group=avoid_unsupported_transfers,
-    ),
-    DeviceKind("xpu", DistributedType.MULTI_XPU, "xccl", "ZE_AFFINITY_MASK", bf16=True),
+    # before "cuda": their libraries can have torch.cuda answer for them
     DeviceKind("npu", DistributedType.MULTI_NPU, "hccl", "ASCEND_RT_VISIBLE_DEVICES", library="torch_npu"),
     DeviceKind(
         "mlu",
@@ -255,6 +247,15 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
     ),
     DeviceKind("musa", DistributedType.MULTI_MUSA, "mccl", "MUSA_VISIBLE_DEVICES", library="torch_musa", bf16=True),
     DeviceKind("sdaa", DistributedType.MULTI_SDAA, "tccl", "SDAA_VISIBLE_DEVICES", library="torch_sdaa", bf16=True),
+    DeviceKind(  # ROCm builds of torch answer to the same names
+        "cuda",
+        DistributedType.MULTI_GPU,
+        "nccl",
+        "CUDA_VISIBLE_DEVICES",
+        probe_variable="PYTORCH_NVML_BASED_CUDA_CHECK",
+        before_group=avoid_unsupported_transfers,
+    ),
+    DeviceKind("xpu", DistributedType.MULTI_XPU, "xccl", "ZE_AFFINITY_MASK", bf16=True),
     DeviceKind(
         "neuron",
         DistributedType.MULTI_NEURON,
@@ -313,3 +314,25 @@ def detect_device_kind() -> DeviceKind:
 def default_device() -> torch.device:
     """The default device of this machine, without creating a state or starting a process group."""
     return detect_device_kind().device()
+
+
+def resolve_device(device: int | str | torch.device) -> torch.device:
+    """A device with its index, as tensors on it have it: `"cuda"` is the current one.
+
+    `torch.device("cuda")` is unequal to `torch.device("cuda", 0)`, and in another thread than the main one it may be another
+    device. So devices that users name are resolved where they enter, in the main thread.
+
+    Args:
+        device: A device; those without indices, and those of other machines, come back as they are.
+    """
+    resolved = torch.device(device)
+    if resolved.index is not None or resolved.type in ("cpu", "meta"):
+        return resolved
+    if resolved.type == "mps":
+        return torch.device("mps", 0)
+    module: Any = getattr(torch, resolved.type, None)
+    current = getattr(module, "current_device", None)
+    if current is None or not module.is_available():
+        return resolved
+    index = current()
+    return torch.device(resolved.type, index) if isinstance(index, int) else resolved

@@ -72,7 +72,7 @@ def choose_backend(kind: DeviceKind, rank_info: ClusterPlace, wanted: str | None
     row = cluster_row(rank_info.cluster)
     if kind.name == "cpu" and row is not None and row.collective_backend and dist.is_mpi_available():
         return row.collective_backend
-    if kind.name != "cpu" and _offloads_sharded_state():
+    if kind.name != "cpu" and _uses_cpu_tensors():
         return f"cpu:gloo,{kind.name}:{kind.collective_backend}"
     return kind.collective_backend
 
@@ -81,12 +81,10 @@ def _sagemaker_data_parallel() -> bool:
     return os.environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE", "NO") != "NO"
 
 
-def _offloads_sharded_state() -> bool:
-    """Whether FSDP will run collectives on CPU tensors too: parameters are offloaded, and saved as sharded state dicts."""
-    return (
-        parse_flag_from_env("ACCELERATE_USE_FSDP")
-        and parse_flag_from_env("FSDP_OFFLOAD_PARAMS")
-        and os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT") == "SHARDED_STATE_DICT"
+def _uses_cpu_tensors() -> bool:
+    """Whether FSDP may run collectives on CPU tensors too: parameters are offloaded, or full state dicts are."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP") and (
+        parse_flag_from_env("FSDP_OFFLOAD_PARAMS") or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
     )
 
 

@@ -17,6 +17,7 @@ from accel_bigmodel.checkpoint.compare import QUANTISED, SCALES, expected_tensor
 from accel_bigmodel.checkpoint.contents import CheckpointContents
 from accel_bigmodel.checkpoint.progress import ByteProgress
 from accel_bigmodel.tensors import set_module_tensor_to_device
+from accel_state.devices import resolve_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DISK = "disk"
@@ -110,7 +111,7 @@ def _place(
     elif place == DISK:
         device = CPU
     else:
-        device = torch.device(place) if place is not None else CPU if old.is_meta else old.device
+        device = resolve_device(place) if place is not None else CPU if old.is_meta else old.device
     dtype = _dtype_of(name, old, stored_dtype, options, assign)
     in_place = not assign and dtype == old.dtype
     is_viewed = dtype == stored_dtype and device == CPU and not in_place

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.sizes import named_module_tensors
-from accel_state.devices import detect_device_kind
+from accel_state.devices import detect_device_kind, resolve_device
 from accel_state.warning import warn_user
 
 ALWAYS_USABLE = ("cpu", "meta")  # devices that every machine has
@@ -189,7 +189,7 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
             place = place.rpartition(".")[0]
         if place not in devices or tensor.is_meta:
             continue
-        device = torch.device(devices[place])
+        device = resolve_device(devices[place])
         if device != tensor.device and (tensor.data_ptr(), device) not in seen:
             seen.add((tensor.data_ptr(), device))
             found[device] = found.get(device, 0) + tensor.nbytes

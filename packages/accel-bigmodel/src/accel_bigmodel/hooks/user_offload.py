@@ -10,6 +10,7 @@ from torch import nn
 from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_ops.memory import clear_device_cache
 from accel_ops.placement import send_to_device
+from accel_state.devices import resolve_device
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 
@@ -42,9 +43,8 @@ class CpuOffload(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move model and inputs to the device."""
-        if self.prev_module_hook is not None and next(module.parameters()).device != torch.device(
-            self.execution_device
-        ):
+        here = resolve_device(self.execution_device)
+        if self.prev_module_hook is not None and next(module.parameters()).device != here:
             self.prev_module_hook.offload()
             clear_device_cache()
         module.to(self.execution_device)

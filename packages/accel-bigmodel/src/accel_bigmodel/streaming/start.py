@@ -14,6 +14,7 @@ from accel_bigmodel.streaming.report import offload_report, offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import make_unit
+from accel_state.devices import resolve_device
 
 
 def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None:
@@ -26,7 +27,7 @@ def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None
     by_device: dict[torch.device, dict[AlignDevicesHook, str]] = {}
     for name, hook in offloading_hooks(model):
         if hook.execution_device is not None:
-            by_device.setdefault(torch.device(hook.execution_device), {})[hook] = name
+            by_device.setdefault(resolve_device(hook.execution_device), {})[hook] = name
     for device, names in by_device.items():
         if device.type == "cpu":
             names = _without_used_in_place(names)

@@ -79,7 +79,8 @@ class DDPEngine(Engine):
                 redistribute_gradients(model)
             return model
         settings = self.context.handlers.ddp
-        index = None if device.type in DEVICES_WITHOUT_INDEX else device.index
+        on_several = len({parameter.device for parameter in model.parameters()}) > 1  # by a device map
+        index = None if on_several or device.type in DEVICES_WITHOUT_INDEX else device.index
         options: dict[str, Any] = {"device_ids": None if index is None else [index], "output_device": index}
         if settings is not None:
             options |= settings.to_kwargs()

@@ -21,6 +21,8 @@ from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_integrations.prepared.parameters import plain_name
+from accel_ops.modules import modules_among
+from accel_ops.tied import ensure_weights_retied
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -85,7 +87,7 @@ class FSDP1Engine(Engine):
         blocks = find_blocks(model, policy) if self.plugin.activation_checkpointing else []
         before = FlatParameters.remember(model)
         try:
-            wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options())
+            wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options(model))
         except ValueError as error:
             if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
                 raise
@@ -113,7 +115,7 @@ class FSDP1Engine(Engine):
             check_module_states(model, [None])
             sync_module_states(model, [None], self.context.state.device)
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, model: nn.Module) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
         plugin, device = self.plugin, self.context.state.device
@@ -123,6 +125,10 @@ class FSDP1Engine(Engine):
             hybrid = {"FULL_SHARD": "HYBRID_SHARD", "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2"}
             strategy = ShardingStrategy[hybrid.get(strategy.name, strategy.name)]
         on_cpu = device.type == "cpu"
+        init = None if on_cpu else plugin.param_init_fn
+        ignored = modules_among(plugin.ignored_modules, model)
+        for module in ignored:  # which torch leaves where they are
+            module.to(device)
         return {
             "sharding_strategy": strategy,
             "cpu_offload": CPUOffload(offload_params=False) if on_cpu else plugin.cpu_offload,
@@ -132,8 +138,8 @@ class FSDP1Engine(Engine):
             "limit_all_gathers": plugin.limit_all_gathers,
             "use_orig_params": plugin.use_orig_params,
             "sync_module_states": bool(plugin.sync_module_states) and not on_cpu,
-            "param_init_fn": None if on_cpu else plugin.param_init_fn,
-            "ignored_modules": plugin.ignored_modules,
+            "param_init_fn": None if init is None else ensure_weights_retied(init, model, device),
+            "ignored_modules": ignored or None,
             "device_id": device,
             "device_mesh": self._mesh("HYBRID" in strategy.name),
         }

@@ -300,6 +300,8 @@ class FullyShardedDataParallelPlugin(Plugin):
         self.precision_from_run = False  # whether mixed_precision_policy follows the run's mixed_precision
         given = {name for name in (*VERSION_1_ONLY, "reshard_after_forward") if getattr(self, name) is not None}
         ram_efficient_given = self.cpu_ram_efficient_loading is not None
+        if self.ignored_modules is not None and not isinstance(self.ignored_modules, str):
+            self.ignored_modules = list(self.ignored_modules)  # an iterator would be empty for the second model
         resolve_options(self, BOTH_VERSIONS)
         (self._resolve_version_1 if self.fsdp_version == 1 else self._resolve_version_2)(given)
         self._resolve_wrapping()

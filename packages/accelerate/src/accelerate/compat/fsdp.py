@@ -13,6 +13,7 @@ from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.precision.sharded_scaler import ShardedGradScaler
 from accel_integrations.prepared.parameters import plain_name
+from accel_ops.tied import ensure_weights_retied as ensure_weights_retied
 from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
 
 
@@ -25,42 +26,6 @@ def enable_fsdp_ram_efficient_loading() -> None:
 def disable_fsdp_ram_efficient_loading() -> None:
     """From now on, load the weights of pretrained models on every process."""
     os.environ[RAM_EFFICIENT_VARIABLE] = "False"
-
-
-def ensure_weights_retied(
-    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
-) -> Callable[[nn.Module], Any]:
-    """Wrap a `param_init_fn` so that tied weights stay tied.
-
-    Args:
-        param_init_fn: Materializes a module's own parameters.
-        model: The model, whose parameters may be on the meta device.
-        device: Where tied weights are materialized.
-
-    Returns:
-        The wrapped function; `param_init_fn` itself where nothing is tied.
-    """
-    owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                owners.setdefault(parameter, []).append((module, name))
-    ties = [places for places in owners.values() if len(places) > 1]
-    if not ties:
-        return param_init_fn
-
-    def init_and_tie(module: nn.Module) -> Any:
-        result = param_init_fn(module)
-        for places in ties:
-            if not any(owner is module for owner, _ in places):
-                continue
-            made = [getattr(owner, name) for owner, name in places]
-            kept = next((one for one in made if not one.is_meta), made[0].to(device))
-            for owner, name in places:
-                setattr(owner, name, kept)
-        return result
-
-    return init_and_tie
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""What GPUs may give to a model, with GPUs that are pretended: there are none here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accel_bigmodel import budgets, get_max_memory
+
+Pretend = Callable[..., None]
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    """Three GPUs, some of which are broken."""
+
+    def become(broken: tuple[int, ...] = (), is_integrated: bool = False) -> None:
+        def zeros(*_: Any, device: torch.device) -> None:
+            if device.index in broken:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+        module = SimpleNamespace(
+            mem_get_info=lambda number: (10 + number, 100),
+            get_device_properties=lambda number: SimpleNamespace(is_integrated=is_integrated),
+        )
+        kind = SimpleNamespace(name="cuda", device_count=lambda: 3, module=lambda: module)
+        monkeypatch.setattr(budgets, "detect_device_kind", lambda: kind)
+        monkeypatch.setattr(torch, "zeros", zeros)
+
+    return become
+
+
+def test_a_gpu_that_is_full_is_left_out(pretend: Pretend, caplog: pytest.LogCaptureFixture) -> None:
+    pretend(broken=(1,))
+    with caplog.at_level(logging.WARNING):
+        found = get_max_memory()
+    assert list(found) == [0, 2, "cpu"]
+    assert (found[0], found[2]) == (10, 12)
+    assert "cuda:1 is left out of the device map: CUDA out of memory" in caplog.text
+
+
+def test_where_no_gpu_can_be_used_there_is_cpu_memory(pretend: Pretend) -> None:
+    pretend(broken=(0, 1, 2))
+    assert list(get_max_memory()) == ["cpu"]
+
+
+def test_memory_that_gpus_share_with_the_cpu_counts_once(pretend: Pretend) -> None:
+    pretend(is_integrated=True)
+    assert list(get_max_memory()) == [0, 1, 2]

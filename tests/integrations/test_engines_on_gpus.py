@@ -1,0 +1,95 @@
+"""What engines ask of torch on GPUs, read off without one: the device of the state is a name here."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_integrations.engines import ddp
+from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.engines.fsdp1 import FSDP1Engine
+from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
+from tests.support.ranks import ranks
+from tests.support.tiny_transformer import make_model
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.block = nn.Linear(2, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def engine_of(kind: Any, device: str, plugin: Any = None) -> Any:
+    state = SimpleNamespace(device=torch.device(device), parallelism_config=None, fsdp_plugin=plugin)
+    engine = object.__new__(kind)
+    engine.context = SimpleNamespace(state=state, handlers=SimpleNamespace(ddp=None))
+    return engine
+
+
+def to_cpu(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fsdp1_keeps_tied_weights_tied_where_only_the_first_rank_has_values(
+    monkeypatch: pytest.MonkeyPatch, order: int
+) -> None:
+    monkeypatch.setattr(FSDP1Engine, "_mesh", lambda self, is_hybrid: None)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, param_init_fn=to_cpu)
+    with torch.device("meta"):
+        model = Tied()
+    options = engine_of(FSDP1Engine, "cuda", plugin)._options(model)
+    for module in list(model.modules())[::order]:
+        options["param_init_fn"](module)
+    assert model.head.weight is model.embedding.weight
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert len(list(model.parameters())) == 3, "as many as on the first rank"
+
+
+def test_fsdp1_moves_ignored_modules_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDP1Engine, "_mesh", lambda self, is_hybrid: None)
+    model = Tied()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules="bl.*")
+    options = engine_of(FSDP1Engine, "meta", plugin)._options(model)  # the only other device that is here
+    assert options["ignored_modules"] == [model.block]
+    assert model.block.weight.is_meta
+    assert not model.embedding.weight.is_meta
+
+
+def test_an_iterator_of_ignored_modules_serves_every_model() -> None:
+    model = Tied()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules=iter([model.block]))
+    assert plugin.ignored_modules == [model.block]
+
+
+@ranks(2)
+def test_fsdp1_shards_no_ignored_modules(rank: int, world: int) -> None:
+    from accelerate import Accelerator
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True, ignored_modules="head")
+    model = make_model()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    prepared = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model)
+    found = {name.replace("_fsdp_wrapped_module.", ""): one.numel() for name, one in prepared.named_parameters()}
+    kept = {name for name, size in found.items() if size == sizes[name]}
+    assert {name for name in sizes if name.startswith("head")} <= kept
+    assert sum(found.values()) < sum(sizes.values()), "the others are sharded"
+
+
+@pytest.mark.parametrize(("elsewhere", "expected"), [("cpu", ([0], 0)), ("meta", (None, None))])
+def test_replicas_of_a_model_on_several_devices_have_no_device_ids(
+    monkeypatch: pytest.MonkeyPatch, elsewhere: str, expected: tuple[Any, Any]
+) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda model, **options: asked.update(options))
+    monkeypatch.setattr(DDPEngine, "averaging_group", None)
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).to(elsewhere))
+    engine_of(DDPEngine, "cuda:0").prepare_model(model, device_placement=False)
+    assert (asked["device_ids"], asked["output_device"]) == expected
