@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -95,10 +95,20 @@ class PromptDevice:
 
     Stream = _Stream
     Event = _Event
+    current: Any = None  # device
+    copied_on: ClassVar[list[Any]] = []  # the current devices where a stream was entered
 
-    @staticmethod
+    @classmethod
     @contextmanager
-    def stream(stream: _Stream) -> Iterator[None]:
+    def device(cls, device: Any) -> Iterator[None]:
+        cls.current, before = device, cls.current
+        yield
+        cls.current = before
+
+    @classmethod
+    @contextmanager
+    def stream(cls, stream: _Stream) -> Iterator[None]:
+        cls.copied_on.append(cls.current)
         yield
 
     @staticmethod
@@ -110,8 +120,12 @@ def prompt_lane(monkeypatch: pytest.MonkeyPatch) -> StreamLane:
     """The lane to an accelerator, with the CPU in the place of it."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: PromptDevice)
     monkeypatch.setattr(lanes, "pinned", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
-    return StreamLane(CPU)
+    monkeypatch.setattr(PromptDevice, "copied_on", [])
+    recorded: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()))
+    lane = StreamLane(CPU)
+    lane.recorded = recorded  # type: ignore[attr-defined]
+    return lane
 
 
 def stream_through(model: nn.Module, lane: Lane, settings: Streaming) -> WeightStream:
@@ -123,4 +137,4 @@ def stream_through(model: nn.Module, lane: Lane, settings: Streaming) -> WeightS
     return stream
 
 
-__all__ = ["CPU", "LateLane", "ThreadLane", "prompt_lane", "stream_through"]
+__all__ = ["CPU", "LateLane", "PromptDevice", "ThreadLane", "prompt_lane", "stream_through"]

@@ -28,7 +28,7 @@ from accel_bigmodel.streaming.report import offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.units import Unit, UnitWeight
 from accel_bigmodel.tensors import align_module_device
-from tests.bigmodel.lanes import CPU, LateLane, ThreadLane, prompt_lane, stream_through
+from tests.bigmodel.lanes import CPU, LateLane, PromptDevice, ThreadLane, prompt_lane, stream_through
 
 WIDTH = 8
 
@@ -127,6 +127,27 @@ def test_all_lanes_give_what_the_plain_model_gives(lane_kind: str, monkeypatch: 
     assert len(stream.blocks) > 3
     remove_hook_from_submodules(offloaded)
     assert torch.equal(offloaded(X, [0, 5]), plain(X, [0, 5]))
+
+
+def test_memory_waits_for_copies_and_threads_stay_on_their_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, offloaded = walk_pair([0, 1, 2, 3, 0, 1], tied=True)
+    lane: Any = prompt_lane(monkeypatch)
+    allocated: list[int] = []
+    allocate = lane.allocate
+
+    def noted(num_bytes: int) -> torch.Tensor:
+        memory: torch.Tensor = allocate(num_bytes)
+        allocated.append(memory.data_ptr())
+        return memory
+
+    monkeypatch.setattr(lane, "allocate", noted)
+    stream_through(offloaded, lane, Streaming(2, 4000))
+    with torch.no_grad():
+        for order in ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]):
+            offloaded(X, order)
+    assert allocated
+    assert lane.recorded == allocated, "each allocation once, the arena among them"
+    assert set(PromptDevice.copied_on) == {CPU}, "no copy is made on the thread's own device, which is GPU 0"
 
 
 def test_nothing_is_waited_for_once_the_order_is_known() -> None:

@@ -263,7 +263,7 @@ class CudaStagingBuffer:
     def send(self, target: torch.Tensor) -> None:
         """Start copying the first bytes of the buffer to a target (uint8, one dimension)."""
         self._stream.wait_stream(torch.cuda.current_stream(target.device))  # on which its memory was used before
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.device(target.device), torch.cuda.stream(self._stream):  # the thread's device is GPU 0
             target.copy_(self.buffer[: target.numel()], non_blocking=True)
             self._sent.record(self._stream)
 

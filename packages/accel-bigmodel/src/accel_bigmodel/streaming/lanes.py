@@ -163,8 +163,13 @@ class StreamLane(Lane):
         self._addresses: set[int] = set()  # of packed weights
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Memory on the accelerator (uint8, one dimension)."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        """Memory on the accelerator (uint8, one dimension).
+
+        When it is freed, torch waits for copies that are under way before it gives the memory to anybody else.
+        """
+        memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        memory.record_stream(self._stream)
+        return memory
 
     def begin(self, block: Block, region: Region) -> _Copying:
         """Enqueue the copy behind the last kernel that uses this memory."""
@@ -172,7 +177,6 @@ class StreamLane(Lane):
         marks = region.busy_until
         if region.begin is None:  # new memory, which the compute stream may have used for something else
             marks = self.mark([])
-            region.memory.record_stream(self._stream)
         if self._is_packed(block):
             assert block.packed is not None
             self._copy(block.packed, block, region.memory, marks, arrival)
@@ -231,7 +235,8 @@ class StreamLane(Lane):
     def _copy(
         self, source: torch.Tensor, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying
     ) -> None:
-        with self._module.stream(self._stream), torch.no_grad():
+        # the device is set first: a helper thread that leaves a stream's context returns to GPU 0, and so takes memory there
+        with self._module.device(self.device), self._module.stream(self._stream), torch.no_grad():
             for mark in marks:
                 self._stream.wait_event(mark)
             arrival.begun.record(self._stream)
