@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
+from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_state.gradient_state import GradientState
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from tests.integrations.training import loss_of, new_batch, new_engine, new_model, prepare
@@ -228,3 +229,14 @@ def test_two_weights_in_one_micro_batch_are_refused() -> None:
     average.add(torch.ones(()), torch.tensor(3))
     with pytest.raises(ValueError, match="one micro-batch"):
         average.add(torch.ones(()), 4)
+
+
+@ranks(2)
+def test_more_tokens_than_float16_can_count(rank: int) -> None:
+    loss = torch.tensor(2.0 - rank, dtype=torch.float16, requires_grad=True)
+    mean = mean_over_tokens(loss, 70_000 * (rank + 1), None, 2)
+    assert mean.dtype == torch.float16
+    torch.testing.assert_close(mean.detach(), torch.tensor(4 / 3, dtype=torch.float16))
+    mean.backward()
+    assert loss.grad is not None
+    torch.testing.assert_close(loss.grad, torch.tensor((2 / 3, 4 / 3)[rank], dtype=torch.float16))

@@ -9,6 +9,7 @@ import torch
 
 from accel_ops.collectives import broadcast, gather, pad_across_processes, reduce
 from accel_ops.gather_payload import SLOT_BYTES
+from accel_ops.objects import broadcast_object_list, gather_object
 from accel_state.errors import DistributedOperationException
 from tests.support.ranks import ranks
 
@@ -87,3 +88,19 @@ def test_parameters_are_reduced_and_broadcast_outside_the_graph(rank: int, world
     assert parameter.requires_grad
     transposed = torch.full((2, 3), float(rank)).t()
     assert broadcast(transposed, from_process=1).tolist() == [[1, 1]] * 3
+
+
+@ranks(2)
+def test_a_default_device_of_the_program_is_not_that_of_messages(rank: int, world: int) -> None:
+    mine, rows = torch.tensor([float(rank)]), torch.ones(rank + 1, 2)
+    with torch.device("meta"):  # as torch.set_default_device does it
+        gathered, summed, shared = gather({"a": mine, "b": [mine, mine]}), reduce(mine), broadcast(mine.clone())
+        padded = pad_across_processes(rows)
+        objects = gather_object([rank])
+        given = broadcast_object_list(["first" if rank == 0 else None])
+    assert gathered["a"].tolist() == gathered["b"][1].tolist() == [0, 1]
+    assert (summed.item(), shared.item()) == (0.5, 0)
+    assert padded.shape == (2, 2)
+    assert not padded.is_meta
+    assert objects == [0, 1]
+    assert given == ["first"]

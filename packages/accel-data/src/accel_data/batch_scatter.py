@@ -168,7 +168,9 @@ class BatchScatter:
 
 @lru_cache(maxsize=8)
 def _header(*words: int) -> torch.Tensor:
-    return torch.tensor([*words, *[0] * (HEADER_WORDS - len(words))], dtype=torch.int64).view(torch.uint8)
+    return torch.tensor([*words, *[0] * (HEADER_WORDS - len(words))], dtype=torch.int64, device="cpu").view(
+        torch.uint8
+    )
 
 
 @lru_cache(maxsize=256)

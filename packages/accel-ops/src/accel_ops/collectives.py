@@ -217,7 +217,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         return tensor
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
     dimensions = [leaf.dim() for leaf in leaves]
-    everywhere = _sizes_everywhere(torch.tensor([own + dimensions]), state)
+    everywhere = _sizes_everywhere(torch.tensor([own + dimensions], device="cpu"), state)
     sizes, dimensions_everywhere = everywhere[:, : len(own)], everywhere[:, len(own) :]
     if (dimensions_everywhere != dimensions_everywhere[0]).any():
         raise DistributedOperationException(

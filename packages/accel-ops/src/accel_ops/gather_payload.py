@@ -96,7 +96,7 @@ def payload_of(structure: tuple[Any, ...], signature: Signature) -> GatherPayloa
     data_start = aligned((HEADER_WORDS + len(trailing_shapes)) * WORD_BYTES)
     words = [digest_of((structure, trailing_shapes)), len(trailing_shapes), *dim0_sizes]
     words += [0] * (data_start // WORD_BYTES - len(words))
-    header = torch.tensor(words, dtype=torch.int64).view(torch.uint8)
+    header = torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
     return GatherPayload(
         trailing_shapes, dim0_sizes, data_start, header, layout_of(_with_dim0_sizes(trailing_shapes, dim0_sizes))
     )

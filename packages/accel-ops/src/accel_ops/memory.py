@@ -18,6 +18,7 @@ logger = logging.getLogger("accelerate.utils.memory")  # works before the proces
 
 OUT_OF_MEMORY_MESSAGES = (
     "out of memory",  # any device's allocator, among them XPU's and CUDA's
+    "CUBLAS_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # raised by cuDNN when it cannot allocate its workspace
     "DefaultCPUAllocator: can't allocate memory",
     "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # Gaudi

@@ -60,7 +60,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     _refuse_xla(state, "broadcast_object_list")
     check_source(from_process, state)
     is_source = state.process_index == from_process
-    payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8)
+    payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     operation = Operation("broadcast_object_list", object_list, "lists of the same length and one from_process")
     received = broadcast_payload(payload, (len(object_list), from_process), operation, from_process, state)
     if not is_source:

@@ -168,9 +168,9 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
     Returns:
         0-dim, equal on all ranks.
     """
-    own = torch.as_tensor(num_tokens, dtype=loss.dtype, device=loss.device).detach()
+    own = torch.as_tensor(num_tokens, dtype=torch.float32, device=loss.device).detach()  # float16 ends at 65,504
     loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
     counted = torch.stack([own, loss.detach() * own])
     total, summed = all_reduce_over_group(counted, group).unbind()
-    weighted = loss * (own * size / total.clamp(min=1))
-    return weighted + (summed / total.clamp(min=1) - weighted).detach()
+    weighted = loss * (own * size / total.clamp(min=1)).to(loss.dtype)
+    return weighted + ((summed / total.clamp(min=1)).to(loss.dtype) - weighted).detach()
