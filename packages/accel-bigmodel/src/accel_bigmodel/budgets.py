@@ -81,7 +81,7 @@ def _free_memory() -> dict[Device, int]:
     if kind.name == "mps":  # which uses CPU memory
         return {"mps": cpu_memory}
     module: Any = kind.module()
-    free: dict[Device, int] = {}
+    free: dict[int, int] = {}
     for number in range(kind.device_count()):
         try:
             torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
@@ -89,7 +89,7 @@ def _free_memory() -> dict[Device, int]:
         except RuntimeError as error:  # full, or another process has it for itself
             logger.warning("%s:%d is left out of the device map: %s", kind.name, number, error)
     if free and all(_shares_cpu_memory(module, number) for number in free):
-        return free
+        return {**free}
     return {**free, "cpu": cpu_memory}
 
 
