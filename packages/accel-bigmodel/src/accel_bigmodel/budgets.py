@@ -81,16 +81,16 @@ def _free_memory() -> dict[Device, int]:
     if kind.name == "mps":  # which uses CPU memory
         return {"mps": cpu_memory}
     module: Any = kind.module()
-    free: dict[int, int] = {}
+    free: dict[Device, int] = {}
+    share_cpu_memory = False
     for number in range(kind.device_count()):
         try:
             torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
             free[number] = module.mem_get_info(number)[0]
+            share_cpu_memory |= _shares_cpu_memory(module, number)
         except RuntimeError as error:  # full, or another process has it for itself
             logger.warning("%s:%d is left out of the device map: %s", kind.name, number, error)
-    if free and all(_shares_cpu_memory(module, number) for number in free):
-        return {**free}
-    return {**free, "cpu": cpu_memory}
+    return free if share_cpu_memory else {**free, "cpu": cpu_memory}
 
 
 def _shares_cpu_memory(module: Any, number: int) -> bool:
