@@ -16,6 +16,7 @@ from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.configfile.write import write_config
 from accel_cli.errors import MissingFileError
+from accel_cli.launch import machine
 from accel_cli.launch.flags.table import find, is_option
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_settings
@@ -103,6 +104,7 @@ def test_any_answers_give_a_file_that_is_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject, name: str
 ) -> None:
     monkeypatch.setattr(accel_state.libraries, "is_fp8_available", lambda: True)
+    monkeypatch.setattr(machine, "is_free", lambda port: True)  # another test may listen there just now
     config = get_user_input(Drawn(data))
     path = tmp_path / name
     write_config(path, config)
