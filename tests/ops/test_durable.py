@@ -75,15 +75,15 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are a matter of Unix")
-@pytest.mark.parametrize("num_bytes", [200_000, 3 << 20])
-def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int) -> None:
+@pytest.mark.parametrize(("num_bytes", "durable"), [(200_000, True), (3 << 20, True), (200_000, False)])
+def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int, durable: bool) -> None:
     write = f"""
 import resource, signal
 from accel_ops.durable import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    with write_atomically({str(tmp_path / "weights")!r}) as file:
+    with write_atomically({str(tmp_path / "weights")!r}, durable={durable}) as file:
         file.write(bytes({num_bytes}))
 except OSError as error:
     print(error)
@@ -124,11 +124,12 @@ def test_an_atomic_write_replaces_content_and_keeps_the_mode(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_failed_atomic_write_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_failed_atomic_write_changes_nothing(tmp_path: Path, durable: bool) -> None:
     (tmp_path / "x").write_text("old")
 
     def write_half() -> None:
-        with write_atomically(tmp_path / "x") as file:
+        with write_atomically(tmp_path / "x", durable=durable) as file:
             file.write(b"ne")
             raise RuntimeError("half way")
 

@@ -182,10 +182,15 @@ _WRITING: set[Path] = set()  # temporary files of this process, so that leftover
 
 
 @contextlib.contextmanager
-def write_atomically(path: StrPath) -> Iterator[DurableFile]:
+def write_atomically(path: StrPath, *, durable: bool = True) -> Iterator[DurableFile]:
     """Write a file atomically: it appears under its name, or replaces the old file, only when it is complete.
 
     A link is followed, so what it points to is replaced. A pipe or device is written to directly.
+
+    Args:
+        path: The file.
+        durable: Whether it is synced to the disk (fsync) before it gets its name. A cache, which can be written again,
+            needs no sync: it survives the end of the process, but not that of the machine.
 
     Yields:
         The file to write to.
@@ -212,7 +217,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
     temporary = target.with_name(f".{target.name}.{Owner.this_process().name}.{secrets.token_hex(4)}.writing")
     _WRITING.add(temporary)
     try:
-        with DurableFile(temporary, shown=path) as file:
+        with DurableFile(temporary, shown=path) if durable else _plain_file(temporary, path) as file:
             yield file
         if target.exists():
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
@@ -222,7 +227,15 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
         raise
     finally:
         _WRITING.discard(temporary)
-    fsync_folder(target.parent)
+    if durable:
+        fsync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def _plain_file(path: Path, shown: StrPath) -> Iterator[Any]:
+    """A new binary file that is neither synced nor summed, and whose errors name the path `shown`."""
+    with _naming(os.fspath(shown)), open(path, "xb") as file:
+        yield file
 
 
 def _remove_leftovers(target: Path) -> None:
