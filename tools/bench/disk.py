@@ -172,8 +172,9 @@ def measure_write(resident: Any, folder: Path) -> list[float]:
 
     By turns, and nothing maps what was written when the next one begins: pages that were just freed are supplied faster.
     """
-    from accelerate import disk_offload, init_empty_weights
     from torch import nn
+
+    from accelerate import disk_offload, init_empty_weights
 
     def write_raw() -> None:
         folder.mkdir()
