@@ -11,7 +11,6 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel_state.supervision import report_progress
 
 StrPath = str | os.PathLike[str]
 
-LARGE_WRITE_BYTES = 1 << 20  # smaller writes are gathered; a second thread sums what the first one writes
+PIECE_BYTES = 1 << 20  # smaller writes are gathered, larger ones are written and summed in pieces
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
@@ -83,7 +82,6 @@ class DurableFile:
         self._checksum = 0
         self._small = bytearray()
         self._sync = sync
-        self._summing: ThreadPoolExecutor | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
 
     @property
@@ -94,41 +92,34 @@ class DurableFile:
     def write(self, data: Any) -> int:
         """Append a contiguous buffer of any item type; returns its length in bytes."""
         view = memoryview(data).cast("B")
-        try:
-            if len(view) < LARGE_WRITE_BYTES:
-                self._small += view
-            if len(view) >= LARGE_WRITE_BYTES or len(self._small) >= LARGE_WRITE_BYTES:
-                self._write_small()
-            if len(view) >= LARGE_WRITE_BYTES:
-                self._write_large(view)
-        except OSError as error:
-            self.error = self.error or error
+        if self.error is None:
+            try:
+                if len(view) < PIECE_BYTES:
+                    self._small += view
+                if len(view) >= PIECE_BYTES or len(self._small) >= PIECE_BYTES:
+                    self._write_small()
+                if len(view) >= PIECE_BYTES:
+                    self._append(view)
+            except OSError as error:
+                self.error = error
         return len(view)
 
     def _write_small(self) -> None:
         """Write the buffer of small writes."""
-        if self._small and self.error is None:
-            self._checksum = extend_checksum(self._checksum, self._small)
+        if self._small:
             self._append(memoryview(self._small))
         self._small = bytearray()
 
-    def _write_large(self, view: memoryview) -> None:
-        """Write a buffer while another thread computes its checksum; the caller may reuse it afterwards."""
-        if self.error is not None:
-            return
-        self._summing = self._summing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
-        summed = self._summing.submit(extend_checksum, self._checksum, view)
-        try:
-            self._append(view)
-        finally:
-            self._checksum = summed.result()
-
     def _append(self, view: memoryview) -> None:
+        """Write a buffer and sum it, piece by piece: each is in the processor's cache when it is needed again."""
         report_progress()
-        self.num_bytes += len(view)
         with _naming(self._shown):
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            for begin in range(0, len(view), PIECE_BYTES):
+                piece = view[begin : begin + PIECE_BYTES]
+                self._checksum = extend_checksum(self._checksum, piece)
+                self.num_bytes += len(piece)
+                while piece:
+                    piece = piece[os.write(self._descriptor, piece) :]
 
     def flush(self) -> None:
         """Do nothing before `close`; serializers call it."""
@@ -139,10 +130,11 @@ class DurableFile:
         Raises:
             OSError: The file could not be written.
         """
-        try:
-            self._write_small()
-        except OSError as error:
-            self.error = error
+        if self.error is None:
+            try:
+                self._write_small()
+            except OSError as error:
+                self.error = error
         if self.error is not None:
             self.discard()
             raise self.error
@@ -163,8 +155,6 @@ class DurableFile:
             os.close(descriptor)
 
     def _release(self) -> int:
-        if self._summing is not None:
-            self._summing.shutdown()
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
