@@ -119,7 +119,7 @@ class PromptDevice:
 def prompt_lane(monkeypatch: pytest.MonkeyPatch) -> StreamLane:
     """The lane to an accelerator, with the CPU in the place of it."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: PromptDevice)
-    monkeypatch.setattr(lanes, "pinned", lambda num_bytes, device: torch.empty(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(lanes, "pinned", lambda num_bytes, *_: torch.empty(num_bytes, dtype=torch.uint8))
     monkeypatch.setattr(PromptDevice, "copied_on", [])
     recorded: list[int] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: recorded.append(tensor.data_ptr()))

@@ -19,14 +19,14 @@ Pretend = Callable[..., None]
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
     """Three GPUs, some of which are broken."""
 
-    def become(broken: tuple[int, ...] = (), is_integrated: bool = False) -> None:
+    def become(broken: tuple[int, ...] = (), integrated: tuple[int, ...] = ()) -> None:
         def zeros(*_: Any, device: torch.device) -> None:
             if device.index in broken:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
 
         module = SimpleNamespace(
             mem_get_info=lambda number: (10 + number, 100),
-            get_device_properties=lambda number: SimpleNamespace(is_integrated=is_integrated),
+            get_device_properties=lambda number: SimpleNamespace(is_integrated=number in integrated),
         )
         kind = SimpleNamespace(name="cuda", device_count=lambda: 3, module=lambda: module)
         monkeypatch.setattr(budgets, "detect_device_kind", lambda: kind)
@@ -50,5 +50,14 @@ def test_where_no_gpu_can_be_used_there_is_cpu_memory(pretend: Pretend) -> None:
 
 
 def test_memory_that_gpus_share_with_the_cpu_counts_once(pretend: Pretend) -> None:
-    pretend(is_integrated=True)
+    pretend(integrated=(0, 1, 2))
     assert list(get_max_memory()) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("available", "left"), [(1000, 1000 - 12), (5, 0)])
+def test_beside_other_gpus_the_cpu_has_what_integrated_ones_leave(
+    pretend: Pretend, monkeypatch: pytest.MonkeyPatch, available: int, left: int
+) -> None:
+    pretend(integrated=(1, 2))  # which share the same memory
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+    assert get_max_memory() == {0: 10, 1: 11, 2: 12, "cpu": left}

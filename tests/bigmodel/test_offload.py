@@ -59,6 +59,22 @@ def test_writing_to_a_weight_leaves_the_file_alone(tmp_path: Path) -> None:
     assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [1, 1, 1]
 
 
+def test_a_folder_is_a_cache_that_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("os.fsync", synced.append)
+    offload_state_dict(tmp_path, {"w": torch.ones(3), "large": torch.zeros(1 << 19)})
+    assert not synced
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["w"], torch.ones(3))
+
+
+def test_a_mapped_weight_keeps_its_values_when_another_one_is_offloaded_over_it(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"w": torch.ones(3)})
+    mapped = OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+    offload_state_dict(tmp_path, {"w": torch.zeros(3)})
+    assert mapped.tolist() == [1, 1, 1]
+    assert OffloadedWeightsLoader(save_folder=tmp_path)["w"].tolist() == [0, 0, 0]
+
+
 def test_an_index_grows(tmp_path: Path) -> None:
     save_offload_index({}, tmp_path)
     assert not list(tmp_path.iterdir())

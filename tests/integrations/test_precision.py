@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from accel_integrations.precision.autocast import BFloat16Precision, FullPrecision
 from accel_integrations.precision.loss_scale import Float16Precision
+from accel_integrations.precision.precision import Precision
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_state.settings.handlers import AutocastKwargs, GradScalerKwargs
 from tests.integrations.training import FEATURES, loss_of, new_batch, new_engine, new_model, prepare
@@ -283,3 +285,15 @@ def test_old_functions_give_the_context_and_the_scaler_of_the_run() -> None:
     with get_mixed_precision_context_manager():
         assert layer(torch.ones(1, 2)).dtype == torch.float32
     assert get_grad_scaler(init_scale=8.0).state_dict()["scale"] == 8.0
+
+
+def test_a_precision_that_scales_is_asked_in_every_step_and_others_are_not() -> None:
+    class OnlyUnscales(Precision):
+        name = "no"
+
+        def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+            """Nothing."""
+
+    assert [kind.scales for kind in (FullPrecision, BFloat16Precision, Float16Precision, OnlyUnscales)] == [
+        False, False, True, True,
+    ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import errno
+import importlib.util
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from accel_ops import durable
+from accel_ops import checksum, durable
 from accel_ops.checksum import checksum_file
 from accel_ops.durable import DurableFile, exchange_folders, make_folder, write_atomically
 from accel_ops.owners import Owner
@@ -32,6 +33,26 @@ def test_size_and_checksum_are_those_of_the_file(tmp_path: Path, num_bytes: int)
     file.close()  # again is harmless
     assert file.num_bytes == len(whole)
     assert file.checksum == checksum_file(tmp_path / "x") == f"{zlib.crc32(whole):08x}"
+
+
+def test_checksums_take_the_processors_instructions_where_there_is_a_wheel() -> None:
+    if importlib.util.find_spec("isal") is None:
+        pytest.skip("isal is not installed: it has no wheel for this machine")
+    assert checksum.crc32.__module__ == "isal.isal_zlib"
+
+
+def test_without_isal_checksums_are_the_same(tmp_path: Path) -> None:
+    content = os.urandom(3 << 18)
+    (tmp_path / "x").write_bytes(content)
+    check = (
+        "import sys; sys.modules['isal'] = sys.modules['isal.isal_zlib'] = None\n"
+        "from accel_ops.checksum import checksum_file, crc32\n"
+        "assert crc32.__module__ == 'zlib'; print(checksum_file(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", check, str(tmp_path / "x")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == checksum_file(tmp_path / "x")
 
 
 def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
@@ -54,15 +75,15 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of processes are a matter of Unix")
-@pytest.mark.parametrize("num_bytes", [200_000, 3 << 20])
-def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int) -> None:
+@pytest.mark.parametrize(("num_bytes", "durable"), [(200_000, True), (3 << 20, True), (200_000, False)])
+def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int, durable: bool) -> None:
     write = f"""
 import resource, signal
 from accel_ops.durable import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
-    with write_atomically({str(tmp_path / "weights")!r}) as file:
+    with write_atomically({str(tmp_path / "weights")!r}, durable={durable}) as file:
         file.write(bytes({num_bytes}))
 except OSError as error:
     print(error)
@@ -103,11 +124,12 @@ def test_an_atomic_write_replaces_content_and_keeps_the_mode(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["x"]
 
 
-def test_a_failed_atomic_write_changes_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_failed_atomic_write_changes_nothing(tmp_path: Path, durable: bool) -> None:
     (tmp_path / "x").write_text("old")
 
     def write_half() -> None:
-        with write_atomically(tmp_path / "x") as file:
+        with write_atomically(tmp_path / "x", durable=durable) as file:
             file.write(b"ne")
             raise RuntimeError("half way")
 

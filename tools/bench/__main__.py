@@ -18,6 +18,7 @@ from tools.reference import ROOT, reference_python
 
 PARTS = {
     "step": "What the accelerator adds to a training step",
+    "memory": "Memory of a training step",
     "ddp": "Data parallel training",
     "sharded": "Sharded training",
     "zero": "DeepSpeed",

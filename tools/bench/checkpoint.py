@@ -25,7 +25,7 @@ WIDTH, LAYERS = 1440, 16  # 133 MB of weights, 266 MB of AdamW's moments
 NEW_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": "0"}
 TITLES = {
     "save": ("`save_state`, 400 MB, with fsync, manifest and checksums (1.15: none of them)", 1.1),
-    "load": ("`load_state`, 400 MB, verified (1.15: unverified)", 1.2),
+    "load": ("`load_state`, 400 MB, verified (1.15: unverified)", 1.3),
 }
 
 

@@ -30,7 +30,7 @@ CASES = {
     "clip": {},
     "bf16": {"mixed_precision": "bf16"},
 }
-GOAL_US = 10
+GOAL_US = 3
 
 
 def rows(reference: Path) -> list[Row]:

@@ -26,7 +26,9 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
     Args:
         max_memory: Bytes, or sizes such as "10GB", by device: the number of an accelerator, "mps", "cpu" or "disk"; an
             infinite number of bytes is no limit. Sizes given as str are replaced in place by their bytes, on which
-            transformers relies. When None, what is free now on all accelerators and in CPU memory.
+            transformers relies. When None, what is free now on all accelerators and in CPU memory. Memory that an integrated
+            GPU shares with the CPU counts once, for the GPU: "cpu" is missing where all GPUs are integrated, and beside
+            other GPUs it is what the integrated ones leave.
 
     Raises:
         TypeError: It is not a mapping.
@@ -72,6 +74,11 @@ def _limit(device: Device, size: Any) -> int:
 
 
 def _free_memory() -> dict[Device, int]:
+    """What is free on each device now; memory that a GPU shares with the CPU counts once, for the GPU.
+
+    Where all GPUs are integrated, no "cpu" is given, as in accelerate 1.15. On a machine that also has GPUs with memory of
+    their own, people expect "cpu", for what does not fit there: it is what the integrated ones do not count already.
+    """
     import psutil
 
     cpu_memory = psutil.virtual_memory().available
@@ -82,15 +89,18 @@ def _free_memory() -> dict[Device, int]:
         return {"mps": cpu_memory}
     module: Any = kind.module()
     free: dict[Device, int] = {}
-    share_cpu_memory = False
+    integrated: list[int] = []
     for number in range(kind.device_count()):
         try:
             torch.zeros((), device=torch.device(kind.name, number))  # the runtime itself takes memory, on first use
             free[number] = module.mem_get_info(number)[0]
-            share_cpu_memory |= _shares_cpu_memory(module, number)
+            if _shares_cpu_memory(module, number):
+                integrated.append(number)
         except RuntimeError as error:  # full, or another process has it for itself
             logger.warning("%s:%d is left out of the device map: %s", kind.name, number, error)
-    return free if share_cpu_memory else {**free, "cpu": cpu_memory}
+    if integrated and len(integrated) == len(free):
+        return free
+    return {**free, "cpu": max(0, cpu_memory - max((free[number] for number in integrated), default=0))}
 
 
 def _shares_cpu_memory(module: Any, number: int) -> bool:

@@ -59,28 +59,30 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         yield
 
 
+class _Here(threading.local):
+    """Where this thread puts what modules register: a device, and whether buffers go there too."""
+
+    target: tuple[torch.device, bool] | None = None
+
+
 class _Registration:
     """Puts what modules register on a device, through torch's own hooks, while a context is open in the same thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_hooked = False
-        self._here = threading.local()
+        self._here = _Here()
 
     @contextmanager
     def moving_to(self, device: torch.device, include_buffers: bool) -> Iterator[None]:
         """Put what this thread registers on `device`."""
         self._hook_once()
-        before = self._target
+        before = self._here.target
         self._here.target = device, include_buffers
         try:
             yield
         finally:
             self._here.target = before
-
-    @property
-    def _target(self) -> tuple[torch.device, bool] | None:
-        return getattr(self._here, "target", None)
 
     def _hook_once(self) -> None:
         # The hooks stay: removing them would change torch's table while other threads, which build models, read it.
@@ -91,14 +93,20 @@ class _Registration:
                 self._is_hooked = True
 
     def _parameter(self, module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
-        if self._target is None or parameter.device == self._target[0]:  # a shared one has been moved
+        target = self._here.target
+        if target is None:
             return None
-        return on_device(parameter, self._target[0])
+        device = target[0]
+        if parameter.device == device:  # a shared one has been moved
+            return None
+        if device is META and type(parameter) is nn.Parameter and not parameter.__dict__:  # nearly all: in two calls
+            values = torch.empty_like(parameter, device=META)
+            return torch.Tensor._make_subclass(nn.Parameter, values, parameter.requires_grad)
+        return on_device(parameter, device)
 
     def _buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> Any:
-        if self._target is None or not self._target[1] or buffer is None:
-            return None
-        return buffer.to(self._target[0])
+        target = self._here.target
+        return buffer.to(target[0]) if target is not None and target[1] and buffer is not None else None
 
 
 _REGISTRATION = _Registration()

@@ -1,21 +1,26 @@
 """Checksums that detect damage, fast enough to compute for all files.
 
-CRC-32 runs at several GB/s where SHA-256 runs at two, and any tool can repeat it. It guards against truncated, torn and
-rotten files, not against an attacker, who would write a fitting checksum.
+CRC-32 guards against truncated, torn and rotten files, not against an attacker, who would write a fitting checksum. Any
+tool can repeat it. ISA-L computes it with the processor's carry-less multiplication, faster than memory is read; zlib, which
+gives the same numbers at 1 to 2 GB/s, takes its place where it has no wheel.
 """
 
 from __future__ import annotations
 
 import os
-import zlib
 from typing import Any
 
-BLOCK_BYTES = 1 << 20  # stays in the processor's cache between being read and being summed
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+BLOCK_BYTES = 1 << 18  # stays in the processor's cache between being read and being summed
 
 
 def extend_checksum(checksum: int, data: Any) -> int:
     """The checksum of everything so far followed by `data` (any contiguous buffer); begin with 0."""
-    return zlib.crc32(data, checksum)
+    return crc32(data, checksum)
 
 
 def format_checksum(checksum: int) -> str:

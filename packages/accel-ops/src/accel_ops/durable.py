@@ -11,7 +11,6 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel_state.supervision import report_progress
 
 StrPath = str | os.PathLike[str]
 
-LARGE_WRITE_BYTES = 1 << 20  # smaller writes are gathered; a second thread sums what the first one writes
+PIECE_BYTES = 1 << 20  # smaller writes are gathered, larger ones are written and summed in pieces
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 
@@ -83,7 +82,6 @@ class DurableFile:
         self._checksum = 0
         self._small = bytearray()
         self._sync = sync
-        self._summing: ThreadPoolExecutor | None = None
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
 
     @property
@@ -94,41 +92,34 @@ class DurableFile:
     def write(self, data: Any) -> int:
         """Append a contiguous buffer of any item type; returns its length in bytes."""
         view = memoryview(data).cast("B")
-        try:
-            if len(view) < LARGE_WRITE_BYTES:
-                self._small += view
-            if len(view) >= LARGE_WRITE_BYTES or len(self._small) >= LARGE_WRITE_BYTES:
-                self._write_small()
-            if len(view) >= LARGE_WRITE_BYTES:
-                self._write_large(view)
-        except OSError as error:
-            self.error = self.error or error
+        if self.error is None:
+            try:
+                if len(view) < PIECE_BYTES:
+                    self._small += view
+                if len(view) >= PIECE_BYTES or len(self._small) >= PIECE_BYTES:
+                    self._write_small()
+                if len(view) >= PIECE_BYTES:
+                    self._append(view)
+            except OSError as error:
+                self.error = error
         return len(view)
 
     def _write_small(self) -> None:
         """Write the buffer of small writes."""
-        if self._small and self.error is None:
-            self._checksum = extend_checksum(self._checksum, self._small)
+        if self._small:
             self._append(memoryview(self._small))
         self._small = bytearray()
 
-    def _write_large(self, view: memoryview) -> None:
-        """Write a buffer while another thread computes its checksum; the caller may reuse it afterwards."""
-        if self.error is not None:
-            return
-        self._summing = self._summing or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksum")
-        summed = self._summing.submit(extend_checksum, self._checksum, view)
-        try:
-            self._append(view)
-        finally:
-            self._checksum = summed.result()
-
     def _append(self, view: memoryview) -> None:
+        """Write a buffer and sum it, piece by piece: each is in the processor's cache when it is needed again."""
         report_progress()
-        self.num_bytes += len(view)
         with _naming(self._shown):
-            while view:
-                view = view[os.write(self._descriptor, view) :]
+            for begin in range(0, len(view), PIECE_BYTES):
+                piece = view[begin : begin + PIECE_BYTES]
+                self._checksum = extend_checksum(self._checksum, piece)
+                self.num_bytes += len(piece)
+                while piece:
+                    piece = piece[os.write(self._descriptor, piece) :]
 
     def flush(self) -> None:
         """Do nothing before `close`; serializers call it."""
@@ -139,10 +130,11 @@ class DurableFile:
         Raises:
             OSError: The file could not be written.
         """
-        try:
-            self._write_small()
-        except OSError as error:
-            self.error = error
+        if self.error is None:
+            try:
+                self._write_small()
+            except OSError as error:
+                self.error = error
         if self.error is not None:
             self.discard()
             raise self.error
@@ -163,8 +155,6 @@ class DurableFile:
             os.close(descriptor)
 
     def _release(self) -> int:
-        if self._summing is not None:
-            self._summing.shutdown()
         descriptor, self._descriptor = self._descriptor, -1
         return descriptor
 
@@ -182,10 +172,15 @@ _WRITING: set[Path] = set()  # temporary files of this process, so that leftover
 
 
 @contextlib.contextmanager
-def write_atomically(path: StrPath) -> Iterator[DurableFile]:
+def write_atomically(path: StrPath, *, durable: bool = True) -> Iterator[DurableFile]:
     """Write a file atomically: it appears under its name, or replaces the old file, only when it is complete.
 
     A link is followed, so what it points to is replaced. A pipe or device is written to directly.
+
+    Args:
+        path: The file.
+        durable: Whether it is synced to the disk (fsync) before it gets its name. A cache, which can be written again,
+            needs no sync: it survives the end of the process, but not that of the machine.
 
     Yields:
         The file to write to.
@@ -212,7 +207,7 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
     temporary = target.with_name(f".{target.name}.{Owner.this_process().name}.{secrets.token_hex(4)}.writing")
     _WRITING.add(temporary)
     try:
-        with DurableFile(temporary, shown=path) as file:
+        with DurableFile(temporary, shown=path) if durable else _plain_file(temporary, path) as file:
             yield file
         if target.exists():
             os.chmod(temporary, stat.S_IMODE(target.stat().st_mode))
@@ -222,7 +217,15 @@ def write_atomically(path: StrPath) -> Iterator[DurableFile]:
         raise
     finally:
         _WRITING.discard(temporary)
-    fsync_folder(target.parent)
+    if durable:
+        fsync_folder(target.parent)
+
+
+@contextlib.contextmanager
+def _plain_file(path: Path, shown: StrPath) -> Iterator[Any]:
+    """A new binary file that is neither synced nor summed, and whose errors name the path `shown`."""
+    with _naming(os.fspath(shown)), open(path, "xb") as file:
+        yield file
 
 
 def _remove_leftovers(target: Path) -> None:

@@ -55,14 +55,15 @@ class StepController:
             Whether its backward pass all-reduces gradients.
         """
         state = self.gradient_state
-        if state.sync_with_dataloader and state.end_of_dataloader:
+        settings = state.plugin_kwargs  # the properties of the state are a call more in every step
+        if settings.get("sync_with_dataloader", True) and state.end_of_dataloader:
             self.step = 0
             sync = True
         else:
             self.step += 1
-            sync = self.step % state.num_steps == 0
+            sync = self.step % (settings.get("num_steps") or 1) == 0
         state._set_sync_gradients(sync)
-        return sync or state.plugin_kwargs.get("sync_each_batch", False)
+        return sync or settings.get("sync_each_batch", False)
 
     def models_among(self, given: tuple[Any, ...]) -> tuple[nn.Module, ...]:
         """The models passed to `accumulate`, also those in lists; the same ones are checked once.

@@ -1,4 +1,8 @@
-"""A folder of offloaded weights: one raw file for each, with an index of dtypes and shapes."""
+"""A folder of offloaded weights: one raw file for each, with an index of dtypes and shapes.
+
+The folder is a cache of weights that are also elsewhere, so nothing waits for the disk (fsync). After a power failure,
+files that did not reach it have another size than the index says, and are rejected.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ Index = dict[str, dict[str, Any]]
 def offload_weight(
     weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: Index | None = None
 ) -> Index | None:
-    """Write a weight into the folder.
+    """Write a weight into the folder, with an atomic rename and without waiting for the disk.
 
     Args:
         weight: The weight.
@@ -38,7 +42,7 @@ def offload_weight(
     """
     plain = weight.detach().to("cpu").contiguous()
     content: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b"\0"
-    with write_atomically(path_inside(offload_folder, f"{weight_name}.dat")) as file:
+    with write_atomically(path_inside(offload_folder, f"{weight_name}.dat"), durable=False) as file:
         file.write(content)
     if index is not None:
         index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
@@ -114,7 +118,7 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
         return
     path = Path(offload_folder) / INDEX_NAME
     before = read_index(offload_folder) if path.is_file() else {}
-    with write_atomically(path) as file:
+    with write_atomically(path, durable=False) as file:
         file.write(json.dumps({**before, **index}, indent=2).encode())
 
 

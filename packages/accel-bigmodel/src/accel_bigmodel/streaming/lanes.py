@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from accel_bigmodel.streaming.arena import Region
+from accel_bigmodel.streaming.pinned import may_pin, pinned
 from accel_bigmodel.streaming.units import Block, UnitWeight
-from accel_state.warning import warn_user
 
 NUM_STAGES = 3  # pinned buffers in which weights from files are staged for one copy
 
@@ -65,9 +65,12 @@ class Lane(ABC):
     def mark(self, before: list[Any]) -> list[Any]:
         """Events recorded after everything that was enqueued so far; earlier ones are reused."""
 
+    def start_timing(self) -> None:
+        """Measure the copies that begin from now on; a lane whose clock costs nothing measures all of them."""
+
     @abstractmethod
-    def timing(self, arrival: Any) -> Timing:
-        """Durations of a copy that was waited for."""
+    def timing(self, arrival: Any) -> Timing | None:
+        """Durations of a copy that was waited for; None if it was not measured."""
 
 
 def fill(weights: Iterable[UnitWeight], target: torch.Tensor) -> None:
@@ -138,20 +141,28 @@ def _timed_fill(weights: list[UnitWeight], target: torch.Tensor) -> float:
 
 @dataclass(slots=True)
 class _Copying:
-    """An asynchronous copy: events around it, and around the wait for it."""
+    """An asynchronous copy: an event at its end, and events that measure it if somebody asked for that."""
+
+    ended: Any
+    clock: _Clock | None
+    enqueued: Future[None] | None = None  # when a thread has to pack or stage the block first
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Timing events before a copy, and around the wait for it."""
 
     begun: Any
-    ended: Any
     wait_begun: Any
     wait_ended: Any
-    enqueued: Future[None] | None = None  # when a thread has to pack or stage the block first
 
 
 class StreamLane(Lane):
     """The lane of an accelerator: copies from pinned memory on a CUDA stream of its own, overlapped with compute.
 
     Weights in CPU memory are packed into pinned memory once, block by block, and take one copy from then on; those in
-    files are staged in one of a few pinned buffers each time. A thread does both.
+    files, and those for which there is not memory enough to pin, are staged in one of a few pinned buffers each time. A
+    thread does both.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -161,6 +172,7 @@ class StreamLane(Lane):
         self._submit = _helper_of(self)
         self._stages: list[_Stage] = []
         self._addresses: set[int] = set()  # of packed weights
+        self._is_timed = False
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory on the accelerator (uint8, one dimension).
@@ -173,7 +185,8 @@ class StreamLane(Lane):
 
     def begin(self, block: Block, region: Region) -> _Copying:
         """Enqueue the copy behind the last kernel that uses this memory."""
-        arrival = _Copying(*[self._event() for _ in range(4)])
+        clock = _Clock(*[self._event(timed=True) for _ in range(3)]) if self._is_timed else None
+        arrival = _Copying(self._event(timed=self._is_timed), clock)
         marks = region.busy_until
         if region.begin is None:  # new memory, which the compute stream may have used for something else
             marks = self.mark([])
@@ -181,7 +194,7 @@ class StreamLane(Lane):
             assert block.packed is not None
             self._copy(block.packed, block, region.memory, marks, arrival)
         else:
-            prepare = self._pack if block.is_in_memory else self._stage
+            prepare = self._pack if block.is_in_memory and may_pin(block.num_bytes) else self._stage
             arrival.enqueued = self._submit(prepare, block, region.memory, marks, arrival)
         return arrival
 
@@ -205,7 +218,7 @@ class StreamLane(Lane):
         ]  # to weights packed before
         own = [weight for weight in block.weights if weight not in tied]
         block.lay_out([*own, *tied])
-        block.packed = pinned(sum(weight.room for weight in own), self.device)
+        block.packed = pinned(sum(weight.room for weight in own), self.device, self._stream)
         fill(own, block.packed)
         for weight in own:
             if weight.num_bytes:
@@ -214,7 +227,7 @@ class StreamLane(Lane):
         self._copy(block.packed, block, target, marks, arrival)
 
     def _stage(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
-        """In the thread: stage weights from files in a pinned buffer and start copying them."""
+        """In the thread: stage weights in a pinned buffer and start copying them."""
         stage = self._next_stage(block.num_bytes)
         stage.sent.synchronize()
         fill(block.weights, stage.memory)
@@ -226,9 +239,9 @@ class StreamLane(Lane):
             stage = self._stages.pop(0)  # the least recently used one
             if stage.memory.numel() < num_bytes:
                 stage.sent.synchronize()
-                stage.memory = pinned(num_bytes, self.device)
+                stage.memory = pinned(num_bytes, self.device, self._stream)
         else:
-            stage = _Stage(pinned(num_bytes, self.device), self._event())
+            stage = _Stage(pinned(num_bytes, self.device, self._stream), self._event())
         self._stages.append(stage)
         return stage
 
@@ -239,7 +252,8 @@ class StreamLane(Lane):
         with self._module.device(self.device), self._module.stream(self._stream), torch.no_grad():
             for mark in marks:
                 self._stream.wait_event(mark)
-            arrival.begun.record(self._stream)
+            if arrival.clock is not None:
+                arrival.clock.begun.record(self._stream)
             target[: source.numel()].copy_(source, non_blocking=True)
             for weight in block.weights:
                 if weight.offset >= source.numel() and weight.num_bytes:
@@ -255,9 +269,12 @@ class StreamLane(Lane):
         """Make the compute stream wait for the copy."""
         self.settle(arrival)
         computing = self._module.current_stream(self.device)
-        arrival.wait_begun.record(computing)
+        if arrival.clock is None:
+            computing.wait_event(arrival.ended)
+            return
+        arrival.clock.wait_begun.record(computing)
         computing.wait_event(arrival.ended)
-        arrival.wait_ended.record(computing)
+        arrival.clock.wait_ended.record(computing)
 
     def mark(self, before: list[Any]) -> list[Any]:
         """One event, recorded after all that is enqueued on the compute stream."""
@@ -265,16 +282,22 @@ class StreamLane(Lane):
         event.record(self._module.current_stream(self.device))
         return [event]
 
-    def timing(self, arrival: _Copying) -> Timing:
+    def start_timing(self) -> None:
+        """Put timing events around the copies that begin from now on."""
+        self._is_timed = True
+
+    def timing(self, arrival: _Copying) -> Timing | None:
         """Durations between CUDA events."""
-        arrival.wait_ended.synchronize()
+        clock = arrival.clock
+        if clock is None:
+            return None
+        clock.wait_ended.synchronize()
         return Timing(
-            arrival.begun.elapsed_time(arrival.ended) / 1e3,
-            arrival.wait_begun.elapsed_time(arrival.wait_ended) / 1e3,
+            clock.begun.elapsed_time(arrival.ended) / 1e3, clock.wait_begun.elapsed_time(clock.wait_ended) / 1e3
         )
 
-    def _event(self) -> Any:
-        return self._module.Event(enable_timing=True)
+    def _event(self, *, timed: bool = False) -> Any:
+        return self._module.Event(enable_timing=timed)
 
 
 def _replace(weight: UnitWeight, view: torch.Tensor) -> None:
@@ -285,36 +308,6 @@ def _replace(weight: UnitWeight, view: torch.Tensor) -> None:
         if tensor.data_ptr() == address and tensor.shape == view.shape:
             mapping[name] = view
     weight.refresh()
-
-
-def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Pinned memory of exactly this size (uint8, one dimension).
-
-    CUDA memory is registered by hand, because PyTorch's allocator rounds up to a power of two, which for a large
-    model may be half of it again.
-
-    Args:
-        num_bytes: Its size in bytes.
-        device: The accelerator that reads it.
-
-    Returns:
-        The memory; pageable memory, with a warning, if the system cannot pin that much.
-    """
-    if device.type != "cuda" or torch.version.hip is not None or num_bytes == 0:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    runtime: Any = torch.cuda.cudart()
-    memory = torch.empty(num_bytes, dtype=torch.uint8)
-    address = memory.data_ptr()
-    with torch.cuda.device(device):
-        error = int(runtime.cudaHostRegister(address, num_bytes, 0))
-    if error == 0:
-        weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
-    else:
-        warn_user(
-            f"CUDA could not pin {num_bytes:,} bytes of CPU memory (error {error}), so weights are copied more slowly: raise "
-            "the limit of locked memory (ulimit -l), or leave more memory free."
-        )
-    return memory
 
 
 @dataclass(slots=True)

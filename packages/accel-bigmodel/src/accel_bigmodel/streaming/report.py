@@ -82,7 +82,10 @@ class OffloadReport:
                 return "nothing is offloaded"
             if all(torch.device(row.device).type == "cpu" for row in offloaded):
                 return "nothing is copied: the CPU uses the weights in place"
-            return "not known yet: the first forward pass only records the order of the modules, run another one"
+            return (
+                "not known yet: the first forward pass only records the order of the modules, and copies to an accelerator are "
+                "timed once a report was asked for; run another one"
+            )
         moved = sum(block.moved_seconds for block in self.blocks)
         waited = sum(block.waited_seconds for block in self.blocks)
         num_bytes = sum(block.num_bytes for block in self.blocks)
@@ -117,15 +120,20 @@ def offload_report(model: nn.Module) -> OffloadReport:
     """Report on a model that was dispatched or offloaded; the same as `model.offload_report()`.
 
     Args:
-        model: The model. Its last forward pass is reported on; the first one only records the order of the modules.
+        model: The model. Its last forward pass is reported on; the first one only records the order of the modules. Copies
+            to accelerators are timed from the first report on, so it shows them after one more pass.
     """
     streams = {hook.stream for _, hook in offloading_hooks(model) if isinstance(hook.stream, WeightStream)}
+    for stream in streams:
+        stream.lane.start_timing()
     blocks = [_report_on(stream, block) for stream in streams for block in stream.blocks if block.ready]
-    return OffloadReport(_module_rows(model), blocks)
+    return OffloadReport(_module_rows(model), [block for block in blocks if block is not None])
 
 
-def _report_on(stream: WeightStream, block: Block) -> BlockReport:
+def _report_on(stream: WeightStream, block: Block) -> BlockReport | None:
     timing = stream.lane.timing(block.arrival)
+    if timing is None:
+        return None
     place = "cpu" if block.is_in_memory else "disk"
     return BlockReport(
         block.name, place, str(stream.lane.device), block.num_bytes, timing.moved_seconds, timing.waited_seconds

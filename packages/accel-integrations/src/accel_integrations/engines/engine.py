@@ -197,7 +197,8 @@ class Engine(ABC):
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Accumulate the gradients of `loss` (0-dim, already divided for accumulation)."""
-        self.precision.scale(loss).backward(**kwargs)
+        precision = self.precision
+        (precision.scale(loss) if precision.scales else loss).backward(**kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which `backward` synchronizes no gradients between ranks."""
@@ -217,12 +218,16 @@ class Engine(ABC):
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take an optimizer step; returns False when it was skipped because gradients were not finite."""
-        return self.precision.step(optimizer, closure)
+        if self.precision.scales:
+            return self.precision.step(optimizer, closure)
+        optimizer.step(closure) if closure is not None else optimizer.step()
+        return True
 
     def unscale_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Divide the gradients of plain torch optimizers by the loss scale, before clipping or reading them."""
-        for optimizer in optimizers:
-            self.precision.unscale(optimizer)
+        if self.precision.scales:
+            for optimizer in optimizers:
+                self.precision.unscale(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0

@@ -23,8 +23,15 @@ class Precision(ABC):
     name: ClassVar[str]
     """The value of `mixed_precision` it serves: "no", "bf16", "fp16" or "fp8"."""
 
+    scales: ClassVar[bool] = False
+    """Whether it overrides `scale`, `unscale` or `step`; else steps spare themselves these calls."""
+
     scaler: torch.amp.GradScaler | None = None
     """The loss scaler, where the precision needs one. Read by others as `accelerator.scaler`."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.scales = any(getattr(cls, name) is not getattr(Precision, name) for name in ("scale", "unscale", "step"))
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Replace layers by ones of this precision, before anything is sharded. Returns the model to use."""
