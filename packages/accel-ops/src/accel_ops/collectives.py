@@ -1,4 +1,4 @@
-"""Collectives over nested structures: at most two collectives of `torch.distributed`, however many tensors there are."""
+"""Collectives over nested structures: one or two of `torch.distributed`, however many tensors there are, unless they are large."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 
 from accel_ops.announcing import SAME_SHAPES, Operation
+from accel_ops.broadcasting import broadcast_leaves
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.objects import broadcast_buffer, broadcast_payload, check_source, gather_object
-from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.objects import check_source, gather_object
 from accel_ops.reducing import reduce_leaves
 from accel_ops.transport import Reduction, transport_of
 from accel_ops.verification import verify_operation
@@ -118,21 +118,16 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     leaves, structure = flatten(tensor, "broadcast")
     transport = transport_of(state)
-    wire = transport.collective_device(state)
-    signature = signature_of(leaves)
-    layout = layout_of(signature)
-    is_source = state.process_index == from_process
-    moved = [leaf.detach().to(wire) for leaf in leaves] if is_source else []
-    payload = pack(moved, layout) if moved else torch.empty(0, dtype=torch.uint8, device=wire)
-    if wire.type == "cpu":
-        operation = Operation("broadcast", tensor, SAME_SHAPES)
-        buffer = broadcast_payload(payload, (from_process, structure, signature), operation, from_process, state)
-    else:  # reading the announcements of others would synchronize with the device
-        buffer = broadcast_buffer(payload, layout.num_bytes, transport, from_process, state.process_index)
-    if not is_source:
-        with torch.no_grad():
-            for leaf, received in zip(leaves, unpack(buffer, layout), strict=True):
-                leaf.detach().copy_(received)
+    broadcast_leaves(
+        leaves,
+        structure,
+        Operation("broadcast", tensor, SAME_SHAPES),
+        transport,
+        transport.collective_device(state),
+        from_process,
+        state.process_index,
+        state.num_processes,
+    )
     return tensor
 
 
