@@ -229,7 +229,7 @@ def test_padding(rank: int, world: int) -> None:
         assert pad_across_processes(nested) is nested
     with pytest.raises(DistributedOperationException, match="pad_across_processes"):
         pad_across_processes([torch.ones(1)] * (rank + 1))
-    with pytest.raises(DistributedOperationException, match="different numbers of dimensions"):
+    with pytest.raises(DistributedOperationException, match="the same number of dimensions"):
         pad_across_processes(torch.ones([2] * (rank + 1)))
 
 

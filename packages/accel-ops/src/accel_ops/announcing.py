@@ -22,7 +22,16 @@ from accel_ops.transport import Transport
 from accel_state.errors import DistributedOperationException
 
 SAME_SHAPES = "the same structure, dtypes and shapes on every rank"
+SAME_DIMENSIONS = "the same number of tensors, with the same number of dimensions, on every rank"
 SAME_BUT_FIRST = "the same structure, dtypes and shapes (except for dimension 0) on every rank"
+SAME_LENGTH = "lists of the same length and one from_process"
+ADVICE = {
+    SAME_SHAPES: "Pad what differs with accelerator.pad_across_processes, or gather it as objects.",
+    SAME_BUT_FIRST: "Pad what differs with accelerator.pad_across_processes, or gather it as objects.",
+    SAME_DIMENSIONS: "Give them the same number of dimensions everywhere, for example with unsqueeze.",
+    SAME_LENGTH: "Pass lists of the same length, and the same rank as from_process, everywhere.",
+}
+"""What to do when ranks do not agree on what an operation needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +59,7 @@ class Operation:
                 "Call the same collectives in the same order on every rank; look for a branch that only some ranks take."
             )
         raise DistributedOperationException(
-            f"{self.name} needs {self.needs}, but got:\n{listed}\n"
-            "Pad what differs with accelerator.pad_across_processes, or gather it as objects."
+            f"{self.name} needs {self.needs}, but got:\n{listed}\n{ADVICE[self.needs]}"
         )
 
 

@@ -7,8 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from accel_ops.announcing import SAME_SHAPES, Operation
+from accel_ops.announcing import SAME_DIMENSIONS, SAME_SHAPES, Operation, announce
 from accel_ops.broadcasting import broadcast_leaves
+from accel_ops.gather_payload import payload_of
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
 from accel_ops.objects import check_source, gather_object
@@ -16,7 +17,6 @@ from accel_ops.reducing import reduce_leaves
 from accel_ops.transport import Reduction, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
-from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 from accel_state.warning import warn_user
@@ -179,11 +179,6 @@ def _find_holder(tensor: torch.Tensor | None) -> tuple[int, Sequence[int], torch
     return holders[0], *offered[holders[0]]
 
 
-@verify_operation
-def _sizes_everywhere(tensor: torch.Tensor, state: PartialState) -> torch.Tensor:
-    return gather_leaves(tensor, "pad_across_processes", state)
-
-
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors to the largest size that one dimension has on any process.
 
@@ -211,16 +206,18 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if state.num_processes == 1:
         return tensor
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
-    dimensions = [leaf.dim() for leaf in leaves]
-    everywhere = _sizes_everywhere(torch.tensor([own + dimensions], device="cpu"), state)
-    sizes, dimensions_everywhere = everywhere[:, : len(own)], everywhere[:, len(own) :]
-    if (dimensions_everywhere != dimensions_everywhere[0]).any():
-        raise DistributedOperationException(
-            "pad_across_processes cannot pad tensors with different numbers of dimensions; by rank: "
-            f"{dimensions_everywhere.tolist()}. Give them the same number on all processes, for example with unsqueeze."
-        )
-    largest = iter(sizes.amax(0).tolist())
+    largest = iter(_largest_sizes(own, tuple([leaf.dim() for leaf in leaves]), tensor, state))
     return recursively_apply(lambda leaf: _padded(leaf, dim, next(largest), pad_index, pad_first), tensor)
+
+
+def _largest_sizes(own: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState) -> list[int]:
+    """The largest of each size on any rank; the sizes go in the places of those in dimension 0 of an announcement."""
+    transport = transport_of(state).between_hosts(state)
+    operation = Operation("pad_across_processes", tensor, SAME_DIMENSIONS)
+    payload = payload_of((operation.name, dimensions), tuple([(torch.uint8, (size,)) for size in own]), True)
+    wire = transport.collective_device(state)
+    announced = announce([], payload, operation, transport, state.num_processes, wire)
+    return [max(sizes) for sizes in zip(*announced.sizes, strict=True)]
 
 
 def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:

@@ -26,7 +26,7 @@ from accel_ops.packing import (
     signature_of,
     unpack,
 )
-from accel_ops.transport import TorchTransport, Transport, transport_of
+from accel_ops.transport import CPU, TorchTransport, Transport, transport_of
 from accel_state.processes import PartialState
 
 
@@ -55,8 +55,9 @@ def gather_leaves(data: Any, operation: str, state: PartialState, group: Any = N
         if wire.type != "cpu" and leaves and all([leaf.ndim == 0 for leaf in leaves]):  # no sizes to learn
             joined = _gather_packed(_moved(leaves, wire), layout_of(signature_of(leaves)), transport, world)
         else:
+            hosts = transport if wire.type == "cpu" else transport.between_hosts(state)
             called = Operation(operation, data, SAME_BUT_FIRST)
-            joined = _gather_announced(leaves, (operation, structure), called, transport, state, world)
+            joined = _gather_announced(leaves, (operation, structure), called, (hosts, transport), wire, world)
     return rebuild(
         data,
         [
@@ -74,14 +75,23 @@ def _gather_announced(
     leaves: list[torch.Tensor],
     agreed: tuple[Any, ...],
     operation: Operation,
-    transport: Transport,
-    state: PartialState,
+    transports: tuple[Transport, Transport],
+    wire: torch.device,
     world: int,
 ) -> list[torch.Tensor]:
-    """The leaves of all ranks, whose sizes in dimension 0 they announce first."""
-    hosts = transport.between_hosts(state)
-    slots_on = hosts.collective_device(state)
-    is_elsewhere = any([leaf.device.type != "cpu" for leaf in leaves]) if hosts is not transport else False
+    """The leaves of all ranks, whose sizes in dimension 0 they announce first.
+
+    Args:
+        leaves: The data of this rank.
+        agreed: What must be equal on all ranks, besides shapes and dtypes.
+        operation: For the error.
+        transports: Between hosts, and between devices; the same one where data are in CPU memory.
+        wire: The device of the buffers of the second.
+        world: The number of ranks.
+    """
+    hosts, devices = transports
+    slots_on = wire if hosts is devices else CPU
+    is_elsewhere = hosts is not devices and any([leaf.device != CPU for leaf in leaves])
     if not is_elsewhere:
         leaves = _moved(leaves, slots_on)
     payload = payload_of(agreed, signature_of(leaves), is_elsewhere)
@@ -91,10 +101,8 @@ def _gather_announced(
             return join_small(announced.slots, payload, announced.sizes)
         return _join(announced.data(payload), payload, announced.sizes)
     if announced.is_elsewhere:  # on the device of any rank
-        leaves = _moved(leaves, transport.collective_device(state))
-    else:
-        transport = hosts
-    return _gather_buckets(leaves, payload, transport, announced.sizes)
+        return _gather_buckets(_moved(leaves, wire), payload, devices, announced.sizes)
+    return _gather_buckets(leaves, payload, hosts, announced.sizes)
 
 
 def _gather_packed(leaves: list[torch.Tensor], layout: Layout, transport: Transport, world: int) -> list[torch.Tensor]:

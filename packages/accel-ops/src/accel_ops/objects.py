@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.announcing import Operation, announce
+from accel_ops.announcing import SAME_LENGTH, Operation, announce
 from accel_ops.gather_payload import GatherPayload, payload_of
 from accel_ops.packing import signature_of
 from accel_ops.transport import transport_of
@@ -61,7 +61,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     check_source(from_process, state)
     is_source = state.process_index == from_process
     payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
-    operation = Operation("broadcast_object_list", object_list, "lists of the same length and one from_process")
+    operation = Operation("broadcast_object_list", object_list, SAME_LENGTH)
     received = _broadcast_payload(payload, operation, from_process, state)
     if not is_source:
         object_list[:] = _unpickled(received)
