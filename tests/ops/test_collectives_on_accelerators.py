@@ -20,7 +20,7 @@ from accel_data.batch_scatter import BatchScatter
 from accel_ops import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
 from accel_ops.host_group import _new_group, host_group, interface_to
 from accel_ops.packing import BUCKET_BYTES, LARGE_BYTES, buckets_of
-from accel_ops.transport import TorchTransport
+from accel_ops.transport import TorchTransport, collective_device
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks
@@ -29,16 +29,21 @@ DEVICE = torch.device("meta")
 
 
 @contextmanager
-def accelerators() -> Iterator[list[torch.Size]]:
-    """Let the device of all ranks be an accelerator; yields the shapes of buffers that its collectives got."""
+def accelerators() -> Iterator[tuple[list[torch.Size], list[torch.Size]]]:
+    """Let the device of all ranks be an accelerator.
+
+    Yields the shapes of the buffers that its collectives got, and those of the all-gathers between hosts.
+    """
     state = PartialState()
     known = (state.device, state.backend)
     state.device, state.backend = DEVICE, "pretended"
     sent: list[torch.Size] = []
+    announced: list[torch.Size] = []
     real = (TorchTransport.all_gather, TorchTransport.all_reduce)
 
     def all_gather(self: Any, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         if buffer.device != DEVICE:
+            announced.append(buffer.shape)
             return real[0](self, buffer, world, out)
         sent.append(buffer.shape)
         return (buffer.new_empty(world * buffer.numel()) if out is None else out).view(world, buffer.numel())
@@ -50,7 +55,7 @@ def accelerators() -> Iterator[list[torch.Size]]:
 
     TorchTransport.all_gather, TorchTransport.all_reduce = all_gather, all_reduce  # type: ignore[method-assign]
     try:
-        yield sent
+        yield sent, announced
     finally:
         TorchTransport.all_gather, TorchTransport.all_reduce = real  # type: ignore[method-assign]
         state.device, state.backend = known
@@ -58,12 +63,12 @@ def accelerators() -> Iterator[list[torch.Size]]:
 
 @ranks(2)
 def test_no_host_waits_for_its_device(rank: int, world: int) -> None:
-    with accelerators() as sent:
+    with accelerators() as (sent, announced):
         loss = gather(
             {"loss": torch.empty((), device=DEVICE), "count": torch.empty((), dtype=torch.int64, device=DEVICE)}
         )
         assert loss["loss"].shape == loss["count"].shape == (2,)
-        assert len(sent) == 1, "0-dim tensors are not announced"
+        assert (len(sent), len(announced)) == (1, 0), "the sizes of 0-dim tensors are known"
         ragged = gather([torch.empty(3 + rank, 4, device=DEVICE), torch.empty(2, dtype=torch.int64, device=DEVICE)])
         assert [leaf.shape for leaf in ragged] == [(7, 4), (4,)], "sizes are learned from the other host"
         assert {leaf.device for leaf in ragged} == {DEVICE}
@@ -128,6 +133,17 @@ def test_a_group_beside_another_has_its_ranks_and_its_timeout(rank: int, world: 
         dist.all_reduce(total, group=of_pair)
         assert total.item() == 2
         assert of_pair._get_backend(torch.device("cpu")).options._timeout == timedelta(hours=2)
+
+
+@ranks(2)
+def test_the_device_of_collectives_is_that_of_the_run_not_of_the_machine(rank: int, world: int) -> None:
+    known, asked = dist.get_backend, torch.accelerator.current_accelerator
+    dist.get_backend = lambda group=None: "cpu:gloo"  # type: ignore[assignment] # a user's choice, with cpu=True
+    torch.accelerator.current_accelerator = lambda *args: torch.device("cuda")  # type: ignore[assignment]
+    try:
+        assert collective_device(dist.group.WORLD).type == "cpu"
+    finally:
+        dist.get_backend, torch.accelerator.current_accelerator = known, asked
 
 
 def test_the_interface_to_rank_0_is_that_of_the_route() -> None:
