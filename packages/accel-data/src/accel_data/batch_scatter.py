@@ -26,9 +26,7 @@ from accel_state.processes import PartialState
 HEADER_WORDS = 4
 HEADER_BYTES = HEADER_WORDS * 8  # of int64: kind of message, whether it is the last, samples of the global batch
 DATA, SPEC, END, ERROR = range(4)
-PINNING_DEVICES = frozenset(
-    {"cuda", "xpu"}
-)  # whose allocator of page-locked memory waits for copies before it reuses any
+PINNING_DEVICES = frozenset({"cuda", "xpu"})  # whose allocator of pinned memory waits for copies before it reuses any
 MAX_IN_FLIGHT = 2  # global batches that the main process may be ahead of a slow rank
 
 
@@ -176,7 +174,7 @@ class BatchScatter:
             self._spec = received[0]
 
     def _new_message(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a message; page-locked where the device copies from that without making the host wait."""
+        """Memory for a message; pinned where the device copies from that without making the host wait."""
         pins = self._device.type == "cpu" and self._state.device.type in PINNING_DEVICES
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pins)
 
