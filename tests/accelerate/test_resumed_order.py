@@ -92,6 +92,11 @@ CELLS = [
         ("stream", "dispatch", "mid", "default"),
         ("stream", "split", "boundary", "stateful"),
         ("stream_with_state", "split", "mid", "stateful"),
+        ("stream_with_state", "dispatch", "second", "stateful"),
+        ("shuffled", "shard", "accumulating", "seedable"),
+        ("drawing", "dispatch", "accumulating", "default"),
+        ("weighted", "split", "accumulating", "stateful"),
+        ("stream", "dispatch", "accumulating", "stateful"),
     )
 ]
 """A part of the matrix of `tests.support.resumed_runs`."""

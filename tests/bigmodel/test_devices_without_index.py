@@ -18,8 +18,10 @@ from accel_bigmodel.hooks.user_offload import CpuOffload
 
 @pytest.fixture
 def model_on_gpu() -> nn.Module:
-    with FakeTensorMode():
-        return nn.Linear(2, 2, device="cuda:3")
+    model = nn.Linear(2, 2, device="meta")
+    with FakeTensorMode():  # without initial values: torch 2.9 would ask the driver for them
+        model.weight, model.bias = (nn.Parameter(torch.empty(*shape, device="cuda:3")) for shape in ((2, 2), (2,)))
+    return model
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from accel_bigmodel import find_tied_parameters, init_empty_weights, retie_param
 from accel_bigmodel.checkpoint import placing, progress
 from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
-from accel_bigmodel.checkpoint.mapped import mapped_shard
 from accel_bigmodel.checkpoint.placing import copy_staged
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
+from accel_ops.mapped import mapped_shard
 from tests.bigmodel.trees import models
 from tests.support.ranks import ranks
 

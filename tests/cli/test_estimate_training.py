@@ -51,8 +51,9 @@ def test_a_step_without_values_needs_what_a_real_one_allocates(
     size = BatchSize(2, None if kind == "vit" else 48)
     _, step = fake(folder, wanted, size)
     real = allocated(folder, wanted, size)
-    # what is recomputed in the backward pass lives a little longer without values
-    near = 0.08 if wanted.gradient_checkpointing else 0.01
+    # what is recomputed in the backward pass lives a little longer without values; CPUs with matrix units lay 16-bit values
+    # out in their own way, which takes memory for a moment
+    near = 0.08 if wanted.gradient_checkpointing else 0.01 if wanted.mixed_precision == "no" else 0.03
     assert [phase.peak_bytes for phase in step.phases] == pytest.approx(real, rel=near)
 
 

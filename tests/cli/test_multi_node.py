@@ -83,6 +83,7 @@ def test_deepspeeds_own_launcher_on_two_machines(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("first slots=1\nsecond slots=1\n")
     (tmp_path / "train.py").write_text(WITH_DEEPSPEED)
     known = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    known["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{known['PATH']}"  # where the program deepspeed is
     words = "launch --cpu --use_deepspeed --zero_stage 2 --num_processes 2 --num_machines 2"
     words += f" --deepspeed_hostfile hosts --deepspeed_multinode_launcher nossh --main_process_ip {ADDRESSES[0]}"
     with two_machines("ds") as machines:

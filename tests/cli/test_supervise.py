@@ -308,6 +308,18 @@ def test_processes_of_others_report_to_nobody(monkeypatch: pytest.MonkeyPatch, t
     assert not list(tmp_path.iterdir())
 
 
+def test_a_signal_that_the_program_uses_itself_is_left_to_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert supervision.STACK_SIGNAL is not None
+    monkeypatch.setenv(supervision.VARIABLE, f"{os.getppid()}:{tmp_path}")
+    before = signal.signal(supervision.STACK_SIGNAL, own := lambda number, frame: None)
+    try:
+        supervision.report_to_launcher(0)
+        assert signal.getsignal(supervision.STACK_SIGNAL) is own
+        assert not list(tmp_path.iterdir()), "the launcher must not send it"
+    finally:
+        signal.signal(supervision.STACK_SIGNAL, before)
+
+
 def test_a_timeout_that_nobody_hears_of_is_pointed_out(said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_cli.supervise.watch.START_SECONDS", 0)
     watch = Watch(hang_timeout=1e-9, say=said.append)

@@ -15,6 +15,7 @@ from accel_integrations.engines.engine import Engine
 from accel_integrations.precision.autocast import FullPrecision
 from accel_integrations.precision.precision import Precision
 from accel_integrations.prepared.prepared import Prepared
+from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.settings.project import ProjectConfiguration
 from accelerate.checkpoint.keeper import CheckpointKeeper
@@ -29,6 +30,7 @@ class PlainEngine(Engine):
     def __init__(self, prepared: Prepared) -> None:
         self.context: Any = SimpleNamespace(prepared=prepared)
         self.precision = FullPrecision()
+        self.gradient_state = GradientState()
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         return model

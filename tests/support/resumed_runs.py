@@ -32,7 +32,7 @@ STEPS_BEFORE_SAVING = 3  # of an epoch
 KINDS = ("sequential", "shuffled", "weighted", "custom", "drawing", "batches", "stream", "stream_with_state")
 SHARINGS = ("shard", "dispatch", "split")
 MOMENTS = ("mid", "boundary", "last_batch", "second", "accumulating")
-"""The last one is inside an accumulation window, whose gradients no checkpoint holds."""
+"""The last one is inside an accumulation window."""
 WAYS = ("seedable", "default", "stateful")
 
 

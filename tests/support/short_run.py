@@ -27,25 +27,15 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
     Returns:
         Those of a short run and those that are left to `--all`, each in the given order.
     """
-    sets: dict[str, list[str]] = defaultdict(list)
+    sampled: dict[tuple[str, int], list[str]] = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sample"):
-            sets[_function(item)].append(item.nodeid)
-    chosen: set[str] = set()
-    for item in items:
-        function = _function(item)
-        if function in sets:
-            marker = item.get_closest_marker("sample")
-            assert marker is not None
-            names = sorted(sets.pop(function))
-            chosen.update(random.Random(f"{seed}{function}").sample(names, min(int(marker.args[0]), len(names))))
-    short, left = [], []
-    for item in items:
-        is_left = item.get_closest_marker("thorough") or (
-            item.get_closest_marker("sample") and item.nodeid not in chosen
-        )
-        (left if is_left else short).append(item)
-    return short, left
+        if (marker := item.get_closest_marker("sample")) is not None:
+            sampled[_function(item), int(marker.args[0])].append(item.nodeid)
+    left = {item.nodeid for item in items if item.get_closest_marker("thorough")}
+    for (function, number), names in sampled.items():
+        names.sort()
+        left |= set(names) - set(random.Random(f"{seed}{function}").sample(names, min(number, len(names))))
+    return [item for item in items if item.nodeid not in left], [item for item in items if item.nodeid in left]
 
 
 def _function(item: pytest.Item) -> str:

@@ -9,7 +9,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_bigmodel.checkpoint.compare": "CheckpointMismatchError",
         "accel_bigmodel.checkpoint.index": "find_checkpoint",
         "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
-        "accel_bigmodel.checkpoint.mapped": "MappedShard mapped_shard",
+        "accel_ops.mapped": "MappedShard mapped_shard",
         "accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder",
         "accel_bigmodel.device_map.check": (
             "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"

@@ -2,7 +2,7 @@
 
 For every global batch the main process sends each rank one message: a header, then that rank's packed tensors. Both ends
 know how long it is, because the spec (structure, dtypes and shapes) was broadcast before; when it changes, the new one is
-broadcast first.
+broadcast first. Messages go between hosts, through CPU memory, where a loader's batches are.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from accel_state.processes import PartialState
 HEADER_WORDS = 4
 HEADER_BYTES = HEADER_WORDS * 8  # of int64: kind of message, whether it is the last, samples of the global batch
 DATA, SPEC, END, ERROR = range(4)
+PINNING_DEVICES = frozenset({"cuda", "xpu"})  # whose allocator of pinned memory waits for copies before it reuses any
 MAX_IN_FLIGHT = 2  # global batches that the main process may be ahead of a slow rank
 
 
@@ -55,7 +56,9 @@ class BatchScatter:
 
     def __init__(self, state: PartialState) -> None:
         self._state = state
-        self._device = transport_of(state).collective_device(state)
+        transport = transport_of(state).between_hosts(state)  # batches are read into CPU memory
+        self._group = transport.group
+        self._device = transport.collective_device(state)
         self._spec = BatchSpec(None, ((),) * state.num_processes)
         self._signatures: Any = None  # of the last global batch, on the main process
         self._in_flight: deque[list[Any]] = deque()
@@ -91,7 +94,7 @@ class BatchScatter:
         skeleton = rebuild(local_batches[0], iter(range(len(signatures[0][1]))))
         spec = BatchSpec(skeleton, tuple(signature for _, signature in signatures))
         self._announce(SPEC)
-        dist.broadcast_object_list([spec], src=self._state.process_index, device=self._device)
+        dist.broadcast_object_list([spec], src=self._state.process_index, group=self._group, device=self._device)
         self._spec = spec
         self._signatures = signatures
 
@@ -107,7 +110,7 @@ class BatchScatter:
         except Exception as error:
             self._announce(ERROR)
             sent = [_sendable(error)]
-            dist.broadcast_object_list(sent, src=self._state.process_index, device=self._device)
+            dist.broadcast_object_list(sent, src=self._state.process_index, group=self._group, device=self._device)
             raise
 
     def _announce(self, kind: int) -> None:
@@ -121,7 +124,9 @@ class BatchScatter:
 
     def _start(self, messages: dict[int, torch.Tensor]) -> None:
         """Start sending asynchronously, so that reading overlaps with it."""
-        self._in_flight.append([dist.isend(message, dst=rank) for rank, message in messages.items()])
+        self._in_flight.append(
+            [dist.isend(message, dst=rank, group=self._group) for rank, message in messages.items()]
+        )
         while len(self._in_flight) > MAX_IN_FLIGHT:
             self._wait_for_oldest()
 
@@ -151,19 +156,27 @@ class BatchScatter:
         """
         while True:
             signature = self._spec.signatures[self._state.process_index]
-            message = torch.empty(_length(signature), dtype=torch.uint8, device=self._device)
-            dist.recv(message, src=reader)
+            message = self._new_message(_length(signature))
+            dist.recv(message, src=reader, group=self._group)
             header = message[:HEADER_BYTES].view(torch.int64).tolist()
             if header[0] == DATA:
-                leaves = unpack(message[HEADER_BYTES:], layout_of(signature))
+                data = message[HEADER_BYTES:].to(
+                    self._state.device, non_blocking=message.is_pinned()
+                )  # one copy for all
+                leaves = unpack(data, layout_of(signature))
                 return ScatteredBatch(_fill(self._spec.skeleton, leaves), bool(header[1]), header[2])
             if header[0] == END:
                 return None
             received: list[Any] = [None]
-            dist.broadcast_object_list(received, src=reader, device=self._device)
+            dist.broadcast_object_list(received, src=reader, group=self._group, device=self._device)
             if header[0] == ERROR:
                 raise received[0]
             self._spec = received[0]
+
+    def _new_message(self, num_bytes: int) -> torch.Tensor:
+        """Memory for a message; pinned where the device copies from that without making the host wait."""
+        pins = self._device.type == "cpu" and self._state.device.type in PINNING_DEVICES
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pins)
 
 
 @lru_cache(maxsize=8)

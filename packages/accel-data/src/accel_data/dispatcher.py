@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.prepared_loader import PreparedLoader
 from accel_data.samplers import batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
-from accel_ops.nested import flatten
+from accel_ops.nested import flatten, rebuild
 from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.mesh import SAME_BATCH_AXES
@@ -44,6 +46,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     keeps_first: Any = None
     """A `SkipBatchSampler` that keeps the first batches of an epoch, even if an iteration starts after them."""
+    first_samples: list[torch.Tensor] | None
+    """The leaves of the first samples of the epoch of a stream, which cannot be read again after a restart."""
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         self.split_batches = split_batches
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.first_samples: list[torch.Tensor] | None = None
         self.torch_device_mesh = torch_device_mesh
         self.state = PartialState()
 
@@ -111,6 +116,8 @@ class DataLoaderDispatcher(PreparedLoader):
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
         first: Any = None
+        if not self.epoch_start.is_mid_epoch:
+            self.first_samples = None
         with scatter:
             ahead = self._read_ahead(restore_rng)
             while True:
@@ -195,7 +202,13 @@ class DataLoaderDispatcher(PreparedLoader):
         if first is not None or self._drop_last:
             return first
         count = self.state.num_processes
-        return self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
+        first = self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
+        if isinstance(self.dataset, IterableDataset):
+            if self.first_samples is not None:
+                return rebuild(first, self.first_samples)
+            with suppress(TypeError):  # not all leaves are tensors
+                self.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
+        return first
 
     def _split(self, data: Any, first: Any, count: int, is_last: bool) -> tuple[list[Any] | None, int]:
         """The local batches of a global one, and its samples without padding; None when nothing is left of it."""

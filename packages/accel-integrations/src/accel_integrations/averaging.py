@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, final
 
 import torch
@@ -63,6 +63,13 @@ class StepAverage:
 
     def finish_window(self) -> None:
         """Called before gradients are clipped or applied; losses were divided already."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint inside an accumulation window needs; nothing here."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue an accumulation window."""
 
 
 def _unexpected(weight: Any) -> ValueError:
@@ -184,6 +191,15 @@ class WindowAverage(StepAverage):
         mean = self._over_all_processes(first) / self._engine.num_averaged
         mantissa_and_exponent = torch.frexp(torch.tensor(float(mean)))
         return 2.0 ** int(mantissa_and_exponent.exponent) if float(mean) > 0 else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weight of the open window so far, which is of this rank only where micro-batches are weighted."""
+        return {"total": float(self._total), "unit": self._unit, "weighted": self._weighted}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue a window of that weight."""
+        self._new_window()
+        self._total, self._unit = state.get("total", 0.0), state.get("unit", self._unit)
 
     # ---- dividing -----------------------------------------------------------------------------------------------
 

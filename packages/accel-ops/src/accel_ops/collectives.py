@@ -1,4 +1,4 @@
-"""Collectives over nested structures: at most two collectives of `torch.distributed`, however many tensors there are."""
+"""Collectives over nested structures: one or two of `torch.distributed`, however many tensors there are, unless they are large."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any, Literal
 
 import torch
 
-from accel_ops.announcing import SAME_SHAPES, Operation
+from accel_ops.announcing import SAME_DIMENSIONS, SAME_SHAPES, Operation, announce
+from accel_ops.broadcasting import broadcast_leaves
+from accel_ops.gather_payload import payload_of
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.objects import broadcast_buffer, broadcast_payload, check_source, gather_object
-from accel_ops.packing import layout_of, pack, signature_of, unpack
+from accel_ops.objects import check_source, gather_object
 from accel_ops.reducing import reduce_leaves
 from accel_ops.transport import Reduction, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
-from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 from accel_state.warning import warn_user
@@ -118,21 +118,16 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         return tensor
     leaves, structure = flatten(tensor, "broadcast")
     transport = transport_of(state)
-    wire = transport.collective_device(state)
-    signature = signature_of(leaves)
-    layout = layout_of(signature)
-    is_source = state.process_index == from_process
-    moved = [leaf.detach().to(wire) for leaf in leaves] if is_source else []
-    payload = pack(moved, layout) if moved else torch.empty(0, dtype=torch.uint8, device=wire)
-    if wire.type == "cpu":
-        operation = Operation("broadcast", tensor, SAME_SHAPES)
-        buffer = broadcast_payload(payload, (from_process, structure, signature), operation, from_process, state)
-    else:  # reading the announcements of others would synchronize with the device
-        buffer = broadcast_buffer(payload, layout.num_bytes, transport, from_process, state.process_index)
-    if not is_source:
-        with torch.no_grad():
-            for leaf, received in zip(leaves, unpack(buffer, layout), strict=True):
-                leaf.detach().copy_(received)
+    broadcast_leaves(
+        leaves,
+        structure,
+        Operation("broadcast", tensor, SAME_SHAPES),
+        transport,
+        transport.collective_device(state),
+        from_process,
+        state.process_index,
+        state.num_processes,
+    )
     return tensor
 
 
@@ -184,11 +179,6 @@ def _find_holder(tensor: torch.Tensor | None) -> tuple[int, Sequence[int], torch
     return holders[0], *offered[holders[0]]
 
 
-@verify_operation
-def _sizes_everywhere(tensor: torch.Tensor, state: PartialState) -> torch.Tensor:
-    return gather_leaves(tensor, "pad_across_processes", state)
-
-
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Pad tensors to the largest size that one dimension has on any process.
 
@@ -216,16 +206,18 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     if state.num_processes == 1:
         return tensor
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
-    dimensions = [leaf.dim() for leaf in leaves]
-    everywhere = _sizes_everywhere(torch.tensor([own + dimensions], device="cpu"), state)
-    sizes, dimensions_everywhere = everywhere[:, : len(own)], everywhere[:, len(own) :]
-    if (dimensions_everywhere != dimensions_everywhere[0]).any():
-        raise DistributedOperationException(
-            "pad_across_processes cannot pad tensors with different numbers of dimensions; by rank: "
-            f"{dimensions_everywhere.tolist()}. Give them the same number on all processes, for example with unsqueeze."
-        )
-    largest = iter(sizes.amax(0).tolist())
+    largest = iter(_largest_sizes(own, tuple([leaf.dim() for leaf in leaves]), tensor, state))
     return recursively_apply(lambda leaf: _padded(leaf, dim, next(largest), pad_index, pad_first), tensor)
+
+
+def _largest_sizes(own: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState) -> list[int]:
+    """The largest of each size on any rank; the sizes go in the places of those in dimension 0 of an announcement."""
+    transport = transport_of(state).between_hosts(state)
+    operation = Operation("pad_across_processes", tensor, SAME_DIMENSIONS)
+    payload = payload_of((operation.name, dimensions), tuple([(torch.uint8, (size,)) for size in own]), True)
+    wire = transport.collective_device(state)
+    announced = announce([], payload, operation, transport, state.num_processes, wire)
+    return [max(sizes) for sizes in zip(*announced.sizes, strict=True)]
 
 
 def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a rank sends in a gather, and how the payloads of all ranks become concatenated leaves.
 
-A payload has a header - a digest of structure, dtypes and trailing shapes, the number of leaves, their sizes in
-dimension 0 - and the packed leaves. It is sent in a slot of fixed size if it fits.
+A payload has a header - a digest of structure, dtypes and trailing shapes, the number of leaves, whether the packed leaves
+follow, the sizes of the leaves in dimension 0 - and the packed leaves. It is sent in a slot of fixed size if it fits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from accel_ops.packing import (
     digest_of,
     grouped_bytes,
     layout_of,
-    pack_into,
     split_into,
 )
 
 SLOT_BYTES = 8192
 WORD_BYTES = 8
-HEADER_WORDS = 2  # digest, number of leaves; the sizes in dimension 0 follow
+HEADER_WORDS = 3  # digest, number of leaves, whether the slot is without data; the sizes in dimension 0 follow
+AGREED_WORDS = 2  # of the header: equal on all ranks, or they called different collectives
 Sizes = tuple[tuple[int, ...], ...]  # the size of each leaf in dimension 0, per rank
 
 
@@ -41,6 +41,7 @@ class GatherPayload:
     data_start: int
     header: torch.Tensor  # uint8 of shape (data_start,), on the CPU
     layout: Layout
+    is_elsewhere: bool  # whether the leaves are on another device than the slots, which hold the header only then
 
     def layout_for(self, dim0_sizes: tuple[int, ...]) -> Layout:
         """The layout of a rank's data, from its sizes in dimension 0."""
@@ -58,28 +59,23 @@ class GatherPayload:
         """Whether the header fits into a slot."""
         return self.data_start <= SLOT_BYTES
 
+    @property
+    def fits(self) -> bool:
+        """Whether header and leaves of this rank fit into a slot."""
+        return not self.is_elsewhere and self.data_start + self.layout.num_bytes <= SLOT_BYTES
+
     def all_fit(self, sizes: Sizes) -> bool:
-        """Whether every rank's payload fits into its slot."""
+        """Whether every rank's payload fits into its slot, if its leaves are on the same device."""
         return _longest(self, sizes) <= SLOT_BYTES
 
     def slot(self, leaves: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Header, and the packed leaves if they fit; uint8 of shape (SLOT_BYTES,), on the device of the leaves."""
-        header = self.header
-        if not self.lists_sizes:  # the length of the payload stands in for the sizes
-            header = self.header[: (HEADER_WORDS + 1) * WORD_BYTES].clone()
-            header.view(torch.int64)[HEADER_WORDS] = self.data_start + self.layout.num_bytes
+        """Header, and the packed leaves if they are on that device and fit; uint8 of shape (SLOT_BYTES,), on the device."""
+        header = self.header if self.lists_sizes else self.header[: HEADER_WORDS * WORD_BYTES]
         pieces = [header if device.type == "cpu" else header.to(device)]
-        if self.data_start + self.layout.num_bytes <= SLOT_BYTES:
+        if self.fits:
             pieces += grouped_bytes(leaves, self.layout)
         used = sum([piece.numel() for piece in pieces])
         return torch.cat([*pieces, _padding(SLOT_BYTES - used, device)])
-
-    def full_payload(self, leaves: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-        """Header and packed leaves, padded; uint8 of shape (length,)."""
-        buffer = torch.empty(length, dtype=torch.uint8, device=leaves[0].device)
-        buffer[: self.data_start] = self.header
-        pack_into(buffer[self.data_start : self.data_start + self.layout.num_bytes], leaves, self.layout)
-        return buffer
 
 
 @lru_cache(maxsize=256)
@@ -88,18 +84,17 @@ def _padding(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def payload_of(structure: tuple[Any, ...], signature: Signature) -> GatherPayload:
-    """What a rank sends for leaves with these dtypes and shapes."""
+def payload_of(structure: tuple[Any, ...], signature: Signature, is_elsewhere: bool = False) -> GatherPayload:
+    """What a rank sends for leaves with these dtypes and shapes, on the device of the slots or elsewhere."""
     shapes = [(dtype, tuple(shape) or (1,)) for dtype, shape in signature]
     trailing_shapes = tuple((dtype, shape[1:]) for dtype, shape in shapes)
     dim0_sizes = tuple(shape[0] for _, shape in shapes)
     data_start = aligned((HEADER_WORDS + len(trailing_shapes)) * WORD_BYTES)
-    words = [digest_of((structure, trailing_shapes)), len(trailing_shapes), *dim0_sizes]
+    words = [digest_of((structure, trailing_shapes)), len(trailing_shapes), int(is_elsewhere), *dim0_sizes]
     words += [0] * (data_start // WORD_BYTES - len(words))
     header = torch.tensor(words, dtype=torch.int64, device="cpu").view(torch.uint8)
-    return GatherPayload(
-        trailing_shapes, dim0_sizes, data_start, header, layout_of(_with_dim0_sizes(trailing_shapes, dim0_sizes))
-    )
+    layout = layout_of(_with_dim0_sizes(trailing_shapes, dim0_sizes))
+    return GatherPayload(trailing_shapes, dim0_sizes, data_start, header, layout, is_elsewhere)
 
 
 def _with_dim0_sizes(

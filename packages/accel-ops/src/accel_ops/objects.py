@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from accel_ops.announcing import Operation, announce
+from accel_ops.announcing import SAME_LENGTH, Operation, announce
 from accel_ops.gather_payload import GatherPayload, payload_of
 from accel_ops.packing import signature_of
-from accel_ops.transport import Transport, transport_of
+from accel_ops.transport import transport_of
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 
@@ -61,8 +61,8 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     check_source(from_process, state)
     is_source = state.process_index == from_process
     payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
-    operation = Operation("broadcast_object_list", object_list, "lists of the same length and one from_process")
-    received = broadcast_payload(payload, (len(object_list), from_process), operation, from_process, state)
+    operation = Operation("broadcast_object_list", object_list, SAME_LENGTH)
+    received = _broadcast_payload(payload, operation, from_process, state)
     if not is_source:
         object_list[:] = _unpickled(received)
     return object_list
@@ -78,13 +78,13 @@ def check_source(from_process: int, state: PartialState) -> None:
 
 def _gather_payloads(payload: torch.Tensor, operation: Operation, state: PartialState) -> list[torch.Tensor]:
     """The bytes of every rank; uint8 of shape (bytes of that rank,) each."""
-    transport, world = transport_of(state), state.num_processes
+    transport, world = transport_of(state).between_hosts(state), state.num_processes
     wire = transport.collective_device(state)
     payload = payload.to(wire)
     message = payload_of((operation.name,), signature_of([payload]))
     announced = announce([payload], message, operation, transport, world, wire)
     counts = _counts(announced.sizes)
-    if message.all_fit(announced.sizes or ()):
+    if announced.is_complete:
         rows = announced.data(message)
     else:
         buffer = payload.new_empty(max(counts))
@@ -93,14 +93,11 @@ def _gather_payloads(payload: torch.Tensor, operation: Operation, state: Partial
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
-def broadcast_payload(
-    payload: torch.Tensor, agreed: Any, operation: Operation, source: int, state: PartialState
-) -> torch.Tensor:
+def _broadcast_payload(payload: torch.Tensor, operation: Operation, source: int, state: PartialState) -> torch.Tensor:
     """Broadcast the bytes of one rank: within the announcement when they fit there, by a broadcast otherwise.
 
     Args:
-        payload: uint8 of shape (bytes,), on the transport's device; empty on all ranks but `source`.
-        agreed: What must be equal on all ranks, besides the operation; any hashable values.
+        payload: uint8 of shape (bytes,); empty on all ranks but `source`.
         operation: For the error.
         source: The source rank.
         state: The process.
@@ -108,20 +105,16 @@ def broadcast_payload(
     Returns:
         uint8 of shape (bytes of the source,).
     """
-    transport = transport_of(state)
+    transport = transport_of(state).between_hosts(state)
     wire = transport.collective_device(state)
     payload = payload.to(wire)
-    message: GatherPayload = payload_of((operation.name, agreed), signature_of([payload]))
+    message: GatherPayload = payload_of((operation.name, len(operation.data), source), signature_of([payload]))
     announced = announce([payload], message, operation, transport, state.num_processes, wire)
     count = _counts(announced.sizes)[source]
-    if message.all_fit(announced.sizes or ()):
+    if announced.is_complete:
         return announced.data(message)[source, :count]
-    return broadcast_buffer(payload, count, transport, source, state.process_index)
-
-
-def broadcast_buffer(payload: torch.Tensor, count: int, transport: Transport, source: int, rank: int) -> torch.Tensor:
-    """Broadcast `count` bytes of the source rank, without an announcement."""
-    return transport.broadcast(payload if rank == source else payload.new_empty(count), source, rank)
+    is_source = state.process_index == source
+    return transport.broadcast(payload if is_source else payload.new_empty(count), source, state.process_index)
 
 
 def _counts(sizes: Any) -> list[int]:

@@ -18,6 +18,8 @@ import torch
 split_copy: Any = torch.split_with_sizes_copy  # torch does not say what it returns
 flatten_together: Any = torch._utils._flatten_dense_tensors
 SMALL_BYTES = 65536
+LARGE_BYTES = 1 << 20  # a leaf that is not packed with others
+BUCKET_BYTES = 64 << 20  # the most that is packed together
 ALIGNMENT_BYTES = 16  # of the widest dtype, complex128
 Signature = tuple[tuple[torch.dtype, tuple[int, ...]], ...]  # dtype and shape of each leaf, some without first sizes
 
@@ -64,6 +66,32 @@ def layout_of(signature: Signature) -> Layout:
 
 
 @lru_cache(maxsize=256)
+def buckets_of(signature: Signature) -> tuple[tuple[int, ...], ...]:
+    """Divide leaves into buckets, each for one collective: large leaves alone, so that nothing is copied, others together.
+
+    Args:
+        signature: Dtype and shape of each leaf, the same on all ranks.
+
+    Returns:
+        The positions of the leaves of each bucket; at most `BUCKET_BYTES` are packed together.
+    """
+    buckets: list[tuple[int, ...]] = []
+    packed: list[int] = []
+    filled = 0
+    for index, (dtype, shape) in enumerate(signature):
+        num_bytes = prod(shape) * dtype.itemsize
+        if num_bytes >= LARGE_BYTES:
+            buckets.append((index,))
+            continue
+        if packed and filled + num_bytes > BUCKET_BYTES:
+            buckets.append(tuple(packed))
+            packed, filled = [], 0
+        packed.append(index)
+        filled += num_bytes
+    return (*buckets, tuple(packed)) if packed else tuple(buckets)
+
+
+@lru_cache(maxsize=256)
 def digest_of(description: Any) -> int:
     """An int that is equal on all processes for equal descriptions (unlike `hash`), and almost surely differs otherwise."""
     return int.from_bytes(blake2b(repr(description).encode(), digest_size=8).digest(), "little", signed=True)
@@ -80,7 +108,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def pack(leaves: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     """Copy leaves, all on one device, into a new buffer; uint8 of shape (num_bytes,)."""
-    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=leaves[0].device)
+    buffer = leaves[0].new_empty(layout.num_bytes, dtype=torch.uint8)
     pack_into(buffer, leaves, layout)
     return buffer
 

@@ -1,4 +1,4 @@
-"""Reducing leaves over all ranks: within the announcement when they are small, by an all-reduce of each dtype otherwise."""
+"""Reducing leaves over all ranks: within the announcement when they are small, else by an all-reduce of each dtype of a bucket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ import torch
 
 from accel_ops.announcing import Operation, announce
 from accel_ops.gather_payload import payload_of
-from accel_ops.packing import Layout, flatten_together, layout_of, pack, signature_of, split_into, unpack
+from accel_ops.packing import (
+    Layout,
+    buckets_of,
+    flatten_together,
+    layout_of,
+    pack,
+    signature_of,
+    split_into,
+    unpack,
+)
 from accel_ops.transport import Reduction, Transport
 
 FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -48,19 +57,39 @@ def reduce_leaves(
     """
     signature = signature_of(leaves)
     layout = layout_of(signature)
-    flats = [_flat([leaves[index] for index in group.leaves]) for group in layout.groups]
-    reduced = None
-    if not flats or flats[0].device.type == "cpu":
-        message = payload_of((operation.name, agreed, signature), signature_of(flats))
-        device = flats[0].device if flats else torch.device("cpu")
-        announced = announce(flats, message, operation, transport, world, device)
-        if announced.sizes is not None and message.all_fit(announced.sizes):
-            reduced = _fold(announced.data(message), message.layout, how)
-    if reduced is None:
-        reduced = _large(flats, how, transport, world)
+    if not leaves or leaves[0].device.type == "cpu":
+        flat_signature = tuple((group.dtype, (sum(group.counts),)) for group in layout.groups)
+        message = payload_of((operation.name, agreed, signature), flat_signature)
+        fits = message.fits
+        flats = _flats(leaves, layout) if fits else []
+        announced = announce(flats, message, operation, transport, world, torch.device("cpu"))
+        if fits:
+            return _split(_fold(announced.data(message), message.layout, how), layout, factor)
     results = list(leaves)
-    for group, flat in zip(layout.groups, reduced, strict=True):
-        total = flat if factor == 1.0 else flat * factor
+    for bucket in buckets_of(signature):
+        members = [leaves[index] for index in bucket]
+        part = layout_of(signature_of(members))
+        reduced = _split(_all_reduced(_flats(members, part), how, transport, world), part, factor)
+        for index, result in zip(bucket, reduced, strict=True):
+            results[index] = result
+    return results
+
+
+def _flats(leaves: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:
+    """A flat copy of the leaves of each dtype, because collectives work in place."""
+    return [_flat([leaves[index] for index in group.leaves]) for group in layout.groups]
+
+
+def _split(flats: list[torch.Tensor], layout: Layout, factor: float) -> list[torch.Tensor]:
+    """The leaves, times a factor, from what was reduced of each dtype."""
+    results: list[torch.Tensor] = [torch.empty(0)] * len(layout.shapes)
+    for group, flat in zip(layout.groups, flats, strict=True):
+        if factor == 1.0:
+            total = flat
+        elif flat.is_floating_point() or flat.is_complex():
+            total = flat.mul_(factor)
+        else:
+            total = flat * factor  # the mean of integers is a float
         shapes = [layout.shapes[index] for index in group.leaves]
         for index, piece in zip(group.leaves, split_into(total, group.counts, shapes), strict=True):
             results[index] = piece
@@ -68,7 +97,6 @@ def reduce_leaves(
 
 
 def _flat(leaves: list[torch.Tensor]) -> torch.Tensor:
-    """A flat copy, because collectives work in place."""
     return leaves[0].reshape(-1).clone() if len(leaves) == 1 else flatten_together(leaves)
 
 
@@ -82,7 +110,8 @@ def _fold(rows: torch.Tensor, layout: Layout, how: Reduction) -> list[torch.Tens
     return reduced
 
 
-def _large(flats: list[torch.Tensor], how: Reduction, transport: Transport, world: int) -> list[torch.Tensor]:
+def _all_reduced(flats: list[torch.Tensor], how: Reduction, transport: Transport, world: int) -> list[torch.Tensor]:
+    """Reduce flat tensors of different dtypes."""
     if len(flats) <= MAX_REDUCED_DTYPES:
         return [transport.all_reduce(flat, how) for flat in flats]
     layout = layout_of(signature_of(flats))

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_ops.mapped import MappedShard
 from accel_ops.modules import to_local
+from accel_ops.safetensors_dtypes import DTYPE_NAMES
 from accel_ops.safetensors_header import encode_header
 
 if TYPE_CHECKING:
@@ -23,15 +25,6 @@ if TYPE_CHECKING:
             """Append a buffer."""
             ...
 
-
-DTYPE_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-}  # fmt: skip
 
 logger = logging.getLogger("accelerate.utils.other")
 
@@ -158,14 +151,5 @@ def read_tensors(path: str | os.PathLike[str], device: str | torch.device = "cpu
         ValueError: The file is damaged or not a safetensors file.
         OSError: It cannot be read.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(path, device=str(device))
-    except (SafetensorError, ValueError) as error:
-        if isinstance(error, SafetensorError) and not os.path.isfile(path):
-            raise FileNotFoundError(f"There is no file {os.fspath(path)}: check the path") from error
-        raise ValueError(
-            f"{os.fspath(path)} is damaged or not a safetensors file ({error}): load another checkpoint"
-        ) from error
+    shard = MappedShard(path)
+    return {name: shard.tensor(name).to(device) for name in shard.names()}

@@ -7,12 +7,14 @@ from typing import Any, Literal, Protocol, final
 import torch
 import torch.distributed as dist
 
+from accel_ops.host_group import host_group
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress
 
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
 
+CPU = torch.device("cpu")
 CPU_BACKENDS = frozenset({"gloo", "mpi", "ccl"})
 """Backends whose collectives take tensors in CPU memory."""
 
@@ -22,8 +24,15 @@ Reduction = Literal["sum", "max", "min"]
 class Transport(Protocol):
     """Runs collectives on flat buffers."""
 
+    group: Any
+    """The process group of `torch.distributed`; None for the default one."""
+
     def collective_device(self, state: PartialState) -> torch.device:
         """The device on which buffers must be."""
+        ...
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """The transport for tensors in CPU memory; this one itself where there is no other."""
         ...
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,32 +60,41 @@ class TorchTransport:
 
     Args:
         group: The process group; the default one when None.
+        takes_cpu: Whether buffers are in CPU memory, whatever the backend of the run.
     """
 
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
+    def __init__(self, group: Any = None, takes_cpu: bool = False) -> None:
+        self.group = group
+        self._takes_cpu = takes_cpu
 
     def collective_device(self, state: PartialState) -> torch.device:
         """The CPU if the backend takes CPU tensors, as gloo and MPI do; the process's device otherwise."""
-        return torch.device("cpu") if str(state.backend or "") in CPU_BACKENDS else state.device
+        return CPU if self._takes_cpu or str(state.backend or "") in CPU_BACKENDS else state.device
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """The transport of the host group; this one itself if it takes CPU tensors, or there is no such group."""
+        if self.collective_device(state).type == "cpu":
+            return self
+        group = host_group(self.group)
+        return self if group is None else TorchTransport(group, takes_cpu=True)
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """All-gather a buffer of shape (n,) to shape (world, n)."""
         report_progress()
         gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
-        getattr(dist, ALL_GATHER)(gathered, buffer, group=self._group)
+        getattr(dist, ALL_GATHER)(gathered, buffer, group=self.group)
         return gathered.view(world, buffer.numel())
 
     def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
         """All-reduce a buffer in place."""
         report_progress()
-        dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self._group)
+        dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self.group)
         return buffer
 
     def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
         """Broadcast the buffer of rank `source`, in place."""
         report_progress()
-        dist.broadcast(buffer, group=self._group, group_src=source)
+        dist.broadcast(buffer, group=self.group, group_src=source)
         return buffer
 
 
@@ -84,9 +102,15 @@ class TorchTransport:
 class XlaTransport:
     """torch_xla: collectives become part of the compiled program."""
 
+    group: Any = None
+
     def collective_device(self, state: PartialState) -> torch.device:
         """The XLA device."""
         return state.device
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """This one: XLA has no group of hosts."""
+        return self
 
     def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """All-gather a buffer of shape (n,) to shape (world, n)."""
@@ -119,7 +143,5 @@ def transport_of(state: PartialState) -> Transport:
 
 
 def collective_device(group: Any) -> torch.device:
-    """The device of tensors for collectives of one process group of `torch.distributed`."""
-    if dist.get_backend(group) in CPU_BACKENDS:
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator() or "cpu")
+    """The device of tensors for collectives of one process group of `torch.distributed`: as `TorchTransport` says."""
+    return CPU if dist.get_backend(group) in CPU_BACKENDS else PartialState().device

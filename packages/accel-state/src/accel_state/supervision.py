@@ -17,7 +17,7 @@ from typing import Any
 
 VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
 # one that scripts do not use: SIGUSR1 and SIGUSR2 are theirs, to save a checkpoint when a scheduler sends them
-STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGUSR1", None)
+STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", None)
 
 PR_SET_PDEATHSIG = 1
 
@@ -35,6 +35,8 @@ def report_to_launcher(rank: int) -> None:
     """
     launcher, _, folder = os.environ.get(VARIABLE, "").partition(":")
     if _kept or STACK_SIGNAL is None or not folder or str(os.getppid()) != launcher:
+        return
+    if signal.getsignal(STACK_SIGNAL) != signal.SIG_DFL:  # the program uses it
         return
     try:
         _begin(rank, int(launcher), folder)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from accel_ops.batches import ignorant_find_batch_size
 from accel_ops.collectives import gather
 from accel_ops.gathering import gather_leaves
+from accel_ops.host_group import host_group
 from accel_ops.nested import recursively_apply
 from accel_ops.objects import gather_object
 from accel_state.logging import get_logger
@@ -87,7 +88,7 @@ def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | Non
         return gather_leaves(data, "gather_for_metrics", PartialState(), group)
     found: list[Any] = [None] * mesh.size()
     report_progress()
-    dist.all_gather_object(found, data, group=group)
+    dist.all_gather_object(found, data, group=host_group(group) or group)
     return [item for items in found for item in items]
 
 

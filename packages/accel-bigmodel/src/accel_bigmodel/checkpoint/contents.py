@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from accel_bigmodel.checkpoint.index import CheckpointFiles
-from accel_bigmodel.checkpoint.mapped import MappedShard
 from accel_ops.files import load
+from accel_ops.mapped import MappedShard
 from accel_ops.safetensors_header import LENGTH_BYTES
 
 SAFETENSORS_ENDING = ".safetensors"

@@ -81,7 +81,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise ValueError(f"The offloaded weight {key!r} is in a folder, but no save_folder was given.")
             return load_offloaded_weight(path_inside(self.save_folder, f"{key}.dat"), info)
-        from accel_bigmodel.checkpoint.mapped import mapped_shard
+        from accel_ops.mapped import mapped_shard
 
         return mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
 

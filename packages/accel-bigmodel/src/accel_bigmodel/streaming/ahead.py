@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_bigmodel import pages
 from accel_bigmodel.streaming.units import Unit
+from accel_ops import pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

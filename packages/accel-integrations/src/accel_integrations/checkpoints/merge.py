@@ -18,9 +18,9 @@ from accel_integrations.checkpoints.sharded import ShardedModel, find_sharded_fo
 from accel_integrations.checkpoints.sharded_metadata import StoredTensor
 from accel_ops.durable import DurableFile
 from accel_ops.files import serialize
+from accel_ops.safetensors_dtypes import DTYPE_NAMES
 from accel_ops.safetensors_header import encode_header
 from accel_ops.staging import StagedFolder
-from accel_ops.tensor_files import DTYPE_NAMES
 from accel_state.processes import PartialState
 
 MAX_SHARD_SIZE = "5GB"

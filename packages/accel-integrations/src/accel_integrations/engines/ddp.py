@@ -33,6 +33,7 @@ class DDPEngine(Engine):
 
     name = "ddp"
     averages_parameters = True
+    accumulates_in_grad = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

@@ -73,6 +73,8 @@ class Engine(ABC):
     """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
+    accumulates_in_grad: ClassVar[bool] = False
+    """True where the gradients of an open accumulation window are in `.grad`, so that checkpoints may hold them."""
     compiles_in_place: ClassVar[bool] = False
     """True where repeated blocks must be compiled in place, because the engine keeps references to these modules."""
 

@@ -14,6 +14,7 @@ class SingleEngine(Engine):
     """Trains in one process: the defaults of `Engine`."""
 
     name = "single"
+    accumulates_in_grad = True
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_ops.modules import to_local
+from accel_ops.packing import as_bytes
 from accel_ops.transport import collective_device
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def broadcast_to_group(tensor: torch.Tensor, group: Any) -> None:
     """Overwrite a tensor of any device with that of the first rank of a group."""
     device = collective_device(group)
     on_wire = tensor.detach().contiguous().to(device)
-    dist.broadcast(on_wire, group=group, group_src=0)
+    dist.broadcast(as_bytes(on_wire), group=group, group_src=0)  # NCCL has no 16-bit integers
     if on_wire.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(on_wire)

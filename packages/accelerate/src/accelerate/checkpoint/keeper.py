@@ -26,6 +26,7 @@ from accelerate.checkpoint.naming import (
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
+from accelerate.checkpoint.window import write_window
 
 if TYPE_CHECKING:
     from accel_integrations.checkpoints.pending import FileWriter, PendingSave
@@ -141,6 +142,7 @@ class CheckpointKeeper:
                 "not add its RNG states: this process does not see that checkpoint, or it has been replaced since."
             )
             return folder
+        write_window(FolderWriter(published), accelerator)
         write_own_state(
             FolderWriter(published),
             accelerator._dataloaders,
@@ -204,6 +206,7 @@ class CheckpointKeeper:
             write_shared_state(files, schedulers_with_files(accelerator), accelerator._dataloaders, scale)
             for index, obj in enumerate(accelerator._custom_objects):
                 write_custom_object(files, obj, index)
+        write_window(files, accelerator)
         write_own_state(files, accelerator._dataloaders, accelerator.state.process_index, accelerator.step)
 
     # ---- loading ------------------------------------------------------------------------------------------------

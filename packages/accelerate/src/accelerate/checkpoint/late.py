@@ -12,7 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from accel_ops.filenames import DATALOADER_NAME, RNG_STATE_NAME
+from accel_ops.filenames import DATALOADER_NAME, RNG_STATE_NAME, WINDOW_NAME
 from accel_ops.files import load
 from accelerate.checkpoint.manifest import Manifest
 
@@ -23,7 +23,7 @@ def late_files(folder: Path, ranks: Collection[int]) -> list[str]:
     """Names of the files in a folder that these ranks may have added."""
     if not ranks:
         return []
-    pattern = re.compile(rf"(?:{RNG_STATE_NAME}_|{DATALOADER_NAME}(?:_\d+)?_rank)(\d+)\.(?:pkl|bin)")
+    pattern = re.compile(rf"(?:{RNG_STATE_NAME}_|{WINDOW_NAME}_|{DATALOADER_NAME}(?:_\d+)?_rank)(\d+)\.(?:pkl|bin)")
     found = [(name, pattern.fullmatch(name)) for name in sorted(os.listdir(folder))]
     return [name for name, match in found if match and int(match[1]) in ranks]
 

@@ -21,6 +21,7 @@ from accelerate.checkpoint.loaders import is_stateful
 from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, files_to_verify
 from accelerate.checkpoint.naming import numbered_checkpoints
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
+from accelerate.checkpoint.window import Window, read_window
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class TrainingState:
     scaler: Any = None
     random_states: dict[str, Any] | None = None
     step: int | None = None
+    window: Window | None = None
     custom: list[Any] = field(default_factory=list)
 
 
@@ -168,6 +170,7 @@ def read_state(
     checkpoint: Checkpoint,
     receivers: Receivers,
     process_index: int = 0,
+    num_processes: int = 1,
     *,
     load_kwargs: Mapping[str, Any] | None = None,
 ) -> TrainingState:
@@ -176,7 +179,8 @@ def read_state(
     Args:
         checkpoint: What to read.
         receivers: The objects to read for. There may be fewer than were saved.
-        process_index: Whose random states and positions to read.
+        process_index: Whose random states, positions and gradients to read.
+        num_processes: How many processes load.
         load_kwargs: Further arguments of `torch.load`.
 
     Raises:
@@ -207,6 +211,7 @@ def read_state(
                 f"{checkpoint.folder} has no {SCALER_NAME!r}, because it was saved without fp16. The loss scale starts from its "
                 "initial value."
             )
+    state.window = read_window(own_names, read_each, process_index, num_processes, checkpoint.world_size)
     step_file = random_states_file(process_index)
     if (name := step_file) in own_names:
         state.random_states = read_each(name)

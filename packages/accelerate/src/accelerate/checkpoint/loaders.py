@@ -28,6 +28,9 @@ def order_state(loader: Any) -> dict[str, Any] | None:
     sampler = _seedable_sampler(loader)
     if sampler is not None:
         state |= {"initial_seed": sampler.initial_seed, "epoch": state["iteration"]}
+    first_samples = getattr(loader, "first_samples", None)
+    if first_samples is not None and "epoch_start" in state:
+        state["first_samples"] = first_samples
     return state
 
 
@@ -36,6 +39,8 @@ def restore_order(loader: Any, state: dict[str, Any]) -> None:
     sampler = _seedable_sampler(loader)
     if sampler is not None and "initial_seed" in state:
         sampler.initial_seed, sampler.epoch = state["initial_seed"], state["epoch"]
+    if "first_samples" in state:
+        loader.first_samples = state["first_samples"]
     order = getattr(loader, "epoch_order", None)
     if order is None:
         loader.iteration = state["iteration"]

@@ -28,6 +28,7 @@ from accelerate.checkpoint.load import (
 from accelerate.checkpoint.manifest import DamagedCheckpointError
 from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.undo import Undo
+from accelerate.checkpoint.window import apply_window, check_window
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -69,13 +70,14 @@ class StateLoader:
 
         def read(checkpoint: Checkpoint) -> tuple[PendingLoad, TrainingState]:
             pending = accelerator.engine.open(checkpoint, location, load_kwargs or {}, model_kwargs)
-            return pending, read_state(checkpoint, receivers, ranks.rank, load_kwargs=load_kwargs)
+            return pending, read_state(checkpoint, receivers, ranks.rank, ranks.count, load_kwargs=load_kwargs)
 
         checkpoint, pending, state = self._read(input_dir, read)
 
         def check() -> None:
             pending.check()
             check_objects(checkpoint, receivers, state)
+            check_window(state.window, accelerator._models, str(checkpoint.folder))
 
         def check_models() -> None:
             models = list(accelerator._models)
@@ -100,6 +102,7 @@ class StateLoader:
         apply_random_states(state.random_states)
         if state.step is not None:
             accelerator.step = state.step
+        apply_window(state.window, accelerator)
         if ranks.is_main:
             _warn_of_other_world_size(checkpoint, ranks.count)
         if accelerator.project_configuration.automatic_checkpoint_naming or input_dir is None:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from accel_bigmodel.checkpoint.mapped import DTYPES, MappedShard, mapped_shard
+from accel_ops.mapped import MappedShard, mapped_shard
+from accel_ops.safetensors_dtypes import DTYPES
 from accel_ops.tensor_files import DTYPE_NAMES
 
 

@@ -10,11 +10,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from accel_bigmodel import pages
+from accel_ops import pages
+from accel_ops.safetensors_dtypes import DTYPES
 from accel_ops.safetensors_header import TensorHeader, check_layout, raise_damaged, read_header
-from accel_ops.tensor_files import DTYPE_NAMES
-
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
 
 StrPath = str | os.PathLike[str]
 
