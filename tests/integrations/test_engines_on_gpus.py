@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_integrations.engines import ddp
 from accel_integrations.engines.ddp import DDPEngine
-from accel_integrations.engines.fsdp1 import FSDP1Engine
+from accel_integrations.engines.fsdp1 import FlatParameters, FSDP1Engine
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import make_model
@@ -27,8 +27,11 @@ class Tied(nn.Module):
 
 
 def engine_of(kind: Any, device: str, plugin: Any = None) -> Any:
-    state = SimpleNamespace(device=torch.device(device), parallelism_config=None, fsdp_plugin=plugin)
+    state = SimpleNamespace(
+        device=torch.device(device), parallelism_config=None, fsdp_plugin=plugin, mixed_precision="no"
+    )
     engine = object.__new__(kind)
+    engine._flat = FlatParameters()
     engine.context = SimpleNamespace(state=state, handlers=SimpleNamespace(ddp=None))
     return engine
 
@@ -45,7 +48,7 @@ def test_fsdp1_keeps_tied_weights_tied_where_only_the_first_rank_has_values(
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, param_init_fn=to_cpu)
     with torch.device("meta"):
         model = Tied()
-    options = engine_of(FSDP1Engine, "cuda", plugin)._options(model)
+    options = engine_of(FSDP1Engine, "cuda", plugin)._options(model, [])
     for module in list(model.modules())[::order]:
         options["param_init_fn"](module)
     assert model.head.weight is model.embedding.weight
@@ -54,11 +57,23 @@ def test_fsdp1_keeps_tied_weights_tied_where_only_the_first_rank_has_values(
 
 
 def test_fsdp1_moves_ignored_modules_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Wrapper(nn.Module):
+        """Torch's, as far as it needs no processes."""
+
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__()
+            asked.update(options)
+            self._handle = None
+
     monkeypatch.setattr(FSDP1Engine, "_mesh", lambda self, is_hybrid: None)
+    monkeypatch.setattr(FSDP1Engine, "_sync_module_states", lambda *_: None)
+    monkeypatch.setattr(torch.distributed.fsdp, "FullyShardedDataParallel", Wrapper)
     model = Tied()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules="bl.*")
-    options = engine_of(FSDP1Engine, "meta", plugin)._options(model)  # the only other device that is here
-    assert options["ignored_modules"] == [model.block]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules="bl.*", use_orig_params=True)
+    engine_of(FSDP1Engine, "meta", plugin).prepare_model(model)  # the only other device that is here
+    assert asked["ignored_modules"] == [model.block]
     assert model.block.weight.is_meta
     assert not model.embedding.weight.is_meta
 

@@ -18,7 +18,7 @@ from accel_state.clusters import ClusterPlace
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
 from accel_state.libraries import is_torch_xla_available
-from accel_state.nvidia import avoid_unsupported_transfers
+from accel_state.nvidia import avoid_unsupported_transfers, check_cuda_fp8_capability
 
 
 @functools.cache
@@ -62,6 +62,10 @@ class DeviceKind:
     """Support of bfloat16; None to ask `torch.<name>.is_bf16_supported()`."""
     fp16: bool | Callable[[], bool] = True
     """Support of float16."""
+    fp8: bool | Callable[[], bool] = True
+    """Support of 8-bit floats; True also where it is left to the library that computes in them."""
+    instead_of_fp8: str = "fp16"
+    """The mixed precision of runs that ask for 8-bit floats where they are not supported."""
     probe_variable: str | None = None
     """Set to 1 while devices are detected, so that this does not initialize the driver and processes may still fork."""
     variables: tuple[tuple[str, str], ...] = ()
@@ -136,6 +140,10 @@ class DeviceKind:
     def supports_fp16(self) -> bool:
         """Whether it computes in float16."""
         return self.fp16() if callable(self.fp16) else self.fp16
+
+    def supports_fp8(self) -> bool:
+        """Whether it computes in 8-bit floats."""
+        return self.fp8() if callable(self.fp8) else self.fp8
 
     def empty_cache(self) -> None:
         """Release cached memory that is not in use to the driver, where the kind has a caching allocator."""
@@ -234,6 +242,8 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         numbered=False,
         bf16=True,
         fp16=lambda: not is_gaudi1(),
+        fp8=lambda: not is_gaudi1(),
+        instead_of_fp8="bf16",
     ),
     # before "cuda": their libraries can have torch.cuda answer for them
     DeviceKind("npu", DistributedType.MULTI_NPU, "hccl", "ASCEND_RT_VISIBLE_DEVICES", library="torch_npu"),
@@ -252,6 +262,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         DistributedType.MULTI_GPU,
         "nccl",
         "CUDA_VISIBLE_DEVICES",
+        fp8=check_cuda_fp8_capability,
         probe_variable="PYTORCH_NVML_BASED_CUDA_CHECK",
         before_group=avoid_unsupported_transfers,
     ),

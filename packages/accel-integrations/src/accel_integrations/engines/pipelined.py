@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.placing import move_model
 from accel_integrations.parallel.full_state import load_full_optimizer_state, unshard_state_dict
 from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
@@ -173,7 +174,7 @@ class PipelinedEngine(Engine):
         staged.release()
         model.register_load_state_dict_pre_hook(layout.complete_ties)
         if device_placement:
-            model.to(state.device)
+            move_model(model, state.device)
         shared, replicas = layout.shared_parameters(group), self.averaging_group
         sync_shared_parameters(group, shared, layout.own_parameters(model))
         if replicas is not None:
