@@ -167,12 +167,12 @@ class DDPEngine(Engine):
         return not self.shards_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict on every rank; DTensors are unsharded by all-gathers."""
-        return unshard_state_dict(super().full_state_dict(model))
+        """The full state dict on every rank; DTensors are all-gathered into CPU memory, one at a time."""
+        return unshard_state_dict(super().full_state_dict(model), self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The full state dict of an optimizer, DTensors unsharded; all ranks must call this."""
-        return unshard_optimizer_state(optimizer)
+        """The full state dict of an optimizer, DTensors all-gathered into CPU memory; all ranks must call this."""
+        return unshard_optimizer_state(optimizer, self.context.keeps_full_states)
 
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
         """Load a full state dict; each rank keeps its shards of DTensors."""
