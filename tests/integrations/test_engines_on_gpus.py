@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
-from accel_integrations.engines import ddp
+from accel_integrations.engines import ddp, fsdp2_model
 from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.engines.deepspeed.engine import DeepSpeedEngine
 from accel_integrations.engines.fsdp1 import FlatParameters, FSDP1Engine
+from accel_integrations.precision.precision import Precision
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import make_model
@@ -108,3 +113,43 @@ def test_replicas_of_a_model_on_several_devices_have_no_device_ids(
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).to(elsewhere))
     engine_of(DDPEngine, "cuda:0").prepare_model(model, device_placement=False)
     assert (asked["device_ids"], asked["output_device"]) == expected
+
+
+def test_fsdp2_moves_a_block_before_it_is_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, instead of tensor by tensor to the device and back, and then again by torch."""
+    seen: list[list[str]] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.append([parameter.device.type for parameter in model.parameters()])
+
+    monkeypatch.setattr(fsdp2_model, "sync_module_states", look)
+    monkeypatch.setattr(fsdp2_model, "check_module_states", lambda *_: None)
+    monkeypatch.setattr(fsdp2_model.Sharding, "_groups", [])
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda *_, **__: None)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+    )
+    fsdp2_model.Sharding(plugin, None, torch.device("meta")).shard(model)  # type: ignore[arg-type]
+    assert seen[0].count("meta") == 2, "block by block"
+    assert seen[-1] == ["meta"] * 4
+
+
+def test_deepspeed_takes_the_device_that_the_launcher_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mock of DeepSpeed, which takes the GPU whose index is the local rank."""
+    indices: list[str] = []
+
+    def initialize(**arguments: Any) -> None:
+        indices.append(os.environ["LOCAL_RANK"])
+        raise InterruptedError
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    monkeypatch.setattr(DeepSpeedEngine, "plugin", MagicMock(deepspeed_config={}))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for device in ("cuda:0", "cuda:3", "cpu"):
+        engine = engine_of(DeepSpeedEngine, device)
+        engine.precision = Precision()
+        with pytest.raises(InterruptedError):
+            engine._build(nn.Linear(1, 1), None, None)
+        assert os.environ["LOCAL_RANK"] == "3"
+    assert indices == ["0", "3", "3"]

@@ -12,7 +12,9 @@ from accel_ops.gather_payload import GatherPayload, payload_of
 from accel_ops.packing import signature_of
 from accel_ops.transport import Transport, transport_of
 from accel_state.enums import DistributedType
-from accel_state.processes import PartialState
+from accel_state.processes import PartialState, kind_of
+
+SMALLEST_COMPILED_BYTES = 2**20
 
 
 def gather_object(object: Any) -> Any:  # the keyword is part of the interface
@@ -87,7 +89,7 @@ def _gather_payloads(payload: torch.Tensor, operation: Operation, state: Partial
     if message.all_fit(announced.sizes or ()):
         rows = announced.data(message)
     else:
-        buffer = payload.new_empty(max(counts))
+        buffer = payload.new_zeros(_buffer_size(max(counts), state))
         buffer[: len(payload)] = payload
         rows = transport.all_gather(buffer, world)
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
@@ -116,7 +118,17 @@ def broadcast_payload(
     count = _counts(announced.sizes)[source]
     if message.all_fit(announced.sizes or ()):
         return announced.data(message)[source, :count]
-    return broadcast_buffer(payload, count, transport, source, state.process_index)
+    size = _buffer_size(count, state)
+    if size > count:
+        payload = torch.cat([payload, payload.new_zeros(size - len(payload))])
+    return broadcast_buffer(payload, size, transport, source, state.process_index)[:count]
+
+
+def _buffer_size(num_bytes: int, state: PartialState) -> int:
+    """The bytes to send for so many: where devices compile each size, the next power of two, from 1 MiB on."""
+    if not kind_of(state.device).compiles_collectives:
+        return num_bytes
+    return max(SMALLEST_COMPILED_BYTES, 1 << (num_bytes - 1).bit_length())
 
 
 def broadcast_buffer(payload: torch.Tensor, count: int, transport: Transport, source: int, rank: int) -> torch.Tensor:

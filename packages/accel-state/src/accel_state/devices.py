@@ -72,6 +72,8 @@ class DeviceKind:
     """Environment variables and their values, set once the kind is chosen unless they are set already."""
     always_distributed: bool = False
     """Whether a run of one process counts as distributed too."""
+    compiles_collectives: bool = False
+    """Whether each size of a collective's buffer is compiled, so that there should be few."""
     before_group: Callable[[], None] | None = None
     """Called before the first process group of a run of several processes starts."""
 
@@ -105,11 +107,15 @@ class DeviceKind:
         """The device of that index; without an index, the current one."""
         return torch.device(self.name, index) if self.numbered and index is not None else torch.device(self.name)
 
-    def index_of(self, local_rank: int) -> int | None:
+    def index_of(self, local_rank: int, may_share: bool = False) -> int | None:
         """The device index of the process of that local rank; None where devices have no index.
 
+        Args:
+            local_rank: The rank of the process on its machine.
+            may_share: Whether several processes may use one device, as with backends of the CPU.
+
         Raises:
-            ValueError: When there are fewer devices than processes.
+            ValueError: When there are fewer devices than processes, which may not share them.
         """
         if not self.numbered:
             return None
@@ -118,9 +124,11 @@ class DeviceKind:
             return local_rank
         if count == 1:  # the launcher shows each process only its own
             return 0
+        if may_share and count:
+            return local_rank % count
         raise ValueError(
             f"Local rank {local_rank} needs a {self.name!r} device of its own, but {count} are visible: "
-            f"start at most {count} processes here, or pass cpu=True."
+            f"start at most {count} processes here, pass cpu=True, or let them share devices with backend='gloo'."
             + (f" ({self.visible_devices_variable} may hide devices.)" if self.visible_devices_variable else "")
         )
 
@@ -274,6 +282,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         "NEURON_RT_VISIBLE_CORES",
         library="torch_neuronx",
         bf16=True,
+        compiles_collectives=True,
     ),
     DeviceKind(
         "mps",

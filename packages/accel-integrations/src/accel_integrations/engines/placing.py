@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,15 +26,30 @@ def move_model(model: nn.Module, device: torch.device) -> nn.Module:
     """
     if not model_has_dtensor(model):
         return model.to(device)
+    move_plain_tensors(model, device)
+    return model
+
+
+def move_plain_tensors(model: nn.Module, device: torch.device, left_out: Collection[torch.Tensor] = ()) -> None:
+    """Move the parameters and buffers of a model that are no DTensors to a device, in place.
+
+    Args:
+        model: Any model; tied parameters stay tied.
+        device: The device of this process.
+        left_out: Parameters to skip. Those on the meta device, which have no values, are skipped too.
+    """
+    skipped = {id(tensor) for tensor in left_out}
     moved: dict[int, tuple[Any, Any]] = {}  # modules may share tensors; old ones are kept, so that no id is reused
     for module in model.modules():
         for kind in (module._parameters, module._buffers):
             for name, tensor in list(kind.items()):
-                if tensor is not None and to_local(tensor) is tensor and tensor.device != device:
-                    if id(tensor) not in moved:
-                        moved[id(tensor)] = tensor, _moved(tensor, device)
-                    kind[name] = moved[id(tensor)][1]
-    return model
+                if tensor is None or tensor.is_meta or tensor.device == device or id(tensor) in skipped:
+                    continue
+                if to_local(tensor) is not tensor:
+                    continue
+                if id(tensor) not in moved:
+                    moved[id(tensor)] = tensor, _moved(tensor, device)
+                kind[name] = moved[id(tensor)][1]
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

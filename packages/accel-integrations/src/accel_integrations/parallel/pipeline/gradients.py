@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from accel_integrations.gradients import GradientGroup, group_gradients, joint_norm, scale_to_norm_
 from accel_integrations.parallel.pipeline.group import PipelineGroup
+from accel_integrations.parallel.wire import as_sent
 from accel_ops.modules import to_local
 
 BUCKET_BYTES = 25 * 2**20
@@ -62,7 +63,7 @@ class GradientSync:
         operations = [
             dist.P2POp(operation, tensor, group=self._group.process_group, group_peer=rank)
             for rank, other in others.items()
-            for operation, tensor in ((dist.isend, mine), (dist.irecv, other))
+            for operation, tensor in ((dist.isend, as_sent(mine)), (dist.irecv, as_sent(other)))
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -116,9 +117,9 @@ def sync_shared_parameters(
             mine = own[name].detach().contiguous()
             if group.rank == ranks[0]:
                 for rank in ranks[1:]:
-                    dist.send(mine, group=group.process_group, group_dst=rank)
+                    dist.send(as_sent(mine), group=group.process_group, group_dst=rank)
             else:
-                dist.recv(mine, group=group.process_group, group_src=ranks[0])
+                dist.recv(as_sent(mine), group=group.process_group, group_src=ranks[0])
                 own[name].copy_(mine)
 
 
