@@ -75,7 +75,7 @@ def find_executable_batch_size(
     """Decorate a function of a batch size so that it is called with smaller and smaller ones until memory suffices.
 
     With several processes all try the same sizes: when memory runs out on one, all try the next. Therefore all
-    processes must call the function. They tell each other how an attempt ended through the store of the process group,
+    processes must call the function. They exchange how an attempt ended through the store of the process group,
     which mixes with no collective of the function.
 
     It cannot be promised that a run goes on where memory runs out on some ranks in the middle of a step: the others then

@@ -1,4 +1,4 @@
-"""What an attempt came to on every rank, told through the store of the process group instead of a collective.
+"""What an attempt came to on every rank, exchanged through the store of the process group instead of a collective.
 
 A rank whose attempt ended early must not enter a collective: others may still be in another one, with tensors of other
 sizes.
@@ -21,7 +21,7 @@ _numbers = itertools.count()
 
 
 def exchange_outcomes(outcome: str) -> list[str]:
-    """Tell all ranks what this one's attempt came to, and wait until all have done so.
+    """Exchange with all ranks what the attempt came to, and wait until all have published theirs.
 
     Args:
         outcome: Of this rank; every rank must call this as often as the others.
@@ -30,7 +30,7 @@ def exchange_outcomes(outcome: str) -> list[str]:
         The outcomes by rank; only this rank's own where there is no process group (any more).
 
     Raises:
-        RuntimeError: A rank told nothing within the timeout of the process group.
+        RuntimeError: A rank published nothing within the timeout of the process group.
     """
     prefix = note_outcome(outcome)
     if prefix is None:
@@ -43,7 +43,7 @@ def exchange_outcomes(outcome: str) -> list[str]:
 
 
 def note_outcome(outcome: str) -> str | None:
-    """Tell all ranks what this one's attempt came to, without waiting for theirs.
+    """Publish what this rank's attempt came to, without waiting for the others.
 
     Returns:
         The prefix of the outcomes of this attempt in the store; None where there is no process group.
