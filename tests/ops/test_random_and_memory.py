@@ -168,7 +168,10 @@ def test_a_rank_that_ran_out_of_memory_enters_no_collective(rank: int, world: in
         return float(values.sum())
 
     patient = dist.new_group(timeout=timedelta(seconds=1))
+    assert dist.group.WORLD is not None
+    before = dist.group.WORLD._get_sequence_number_for_group()
     assert train() == 9 * 2
+    assert dist.group.WORLD._get_sequence_number_for_group() - before == 1, "the function's own"
     assert results == ([1] if rank == 0 else [])
 
     @find_executable_batch_size(starting_batch_size=10)
