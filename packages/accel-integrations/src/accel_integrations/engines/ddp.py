@@ -69,7 +69,7 @@ class DDPEngine(Engine):
         """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters."""
         device = self.context.state.device
         if device_placement:
-            move_model(model, device)
+            model = move_model(model, device)
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation or not is_trainable:
             return model
