@@ -27,7 +27,7 @@ class PlainEngine(Engine):
     name = "plain"
 
     def __init__(self, prepared: Prepared) -> None:
-        self.context: Any = SimpleNamespace(prepared=prepared)
+        self.context: Any = SimpleNamespace(prepared=prepared, keeps_full_states=True)
         self.precision = FullPrecision()
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
