@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
-from accel_integrations.engines import ddp
+from accel_integrations.engines import ddp, fsdp2_model
 from accel_integrations.engines.ddp import DDPEngine
-from accel_integrations.engines.fsdp1 import FSDP1Engine
+from accel_integrations.engines.deepspeed.engine import DeepSpeedEngine
+from accel_integrations.engines.fsdp1 import FlatParameters, FSDP1Engine
+from accel_integrations.precision.precision import Precision
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from tests.support.ranks import ranks
 from tests.support.tiny_transformer import make_model
@@ -27,8 +32,11 @@ class Tied(nn.Module):
 
 
 def engine_of(kind: Any, device: str, plugin: Any = None) -> Any:
-    state = SimpleNamespace(device=torch.device(device), parallelism_config=None, fsdp_plugin=plugin)
+    state = SimpleNamespace(
+        device=torch.device(device), parallelism_config=None, fsdp_plugin=plugin, mixed_precision="no"
+    )
     engine = object.__new__(kind)
+    engine._flat = FlatParameters()
     engine.context = SimpleNamespace(state=state, handlers=SimpleNamespace(ddp=None))
     return engine
 
@@ -45,7 +53,7 @@ def test_fsdp1_keeps_tied_weights_tied_where_only_the_first_rank_has_values(
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1, param_init_fn=to_cpu)
     with torch.device("meta"):
         model = Tied()
-    options = engine_of(FSDP1Engine, "cuda", plugin)._options(model)
+    options = engine_of(FSDP1Engine, "cuda", plugin)._options(model, [])
     for module in list(model.modules())[::order]:
         options["param_init_fn"](module)
     assert model.head.weight is model.embedding.weight
@@ -54,11 +62,23 @@ def test_fsdp1_keeps_tied_weights_tied_where_only_the_first_rank_has_values(
 
 
 def test_fsdp1_moves_ignored_modules_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    class Wrapper(nn.Module):
+        """Torch's, as far as it needs no processes."""
+
+        def __init__(self, module: nn.Module, **options: Any) -> None:
+            super().__init__()
+            asked.update(options)
+            self._handle = None
+
     monkeypatch.setattr(FSDP1Engine, "_mesh", lambda self, is_hybrid: None)
+    monkeypatch.setattr(FSDP1Engine, "_sync_module_states", lambda *_: None)
+    monkeypatch.setattr(torch.distributed.fsdp, "FullyShardedDataParallel", Wrapper)
     model = Tied()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules="bl.*")
-    options = engine_of(FSDP1Engine, "meta", plugin)._options(model)  # the only other device that is here
-    assert options["ignored_modules"] == [model.block]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, ignored_modules="bl.*", use_orig_params=True)
+    engine_of(FSDP1Engine, "meta", plugin).prepare_model(model)  # the only other device that is here
+    assert asked["ignored_modules"] == [model.block]
     assert model.block.weight.is_meta
     assert not model.embedding.weight.is_meta
 
@@ -93,3 +113,43 @@ def test_replicas_of_a_model_on_several_devices_have_no_device_ids(
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).to(elsewhere))
     engine_of(DDPEngine, "cuda:0").prepare_model(model, device_placement=False)
     assert (asked["device_ids"], asked["output_device"]) == expected
+
+
+def test_fsdp2_moves_a_block_before_it_is_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, instead of tensor by tensor to the device and back, and then again by torch."""
+    seen: list[list[str]] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.append([parameter.device.type for parameter in model.parameters()])
+
+    monkeypatch.setattr(fsdp2_model, "sync_module_states", look)
+    monkeypatch.setattr(fsdp2_model, "check_module_states", lambda *_: None)
+    monkeypatch.setattr(fsdp2_model.Sharding, "_groups", [])
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda *_, **__: None)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
+    )
+    fsdp2_model.Sharding(plugin, None, torch.device("meta")).shard(model)  # type: ignore[arg-type]
+    assert seen[0].count("meta") == 2, "block by block"
+    assert seen[-1] == ["meta"] * 4
+
+
+def test_deepspeed_takes_the_device_that_the_launcher_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mock of DeepSpeed, which takes the GPU whose index is the local rank."""
+    indices: list[str] = []
+
+    def initialize(**arguments: Any) -> None:
+        indices.append(os.environ["LOCAL_RANK"])
+        raise InterruptedError
+
+    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(initialize=initialize))
+    monkeypatch.setattr(DeepSpeedEngine, "plugin", MagicMock(deepspeed_config={}))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    for device in ("cuda:0", "cuda:3", "cpu"):
+        engine = engine_of(DeepSpeedEngine, device)
+        engine.precision = Precision()
+        with pytest.raises(InterruptedError):
+            engine._build(nn.Linear(1, 1), None, None)
+        assert os.environ["LOCAL_RANK"] == "3"
+    assert indices == ["0", "3", "3"]

@@ -14,6 +14,7 @@ import torch
 from accel_integrations.lomo import is_lomo_optimizer, lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accel_ops.placement import send_to_device
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import MissingLibraryError
 from accel_state.gradient_state import GradientState
 from tests.integrations.training import new_engine, new_model, prepare
@@ -193,3 +194,21 @@ def test_lomo_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_integrations.lomo.is_lomo_available", lambda: False)
     with pytest.raises(MissingLibraryError, match="pip install lomo-optim"):
         lomo_backward(torch.ones(()), 0.1, [])
+
+
+def test_steps_are_counted_in_cpu_memory_where_the_state_is_on_the_device() -> None:
+    """Else every step of Adam would wait for the device once for each parameter."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    parameter.grad = None
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0] = moved = torch.nn.Parameter(
+            parameter.to("meta")
+        )  # the other device here
+    optimizer.state[moved] = optimizer.state.pop(parameter)
+    AcceleratorState._shared_state["device"] = torch.device("meta")
+    AcceleratedOptimizer(optimizer)
+    assert optimizer.state[moved]["exp_avg"].is_meta
+    assert optimizer.state[moved]["step"].item() == 1

@@ -219,6 +219,28 @@ def test_a_step_may_be_taken_again_with_gradients_set_by_hand() -> None:
     assert not one.step_was_skipped
 
 
+def test_optimizers_that_unscale_themselves_get_the_scaler() -> None:
+    """As those of apex do, which have the argument in the signature of `step`."""
+
+    class Unscales(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+        got: Any = None
+
+        def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
+            self.got = grad_scaler
+            grad_scaler._check_inf_per_device(self)
+
+    model = new_model()
+    engine = new_engine("fp16", handlers=[GradScalerKwargs(init_scale=4.0)])
+    optimizer = prepare(engine, model, Unscales(model.parameters(), lr=1.0))[1]
+    engine.precision.scale(torch.ones(1))
+    set_gradients(model, 1.0)
+    with pytest.warns(FutureWarning, match="passing itself as a keyword argument"):
+        optimizer.step()
+    assert optimizer.optimizer.got is engine.precision.scaler
+    assert not optimizer.step_was_skipped
+
+
 def test_the_scaler_can_be_switched_off() -> None:
     model = new_model()
     engine, (optimizer,) = fp16_engine(model, enabled=False)

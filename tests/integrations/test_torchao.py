@@ -17,10 +17,11 @@ from accel_integrations.precision.float8_layers import (
     find_first_last_linear_layers,
     has_ao_layers,
 )
-from accel_state import libraries
+from accel_state import libraries, nvidia
 from accel_state.enums import FP8BackendType
 from accel_state.errors import MissingLibraryError
 from accel_state.libraries import is_torchao_available
+from accel_state.processes import PartialState
 from accel_state.settings.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accelerate import Accelerator
@@ -143,6 +144,19 @@ def test_replicas_train_in_8_bits(rank: int, world: int) -> None:
     for parameter in model.parameters():
         both = accelerator.gather(parameter.detach().unsqueeze(0))
         torch.testing.assert_close(both[0], both[1], rtol=0, atol=0)
+
+
+@needs_library
+def test_emulated_8_bits_need_no_gpu_that_computes_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    nvidia.check_cuda_fp8_capability.cache_clear()
+    PartialState(cpu=True)
+    PartialState._shared_state["device"] = torch.device("cuda", 0)
+    try:
+        assert Accelerator(mixed_precision="fp8", kwargs_handlers=[emulated()]).fp8_enabled
+    finally:
+        nvidia.check_cuda_fp8_capability.cache_clear()
 
 
 # ---- the library --------------------------------------------------------------------------------------------------

@@ -130,6 +130,26 @@ def test_layers_are_replaced_around_their_parameters_and_put_back(contexts: Any)
     torch.testing.assert_close(model(inputs), wanted, rtol=0, atol=0)
 
 
+def test_layers_of_the_library_are_not_made_on_the_cpu(contexts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are meant for accelerators, which the library chooses itself; a model on the meta device stays there."""
+    asked: list[Any] = []
+    for kind in (Linear, LayerNorm):
+        make = kind.__init__
+
+        def noted(self: Any, *args: Any, make: Any = make, **options: Any) -> None:
+            asked.append(options.get("device"))
+            make(self, *args, **options)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+    model = new_model()
+    convert_model(model)
+    assert asked == [None] * 3
+    asked.clear()
+    convert_model(new_model().to("meta"))
+    assert asked == [torch.device("meta")] * 3
+    model(torch.randn(2, 16))
+
+
 @pytest.mark.parametrize(("linear", "norm"), [(True, False), (False, True)])
 def test_one_kind_alone_can_be_replaced(linear: bool, norm: bool, contexts: Any) -> None:
     model = new_model()

@@ -141,6 +141,85 @@ def test_all_processes_agree_on_the_size(rank: int, world: int) -> None:
     assert tried == [100, 90, 81]
 
 
+@ranks(2)
+def test_a_rank_that_ran_out_of_memory_enters_no_collective(rank: int, world: int) -> None:
+    """Else it would meet the other rank in a collective of the function, with another number of elements."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from accel_state.processes import PartialState
+
+    PartialState()
+    results = []
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size: int) -> float:
+        if rank == 1 and batch_size == 10:
+            raise RuntimeError("out of memory")
+        values = torch.ones(batch_size)
+        if rank == 0 and batch_size == 10:  # waits for rank 1, but not for ever
+            values = torch.ones(1, dtype=torch.int32)
+            with pytest.raises(RuntimeError, match=r"[Tt]imed out|[Tt]imeout"):
+                dist.all_reduce(values, group=patient)
+            results.append(int(values))
+            return 0.0
+        dist.all_reduce(values)
+        return float(values.sum())
+
+    patient = dist.new_group(timeout=timedelta(seconds=1))
+    assert dist.group.WORLD is not None
+    before = dist.group.WORLD._get_sequence_number_for_group()
+    assert train() == 9 * 2
+    assert dist.group.WORLD._get_sequence_number_for_group() - before == 1, "the function's own"
+    assert results == ([1] if rank == 0 else [])
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def broken(batch_size: int) -> None:
+        if rank == 1:
+            raise KeyError("something else")
+
+    with pytest.raises(
+        *((KeyError,) if rank == 1 else (RuntimeError,)), match="something else|Rank 1 raised an error"
+    ):
+        broken()
+
+
+def test_a_function_may_end_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accel_state.processes import PartialState
+
+    PartialState()
+    monkeypatch.setitem(PartialState._shared_state, "num_processes", 2)  # of a group that is no longer there
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size: int) -> int:
+        if batch_size > 9:
+            raise RuntimeError("out of memory")
+        return batch_size
+
+    assert train() == 9
+
+
+@ranks(2)
+def test_a_rank_that_does_not_finish_is_an_error(rank: int, world: int) -> None:
+    from accel_ops import outcomes
+    from accel_state.processes import PartialState
+
+    PartialState()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outcomes, "group_timeout", lambda group: 0.2)
+
+        @find_executable_batch_size(starting_batch_size=10)
+        def train(batch_size: int) -> None:
+            raise RuntimeError("out of memory")
+
+        if rank == 0:  # rank 1 never gets as far
+            with pytest.raises(
+                RuntimeError, match=r"Rank 1 has not finished its attempt within 0.2 s.*'out of memory'"
+            ):
+                train()
+
+
 def test_letting_go() -> None:
     assert release_memory([1], {}) == [None, None]
     assert convert_bytes(1500) == "1.46 KB"

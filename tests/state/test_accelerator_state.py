@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state import accelerator_state
+from accel_state import accelerator_state, devices, nvidia
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices import DeviceKind
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
@@ -136,6 +137,54 @@ def test_8_bit_floats_need_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
         make(mixed_precision="fp8")
     monkeypatch.setattr(accelerator_state, "is_fp8_available", lambda: True)
     assert make(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+@pytest.fixture
+def cuda_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Has this process compute on a GPU of the compute capability that is passed, as far as anybody asks."""
+    monkeypatch.setattr(accelerator_state, "is_fp8_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    PartialState()
+    PartialState._shared_state["device"] = torch.device("cuda", 0)
+
+    def set_capability(*capability: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        nvidia.check_cuda_fp8_capability.cache_clear()
+
+    yield set_capability
+    nvidia.check_cuda_fp8_capability.cache_clear()
+
+
+def test_gpus_without_8_bit_floats_compute_in_fp16(cuda_0: Any) -> None:
+    cuda_0(8, 6)
+    with pytest.warns(
+        UserWarning, match="'cuda:0' does not compute in 8-bit floats .*'fp16' is used instead of 'fp8'"
+    ):
+        state = make(mixed_precision="fp8")
+    assert state.mixed_precision == "fp16"
+    assert AcceleratorState(mixed_precision="fp8").mixed_precision == "fp16", "the same wish contradicts nothing"
+    with pytest.raises(ValueError, match="mixed_precision='bf16' contradicts mixed_precision='fp16'"):
+        AcceleratorState(mixed_precision="bf16")
+
+
+def test_gpus_with_8_bit_floats_use_them(cuda_0: Any) -> None:
+    cuda_0(8, 9)
+    assert make(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+def test_emulated_8_bit_floats_need_no_support(cuda_0: Any) -> None:
+    cuda_0(8, 0)
+    assert make(mixed_precision="fp8", _emulates_fp8=True).mixed_precision == "fp8"
+    assert AcceleratorState(mixed_precision="fp8").mixed_precision == "fp8"
+
+
+def test_the_first_gaudi_computes_in_bf16_instead_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator_state, "is_fp8_available", lambda: True)
+    monkeypatch.setattr(devices, "is_gaudi1", lambda: True)
+    PartialState()
+    PartialState._shared_state["device"] = torch.device("hpu")
+    with pytest.warns(UserWarning, match="'hpu' does not compute in 8-bit floats .*'bf16' is used instead of 'fp8'"):
+        assert make(mixed_precision="fp8").mixed_precision == "bf16"
 
 
 def test_cpu_must_be_said_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from accel_state import devices, hardware, libraries
 from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind, resolve_device
 from accel_state.enums import DistributedType
+from accel_state.processes import PartialState
 
 NUMBERED = ["cuda", "xpu", "npu", "mlu", "musa", "sdaa", "neuron"]
 
@@ -154,6 +155,22 @@ def test_more_processes_than_devices_are_refused(fake: Any) -> None:
     fake("xpu", count=2)
     with pytest.raises(ValueError, match=r"Local rank 2 .* but 2 are visible: start at most 2 .*ZE_AFFINITY_MASK"):
         device_kind("xpu").index_of(2)
+
+
+def test_processes_share_devices_where_the_backend_is_one_of_the_cpu(
+    fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake("xpu", count=2)
+    state = PartialState()
+    monkeypatch.setattr(PartialState, "_kind", lambda self: device_kind("xpu"))
+    state.local_process_index, state.backend = 3, "gloo"
+    state.set_device()
+    assert state.device == torch.device("xpu", 1)
+    for backend in ("xccl", "cpu:gloo,xpu:xccl"):
+        state.backend = backend
+        with pytest.raises(ValueError, match="let them share devices with backend='gloo'"):
+            state.set_device()
+    PartialState._reset_state()
 
 
 @pytest.mark.parametrize(

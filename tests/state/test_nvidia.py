@@ -28,6 +28,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             "#!/bin/sh\ncase $1 in\n"
             + f"*=name) printf '%s\\n' {' '.join(repr(name) for name in names)};;\n"
             + f"*=driver_version) printf '%s\\n' {' '.join([driver] * len(names))};;\n"
+            + "-L) cat instances;;\n"
             + f"*=pci.bus_id,uuid) printf '%s\\n' {' '.join(repr(bus) for bus in buses)};;\nesac\n"
         )
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -129,6 +130,26 @@ def test_hidden_gpus_do_not_count(visible: str, machine: list[set[int]], monkeyp
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     override_numa_affinity(0)
     assert machine == [{0, 1}]
+
+
+@pytest.mark.parametrize("visible", ["1", "GPU-bb", "MIG-b1"])
+def test_the_only_visible_gpu_is_that_of_any_local_rank(
+    visible: str, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "instances").write_text(
+        "GPU 0: NVIDIA H200 (UUID: GPU-aa)\n  MIG 1g.18gb     Device  0: (UUID: MIG-a0)\n"
+        "GPU 1: NVIDIA H200 (UUID: GPU-bb)\n  MIG 1g.18gb     Device  0: (UUID: MIG-b0)\n"
+        "  MIG 1g.18gb     Device  1: (UUID: MIG-b1)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    override_numa_affinity(3)
+    assert machine == [{0, 1}]
+
+
+def test_without_a_driver_there_are_no_instances(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert nvidia.mig_parents() == {}
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "7,0"])

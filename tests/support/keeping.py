@@ -28,7 +28,7 @@ class PlainEngine(Engine):
     name = "plain"
 
     def __init__(self, prepared: Prepared) -> None:
-        self.context: Any = SimpleNamespace(prepared=prepared)
+        self.context: Any = SimpleNamespace(prepared=prepared, keeps_full_states=True)
         self.precision = FullPrecision()
         self.gradient_state = GradientState()
 

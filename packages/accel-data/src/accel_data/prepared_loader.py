@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -54,6 +54,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     epoch_order: EpochOrder
     epoch_start: EpochStart
     sequence_shard: Callable[[Any], Any] | None = None
+    shards_before_moving: ClassVar[bool] = False
+    """Whether `_batches` calls `sequence_shard` itself, while batches are in CPU memory."""
 
     def __init__(
         self,
@@ -84,7 +86,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             batches = self._batches(restore_rng)
-            yield from batches if self.sequence_shard is None else map(self.sequence_shard, batches)
+            shard = None if self.shards_before_moving else self.sequence_shard
+            yield from batches if shard is None else map(shard, batches)
         except BaseException:
             self.end()
             self.gradient_state._leave_dataloader(self)

@@ -81,10 +81,21 @@ def group_gradients(gradients: Iterable[torch.Tensor]) -> list[GradientGroup]:
 def clip_groups_(groups: Sequence[GradientGroup], max_norm: float, norm_type: float) -> torch.Tensor:
     """Clip the total norm of the gradients of several groups; see `clip_grad_norm_`."""
     total = joint_norm(groups, norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for shards in _by_device([shard for group in groups for shard in group.shards]):
-        torch._foreach_mul_(shards, factor.to(shards[0].device))
+    scale_to_norm_([shard for group in groups for shard in group.shards], total, max_norm)
     return total
+
+
+def scale_to_norm_(shards: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients in place, so that their total norm is at most `max_norm`.
+
+    Args:
+        shards: Local shards, of any shapes and on any devices.
+        total: Their total norm now, 0-dim.
+        max_norm: The largest norm allowed.
+    """
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for same in _by_device(shards):
+        torch._foreach_mul_(same, factor.to(same[0].device))
 
 
 def joint_norm(groups: Sequence[GradientGroup], norm_type: float) -> torch.Tensor:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from accel_ops.outcomes import group_timeout
 from accel_state.warning import warn_user
 
 INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -53,7 +54,7 @@ def _new_group(group: Any) -> Any:
         with _interface_to_rank_0():
             return dist.new_group(
                 dist.get_process_group_ranks(group),
-                timeout=_timeout_of(group),
+                timeout=max(timedelta(seconds=group_timeout(group)), dist.default_pg_timeout),
                 backend="gloo",
                 use_local_synchronization=not is_world,
                 group_desc="host",
@@ -64,14 +65,6 @@ def _new_group(group: Any) -> Any:
             f"{INTERFACE_VARIABLE} to the network interface that connects the machines."
         )
         return None
-
-
-def _timeout_of(group: Any) -> timedelta:
-    """How long a group waits for its ranks: what the user asked for, and gloo's default at least."""
-    default: timedelta = dist.default_pg_timeout
-    backend = group._get_backend(group._device_types[0])
-    asked = getattr(getattr(backend, "options", None), "_timeout", default)
-    return max(asked, default)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from accel_ops.outcomes import exchange_outcomes, note_outcome
 from accel_state.devices import detect_device_kind
 from accel_state.processes import PartialState
 
@@ -23,6 +24,7 @@ OUT_OF_MEMORY_MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",
     "FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed",  # Gaudi
 )
+FINISHED, OUT_OF_MEMORY, RAISED = "finished", "out of memory", "another error"
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -73,7 +75,12 @@ def find_executable_batch_size(
     """Decorate a function of a batch size so that it is called with smaller and smaller ones until memory suffices.
 
     With several processes all try the same sizes: when memory runs out on one, all try the next. Therefore all
-    processes must call the function.
+    processes must call the function. They exchange how an attempt ended through the store of the process group,
+    which mixes with no collective of the function.
+
+    It cannot be promised that a run goes on where memory runs out on some ranks in the middle of a step: the others then
+    wait in a collective, such as the all-reduce of gradients, which those ranks never enter. Once the timeout of the
+    process group has passed, this is an error on all of them. Batches of equal sizes on all ranks avoid it.
 
     Args:
         function: Takes the batch size as its first argument, which callers leave out.
@@ -85,7 +92,8 @@ def find_executable_batch_size(
 
     Raises:
         TypeError: From the decorated function, when the batch size was passed, or none can be taken.
-        RuntimeError: From the decorated function, when the size has reached zero.
+        RuntimeError: From the decorated function, when the size has reached zero, and where another process raised an
+            error or did not finish its attempt within the timeout of the process group.
 
     Example:
         ```python
@@ -117,7 +125,7 @@ def find_executable_batch_size(
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             result, failure = _attempt(function, batch_size, args, kwargs)
-            if not _failed_anywhere(failure is not None):
+            if not _ran_out_anywhere(OUT_OF_MEMORY if failure is not None else FINISHED):
                 return result
             del result
             clear_device_cache(garbage_collection=True)
@@ -140,17 +148,29 @@ def _attempt(
     except Exception as error:
         if should_reduce_batch_size(error):
             return None, str(error)
+        if _is_distributed():
+            note_outcome(RAISED)
         raise
 
 
-def _failed_anywhere(failed: bool) -> bool:
-    """Whether an attempt failed on any process; the same result on all."""
-    if not PartialState._shared_state or PartialState().num_processes == 1:
-        return failed
-    from accel_ops.collectives import reduce
+def _ran_out_anywhere(outcome: str) -> bool:
+    """Whether memory ran out on any process; the same result on all.
 
-    state = PartialState()
-    return bool(reduce(torch.tensor(int(failed), device=state.device), reduction="sum").item())
+    Raises:
+        RuntimeError: Another process raised an error, or has not finished in time.
+    """
+    if not _is_distributed():
+        return outcome == OUT_OF_MEMORY
+    outcomes = exchange_outcomes(outcome)
+    if RAISED in outcomes:
+        raise RuntimeError(
+            f"Rank {outcomes.index(RAISED)} raised an error, so no batch size was found. See the error of that rank."
+        )
+    return OUT_OF_MEMORY in outcomes
+
+
+def _is_distributed() -> bool:
+    return bool(PartialState._shared_state) and PartialState().num_processes > 1
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any, Literal, overload
 
 import torch
@@ -65,11 +64,6 @@ def full_tensor(tensor: Any) -> Any:
     sharded: Any = tensor
     device_type = sharded.device_mesh.device_type
     return (sharded if sharded.device.type == device_type else sharded.to(device_type)).full_tensor()
-
-
-def is_on(model: nn.Module, device: torch.device) -> bool:
-    """Whether all parameters and buffers are on a device."""
-    return all(tensor.device == device for tensor in chain(model.parameters(), model.buffers()))
 
 
 def customizes_loading(model: nn.Module) -> bool:

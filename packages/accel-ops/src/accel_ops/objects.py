@@ -12,7 +12,9 @@ from accel_ops.gather_payload import GatherPayload, payload_of
 from accel_ops.packing import signature_of
 from accel_ops.transport import transport_of
 from accel_state.enums import DistributedType
-from accel_state.processes import PartialState
+from accel_state.processes import PartialState, kind_of
+
+SMALLEST_COMPILED_BYTES = 2**20
 
 
 def gather_object(object: Any) -> Any:  # the keyword is part of the interface
@@ -87,7 +89,7 @@ def _gather_payloads(payload: torch.Tensor, operation: Operation, state: Partial
     if announced.is_complete:
         rows = announced.data(message)
     else:
-        buffer = payload.new_empty(max(counts))
+        buffer = payload.new_zeros(_buffer_size(max(counts), wire))
         buffer[: len(payload)] = payload
         rows = transport.all_gather(buffer, world)
     return [row[:count] for row, count in zip(rows, counts, strict=True)]
@@ -113,8 +115,19 @@ def _broadcast_payload(payload: torch.Tensor, operation: Operation, source: int,
     count = _counts(announced.sizes)[source]
     if announced.is_complete:
         return announced.data(message)[source, :count]
-    is_source = state.process_index == source
-    return transport.broadcast(payload if is_source else payload.new_empty(count), source, state.process_index)
+    size = _buffer_size(count, wire)
+    if state.process_index == source:
+        buffer = torch.cat([payload, payload.new_zeros(size - count)]) if size > count else payload
+    else:
+        buffer = payload.new_empty(size)
+    return transport.broadcast(buffer, source, state.process_index)[:count]
+
+
+def _buffer_size(num_bytes: int, wire: torch.device) -> int:
+    """The bytes to send for so many: where devices compile each size, the next power of two, from 1 MiB on."""
+    if not kind_of(wire).compiles_collectives:
+        return num_bytes
+    return max(SMALLEST_COMPILED_BYTES, 1 << (num_bytes - 1).bit_length())
 
 
 def _counts(sizes: Any) -> list[int]:

@@ -79,6 +79,7 @@ class AcceleratorState(ProcessPlace):
         megatron_lm_plugin: Any = None,
         parallelism_config: ParallelismConfig | None = None,
         _from_accelerator: bool = False,
+        _emulates_fp8: bool = False,
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
@@ -116,7 +117,9 @@ class AcceleratorState(ProcessPlace):
         if process_state.is_local_main_process:
             check_os_kernel()
         self.__dict__.update(process_state.__dict__)
-        self._mixed_precision = precision
+        self._mixed_precision = precision if _emulates_fp8 else self._supported(precision)
+        if self._mixed_precision != precision:
+            self._warn_of_other_precision(precision)
         try:
             self._settle(plugins, dynamo_plugin, parallelism_config)
         except BaseException:
@@ -151,6 +154,18 @@ class AcceleratorState(ProcessPlace):
             import torch
 
             torch.backends.cuda.matmul.allow_tf32 = True  # as torch.compile recommends for float32
+
+    def _supported(self, precision: str) -> str:
+        """That precision, or the one that the device's row of the table has instead."""
+        kind = kind_of(self.device)
+        return kind.instead_of_fp8 if precision == "fp8" and not kind.supports_fp8() else precision
+
+    def _warn_of_other_precision(self, asked: str) -> None:
+        warn_user(
+            f"{str(self.device)!r} does not compute in 8-bit floats (NVIDIA GPUs do from compute capability 8.9 on, Gaudi "
+            f"from its second generation on): mixed_precision={self._mixed_precision!r} is used instead of {asked!r}. "
+            "Pass AORecipeKwargs(config=Float8LinearConfig(emulate=True)) to emulate 8-bit floats, which is slow."
+        )
 
     def _attach_plugins(self, plugins: Mapping[str, Any]) -> None:
         """Set the distributed type from the plugins' class facts, and attach each plugin to this state."""
@@ -203,7 +218,10 @@ class AcceleratorState(ProcessPlace):
         """Raise an error for settings that contradict those of the first instance; None agrees with any value."""
         pairs: list[tuple[str, Any, Any]] = []
         if precision is not None:
-            pairs.append(("mixed_precision", precision, self._mixed_precision))
+            settled = self._mixed_precision  # perhaps the one that is used instead of the same wish
+            pairs.append(
+                ("mixed_precision", precision if precision == settled else self._supported(precision), settled)
+            )
         if cpu:
             pairs.append(("cpu", True, self._cpu or self.device.type == "cpu"))
         if dynamo_plugin is not None and dynamo_plugin.backend != DynamoBackend.NO:

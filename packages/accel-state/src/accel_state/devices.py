@@ -18,7 +18,7 @@ from accel_state.clusters import ClusterPlace
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
 from accel_state.libraries import is_torch_xla_available
-from accel_state.nvidia import avoid_unsupported_transfers
+from accel_state.nvidia import avoid_unsupported_transfers, check_cuda_fp8_capability
 
 
 @functools.cache
@@ -62,12 +62,18 @@ class DeviceKind:
     """Support of bfloat16; None to ask `torch.<name>.is_bf16_supported()`."""
     fp16: bool | Callable[[], bool] = True
     """Support of float16."""
+    fp8: bool | Callable[[], bool] = True
+    """Support of 8-bit floats; True also where it is left to the library that computes in them."""
+    instead_of_fp8: str = "fp16"
+    """The mixed precision of runs that ask for 8-bit floats where they are not supported."""
     probe_variable: str | None = None
     """Set to 1 while devices are detected, so that this does not initialize the driver and processes may still fork."""
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables and their values, set once the kind is chosen unless they are set already."""
     always_distributed: bool = False
     """Whether a run of one process counts as distributed too."""
+    compiles_collectives: bool = False
+    """Whether each size of a collective's buffer is compiled, so that there should be few."""
     before_group: Callable[[], None] | None = None
     """Called before the first process group of a run of several processes starts."""
 
@@ -101,11 +107,15 @@ class DeviceKind:
         """The device of that index; without an index, the current one."""
         return torch.device(self.name, index) if self.numbered and index is not None else torch.device(self.name)
 
-    def index_of(self, local_rank: int) -> int | None:
+    def index_of(self, local_rank: int, may_share: bool = False) -> int | None:
         """The device index of the process of that local rank; None where devices have no index.
 
+        Args:
+            local_rank: The rank of the process on its machine.
+            may_share: Whether several processes may use one device, as with backends of the CPU.
+
         Raises:
-            ValueError: When there are fewer devices than processes.
+            ValueError: When there are fewer devices than processes, which may not share them.
         """
         if not self.numbered:
             return None
@@ -114,9 +124,11 @@ class DeviceKind:
             return local_rank
         if count == 1:  # the launcher shows each process only its own
             return 0
+        if may_share and count:
+            return local_rank % count
         raise ValueError(
             f"Local rank {local_rank} needs a {self.name!r} device of its own, but {count} are visible: "
-            f"start at most {count} processes here, or pass cpu=True."
+            f"start at most {count} processes here, pass cpu=True, or let them share devices with backend='gloo'."
             + (f" ({self.visible_devices_variable} may hide devices.)" if self.visible_devices_variable else "")
         )
 
@@ -136,6 +148,10 @@ class DeviceKind:
     def supports_fp16(self) -> bool:
         """Whether it computes in float16."""
         return self.fp16() if callable(self.fp16) else self.fp16
+
+    def supports_fp8(self) -> bool:
+        """Whether it computes in 8-bit floats."""
+        return self.fp8() if callable(self.fp8) else self.fp8
 
     def empty_cache(self) -> None:
         """Release cached memory that is not in use to the driver, where the kind has a caching allocator."""
@@ -234,6 +250,8 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         numbered=False,
         bf16=True,
         fp16=lambda: not is_gaudi1(),
+        fp8=lambda: not is_gaudi1(),
+        instead_of_fp8="bf16",
     ),
     # before "cuda": their libraries can have torch.cuda answer for them
     DeviceKind("npu", DistributedType.MULTI_NPU, "hccl", "ASCEND_RT_VISIBLE_DEVICES", library="torch_npu"),
@@ -252,6 +270,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         DistributedType.MULTI_GPU,
         "nccl",
         "CUDA_VISIBLE_DEVICES",
+        fp8=check_cuda_fp8_capability,
         probe_variable="PYTORCH_NVML_BASED_CUDA_CHECK",
         before_group=avoid_unsupported_transfers,
     ),
@@ -263,6 +282,7 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         "NEURON_RT_VISIBLE_CORES",
         library="torch_neuronx",
         bf16=True,
+        compiles_collectives=True,
     ),
     DeviceKind(
         "mps",

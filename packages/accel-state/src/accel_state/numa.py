@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_state.environment import parse_flag_from_env
 from accel_state.libraries import is_pynvml_available
-from accel_state.nvidia import gpu_bus_ids
+from accel_state.nvidia import gpu_bus_ids, mig_parents
 
 logger = logging.getLogger("accelerate.utils.environment")
 
@@ -47,6 +47,8 @@ def _cores_near_gpu(index: int) -> tuple[set[int], str]:
     if not hasattr(os, "sched_setaffinity") or not is_cuda_available() or is_rocm_available():
         return set(), "there is no NVIDIA GPU here, or the system cannot bind processes"
     bus_ids = _visible(gpu_bus_ids(is_pynvml_available()))
+    if len(bus_ids) == 1:  # the launcher shows each process only its own
+        index = 0
     if index >= len(bus_ids):
         return set(), f"{len(bus_ids)} GPUs are visible"
     # "00000000:3B:00.0" is "0000:3b:00.0" in the file system
@@ -62,12 +64,14 @@ def _cores_near_gpu(index: int) -> tuple[set[int], str]:
 
 
 def _visible(gpus: list[tuple[str, str]]) -> list[str]:
-    """Bus ids in the order of `CUDA_VISIBLE_DEVICES`, which lists indices or (beginnings of) UUIDs."""
+    """Bus ids in the order of `CUDA_VISIBLE_DEVICES`, which lists indices, (beginnings of) UUIDs, or MIG instances."""
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [bus_id for bus_id, _ in gpus]
     found = []
+    parents = mig_parents() if "MIG-" in wanted else {}
     for name in wanted.replace(" ", "").split(","):
+        name = parents.get(name, name)
         matching = [
             bus_id
             for number, (bus_id, uuid) in enumerate(gpus)

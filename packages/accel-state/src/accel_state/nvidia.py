@@ -79,6 +79,24 @@ def _bus_ids_from_library() -> list[tuple[str, str]]:
         pynvml.nvmlShutdown()
 
 
+def mig_parents() -> dict[str, str]:
+    """The UUID of the GPU of each MIG instance of this machine, by the instance's UUID; empty where there are none."""
+    import subprocess
+
+    try:
+        lines = subprocess.check_output(["nvidia-smi", "-L"], text=True, stderr=subprocess.DEVNULL).splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    parents, gpu = {}, ""
+    for line in lines:  # GPU 0: NVIDIA H200 (UUID: GPU-...), and below it: MIG 1g.18gb Device 0: (UUID: MIG-...)
+        uuid = line.rpartition("UUID: ")[2].rstrip(")")
+        if uuid.startswith("GPU-"):
+            gpu = uuid
+        elif uuid.startswith("MIG-"):
+            parents[uuid] = gpu
+    return parents
+
+
 def check_cuda_p2p_ib_support() -> bool:
     """False when NCCL must not use peer-to-peer or InfiniBand transfers between this machine's GPUs.
 

@@ -272,7 +272,9 @@ class PartialState(ProcessPlace):
         if override is not None:
             self.device = torch.device(override)
         else:
-            self.device = kind.device(kind.index_of(self.local_process_index) if self.backend else None)
+            # the devices' own backend would raise for two processes on one
+            shares = str(kind.collective_backend) not in (self.backend or "")
+            self.device = kind.device(kind.index_of(self.local_process_index, shares) if self.backend else None)
         kind.set_device(self.device.index)
 
     @classmethod

@@ -48,14 +48,12 @@ from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import replacement
 from accelerate.delegated import delegated
+from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
 from accelerate.preparing import (
     Preparer,
-    check_not_dispatched,
     check_placement,
-    check_quantized,
     in_order,
-    is_dispatched,
     method_for,
 )
 from accelerate.stepping import Accumulation, StepController
@@ -189,6 +187,7 @@ class Accelerator:
                 cpu=cpu,
                 dynamo_plugin=compilation,
                 _from_accelerator=True,
+                _emulates_fp8=getattr(handlers.fp8, "is_emulated", False),
                 **plugins,
                 **(handlers.process_group.to_kwargs() if handlers.process_group else {}),
             )
@@ -593,7 +592,7 @@ class Accelerator:
         return getattr(self, method)(item, **options)
 
     def _check_device_map(self, model: nn.Module) -> None:
-        check_quantized(model)
+        check_quantized(model, self.device)
         if self.num_processes > 1 and self.verify_device_map(model):
             check_not_dispatched(model, self.num_processes)
 

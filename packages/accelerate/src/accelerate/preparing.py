@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from reprlib import repr as shorten
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,7 @@ from accel_integrations.prepared.parameters import ReplacedParameters
 from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
-from accel_state.environment import str_to_bool
-from accel_state.hardware import is_xpu_available
-from accel_state.libraries import is_bitsandbytes_multi_backend_available
+from accelerate.device_maps import is_dispatched, is_loaded_by_map
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -94,7 +91,7 @@ class Preparer:
         known = self.prepared_model(model)
         if known is not None:
             return known
-        place = self._placed(device_placement) and not is_dispatched(model)
+        place = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
@@ -181,41 +178,6 @@ class Preparer:
 
     def _placed(self, device_placement: bool | None) -> bool:
         return self.device_placement if device_placement is None else device_placement
-
-
-def check_quantized(model: nn.Module) -> None:
-    """Check that no module of a model with 8-bit or 4-bit layers is offloaded to where these cannot compute.
-
-    Raises:
-        ValueError: Some are offloaded to CPU memory or disk.
-    """
-    bits = next((bits for bits in (8, 4) if getattr(model, f"is_loaded_in_{bits}bit", False)), None)
-    elsewhere = sorted({"cpu", "disk"} & {str(place) for place in getattr(model, "hf_device_map", {}).values()})
-    if bits and elsewhere and not (is_bitsandbytes_multi_backend_available() or is_xpu_available()):
-        raise ValueError(
-            f"{type(model).__name__} was loaded in {bits} bits with modules offloaded to {' and '.join(elsewhere)}, and "
-            "cannot be trained with CPU or disk offload. Load all of it on the device on which you train, for example "
-            'with device_map={"": torch.cuda.current_device()}.'
-        )
-
-
-def check_not_dispatched(model: nn.Module, num_processes: int) -> None:
-    """Raise for a model that a `device_map` dispatched to several devices, where there are several processes.
-
-    Raises:
-        ValueError: Unless the environment variable `ACCELERATE_BYPASS_DEVICE_MAP` is true.
-    """
-    if not str_to_bool(os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false")):
-        raise ValueError(
-            f"{type(model).__name__} was loaded with a device_map over several devices, which cannot be trained on "
-            f"{num_processes} processes. Launch one process, or load the model without device_map. Set "
-            "ACCELERATE_BYPASS_DEVICE_MAP=true if you know that it fits."
-        )
-
-
-def is_dispatched(model: nn.Module) -> bool:
-    """Whether a `device_map` dispatched the model, or a submodule of it, to several devices."""
-    return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
 
 def in_order(objects: Sequence[Any]) -> list[int]:

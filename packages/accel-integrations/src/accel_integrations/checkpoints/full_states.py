@@ -239,11 +239,10 @@ def _read_weights(checkpoint: CheckpointFiles, index: int, load_kwargs: Mapping[
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    own = model.state_dict() if model_has_dtensor(model) else {}
     if options.get("assign"):  # else parameters would be views of the memory-mapped file
         weights = {name: value.clone() for name, value in weights.items()}
-    if model_has_dtensor(model):
-        own = model.state_dict()
-        weights = {
-            name: distribute_like(value, own[name]) if name in own else value for name, value in weights.items()
-        }
+    weights = {name: distribute_like(value, own[name]) if name in own else value for name, value in weights.items()}
+    if own and options.get("assign"):
+        weights = {name: value.to(own[name].device) if name in own else value for name, value in weights.items()}
     model.load_state_dict(weights, **options)

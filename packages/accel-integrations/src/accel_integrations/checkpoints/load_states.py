@@ -17,6 +17,7 @@ from accel_integrations.checkpoints.state_forms import (
     without_compilation,
 )
 from accel_integrations.checkpoints.stored_states import (
+    CPU,
     Keys,
     StoredState,
     open_model_state,
@@ -41,10 +42,12 @@ class LoadedStates:
     strict: bool = True
 
     def apply(self) -> None:
-        """Load all models and optimizers."""
-        for model, state in self.models:
+        """Load all models and optimizers, and release what was read of each."""
+        while self.models:
+            model, state = self.models.pop(0)
             _apply_model(model, state, self.strict)
-        for optimizer, model, state in self.optimizers:
+        while self.optimizers:
+            optimizer, model, state = self.optimizers.pop(0)
             _apply_optimizer(optimizer, model, state)
 
 
@@ -165,6 +168,7 @@ def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, 
     """
     own = model_state(model)
     groups = _read_groups(stored)
+    in_place = _is_version_1(model)  # torch gathers its states where the model is
     names = _names_by_number(optimizer, model, groups)
     state: dict[str, dict[str, Any]] = {}
     for keys in stored.shapes:
@@ -173,7 +177,12 @@ def read_optimizer_state(stored: StoredState, optimizer: torch.optim.Optimizer, 
         name, entry = names.get(keys[1], keys[1]), ".".join(keys[2:])
         like = own.get(name)
         has_its_shape = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shapes[keys] and like.dim() > 0
-        state.setdefault(name, {})[entry] = stored.fill(keys, like) if has_its_shape else stored.read_full(keys)  # type: ignore[arg-type]
+        if not has_its_shape:
+            value = stored.read_full(keys)
+        else:
+            assert like is not None
+            value = stored.fill(keys, like, like.device if in_place else CPU)
+        state.setdefault(name, {})[entry] = value
     for keys in stored.objects:
         if keys[0] == "state" and len(keys) > 2:
             state.setdefault(names.get(keys[1], keys[1]), {})[".".join(keys[2:])] = stored.read_object(keys)
@@ -240,6 +249,7 @@ def _apply_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: 
         own = {key: value for key, value in group.items() if key not in options and key != "params"}
         groups.append({**own, **options, "params": [number_of[name] for name in members]})
     values = {number_of[name]: value for name, value in state["state"].items() if name in number_of}
+    optimizer.state.clear()  # its memory is needed for the new one
     optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 

@@ -19,6 +19,7 @@ from accel_ops.modules import to_local
 from accel_ops.tensor_files import read_tensors
 
 Keys = tuple[str, ...]
+CPU = torch.device("cpu")
 
 
 class StoredState(ABC):
@@ -47,14 +48,15 @@ class StoredState(ABC):
     def read_object(self, keys: Keys) -> Any:
         """Read an entry that is not a tensor, as plain data only."""
 
-    def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
+    def fill(self, keys: Keys, like: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
         """Read a tensor with the placements of another one; the dtype is the stored one.
 
         Args:
             keys: The keys of the stored tensor.
             like: A tensor or DTensor of the same shape.
+            device: Where to; in CPU memory it takes nothing of that in which the model is, until it is loaded.
         """
-        filled = torch.empty_like(like, dtype=self.dtype(keys))
+        filled = torch.empty_like(like, dtype=self.dtype(keys), device=device)
         part = to_local(filled)
         if part is filled:
             self.read(keys, (0,) * filled.dim(), tuple(filled.shape), filled)
@@ -197,9 +199,9 @@ class LocalState(StoredState):
         dtype: torch.dtype = self._shards[keys].dtype
         return dtype
 
-    def fill(self, keys: Keys, like: torch.Tensor) -> torch.Tensor:
+    def fill(self, keys: Keys, like: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
         """Read the shard of this rank, which must have the same shape as when it was saved."""
-        filled = torch.empty_like(like, dtype=self.dtype(keys))
+        filled = torch.empty_like(like, dtype=self.dtype(keys), device=device)
         self.read(keys, (), to_local(filled).shape, to_local(filled))
         return filled
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_integrations.engines.engine import Engine, EngineContext
+from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import check_no_ulysses
 from accel_integrations.parallel.full_state import (
     load_full_optimizer_state,
@@ -20,7 +21,7 @@ from accel_integrations.parallel.full_state import (
 from accel_integrations.parallel.replicas import GradientAverager, redistribute_gradients
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
-from accel_ops.modules import is_on, model_has_dtensor
+from accel_ops.modules import model_has_dtensor
 from accel_state.warning import warn_user
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
@@ -68,8 +69,8 @@ class DDPEngine(Engine):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device, and wrap it in `DistributedDataParallel` if it has trainable parameters."""
         device = self.context.state.device
-        if device_placement and not (model_has_dtensor(model) and is_on(model, device)):
-            model = model.to(device)  # which distributed tensors would only suffer: what looks at them stops it
+        if device_placement:
+            model = move_model(model, device)
         is_trainable = any(parameter.requires_grad for parameter in model.parameters())
         if evaluation or not is_trainable:
             return model
@@ -167,12 +168,12 @@ class DDPEngine(Engine):
         return not self.shards_gradients and not any(map(model_has_dtensor, self.context.prepared.models))
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The full state dict on every rank; DTensors are unsharded by all-gathers."""
-        return unshard_state_dict(super().full_state_dict(model))
+        """The full state dict on every rank; DTensors are all-gathered into CPU memory, one at a time."""
+        return unshard_state_dict(super().full_state_dict(model), self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
-        """The full state dict of an optimizer, DTensors unsharded; all ranks must call this."""
-        return unshard_optimizer_state(optimizer)
+        """The full state dict of an optimizer, DTensors all-gathered into CPU memory; all ranks must call this."""
+        return unshard_optimizer_state(optimizer, self.context.keeps_full_states)
 
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
         """Load a full state dict; each rank keeps its shards of DTensors."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -59,6 +59,8 @@ class EngineContext:
     step_scheduler_with_optimizer: bool = True
     split_batches: bool = False
     """True when each batch of a loader is split between the processes, rather than read once per process."""
+    keeps_full_states: bool = True
+    """False while other ranks than this one gather full states."""
 
 
 class Engine(ABC):
@@ -274,6 +276,20 @@ class Engine(ABC):
     def is_replicated(self) -> bool:
         """Whether every rank holds the full states of models and optimizers, so that one rank can write them alone."""
         return False
+
+    @contextmanager
+    def keeping_full_states(self, keep: bool) -> Iterator[None]:
+        """A context in which this rank may take part in gathering full states without keeping any.
+
+        Args:
+            keep: Whether `full_state_dict` and `full_optimizer_state` are needed on this rank. Where they are not, and
+                their tensors are sharded, both return empty dicts.
+        """
+        before, self.context.keeps_full_states = self.context.keeps_full_states, keep
+        try:
+            yield
+        finally:
+            self.context.keeps_full_states = before
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict of a model, without wrapper prefixes in names, on every rank that needs it."""

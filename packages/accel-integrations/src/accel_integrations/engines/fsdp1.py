@@ -85,9 +85,12 @@ class FSDP1Engine(Engine):
         policy = resolve_policy(self.plugin, model)
         self._sync_module_states(model)
         blocks = find_blocks(model, policy) if self.plugin.activation_checkpointing else []
+        ignored = modules_among(self.plugin.ignored_modules, model)
+        for module in ignored:  # which torch leaves where they are
+            module.to(self.context.state.device)
         before = FlatParameters.remember(model)
         try:
-            wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options(model))
+            wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options(model, ignored))
         except ValueError as error:
             if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
                 raise
@@ -115,7 +118,7 @@ class FSDP1Engine(Engine):
             check_module_states(model, [None])
             sync_module_states(model, [None], self.context.state.device)
 
-    def _options(self, model: nn.Module) -> dict[str, Any]:
+    def _options(self, model: nn.Module, ignored: Sequence[nn.Module]) -> dict[str, Any]:
         from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 
         plugin, device = self.plugin, self.context.state.device
@@ -126,9 +129,6 @@ class FSDP1Engine(Engine):
             strategy = ShardingStrategy[hybrid.get(strategy.name, strategy.name)]
         on_cpu = device.type == "cpu"
         init = None if on_cpu else plugin.param_init_fn
-        ignored = modules_among(plugin.ignored_modules, model)
-        for module in ignored:  # which torch leaves where they are
-            module.to(device)
         return {
             "sharding_strategy": strategy,
             "cpu_offload": CPUOffload(offload_params=False) if on_cpu else plugin.cpu_offload,
@@ -139,7 +139,7 @@ class FSDP1Engine(Engine):
             "use_orig_params": plugin.use_orig_params,
             "sync_module_states": bool(plugin.sync_module_states) and not on_cpu,
             "param_init_fn": None if init is None else ensure_weights_retied(init, model, device),
-            "ignored_modules": ignored or None,
+            "ignored_modules": list(ignored) or None,
             "device_id": device,
             "device_mesh": self._mesh("HYBRID" in strategy.name),
         }

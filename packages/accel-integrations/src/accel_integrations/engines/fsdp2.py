@@ -13,6 +13,7 @@ from torch import nn
 from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
+from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class FSDP2Engine(Engine):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Shard the model, also for evaluation: it may be too large for one device."""
         if self.sharding is None or is_sharded(model) or not any(True for _ in model.parameters()):
-            return model.to(self.context.state.device) if device_placement else model
+            return move_model(model, self.context.state.device) if device_placement else model
         if self.context.state.mixed_precision != "no":
             upcast_trainable(model)
         return self.sharding.shard(model)

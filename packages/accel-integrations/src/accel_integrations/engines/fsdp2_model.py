@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
+from accel_integrations.engines.placing import move_plain_tensors
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_ops.modules import get_parameters_from_modules
@@ -59,7 +60,9 @@ class Sharding:
         for module in [*blocks, model]:
             is_root = module is model
             left_out = ignored if is_root else ignored | across
-            sync_module_states(module, self._groups, self.device, () if is_root else left_out)
+            unsynced = () if is_root else left_out
+            move_plain_tensors(module, self.device, unsynced)  # once, for the broadcast and for `fully_shard`
+            sync_module_states(module, self._groups, self.device, unsynced)
             fully_shard(
                 module,
                 mesh=self.mesh,

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
-from accel_integrations.parallel.full_state import load_full_optimizer_state, unshard_state_dict
+from accel_integrations.engines.placing import move_model
+from accel_integrations.parallel.full_state import load_full_optimizer_state
 from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
 from accel_integrations.parallel.pipeline.group import PipelineGroup
@@ -173,7 +174,7 @@ class PipelinedEngine(Engine):
         staged.release()
         model.register_load_state_dict_pre_hook(layout.complete_ties)
         if device_placement:
-            model.to(state.device)
+            move_model(model, state.device)
         shared, replicas = layout.shared_parameters(group), self.averaging_group
         sync_shared_parameters(group, shared, layout.own_parameters(model))
         if replicas is not None:
@@ -266,13 +267,15 @@ class PipelinedEngine(Engine):
         held = self._held.get(inner)
         if held is None:
             return self.inner.full_state_dict(model)
-        return held.layout.full_state_dict(unshard_state_dict(inner.state_dict()), self._group)
+        return held.layout.full_state_dict(inner.state_dict(), self._group, self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The full state dict of an optimizer, as of the unsplit model, on every rank; all ranks must call this."""
         plain = _plain(optimizer)
         layout = self._optimizers.get(plain)
-        return optimizer.state_dict() if layout is None else layout.full_optimizer_state(plain, self._layouts)
+        if layout is None:
+            return optimizer.state_dict()
+        return layout.full_optimizer_state(plain, self._layouts, self.context.keeps_full_states)
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Load a full state dict; each rank keeps the entries of its own parameters."""

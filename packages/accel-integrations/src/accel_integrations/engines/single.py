@@ -7,6 +7,7 @@ from typing import final
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.placing import move_model
 
 
 @final
@@ -18,7 +19,7 @@ class SingleEngine(Engine):
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device."""
-        return model.to(self.context.state.device) if device_placement else model
+        return move_model(model, self.context.state.device) if device_placement else model
 
     @property
     def is_replicated(self) -> bool:

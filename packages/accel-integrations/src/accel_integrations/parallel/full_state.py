@@ -6,16 +6,33 @@ from typing import Any
 
 import torch
 
-from accel_integrations.parallel.own_storage import keep_own_storage
 from accel_ops.modules import full_tensor, to_local
 from accel_ops.tensor_files import id_tensor_storage
 
 
-def unshard_state_dict(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's state dict with every DTensor unsharded (full tensors); all ranks must call this.
+def gathered(tensor: Any, keep: bool) -> Any:
+    """The full tensor of a DTensor in CPU memory; others as they are. All ranks of its mesh must call this.
+
+    Args:
+        tensor: A DTensor, or anything else.
+        keep: Whether this rank needs it. One that does not takes part in the all-gather and gets None.
+    """
+    if not isinstance(tensor, torch.Tensor) or to_local(tensor) is tensor:
+        return tensor if keep else None
+    full = full_tensor(tensor)
+    return full.detach().cpu() if keep else None
+
+
+def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, Any]:
+    """A model's state dict with full tensors in place of DTensors, gathered one at a time; all ranks must call this.
 
     Args:
         state: The state dict; tied tensors share memory in the result, too.
+        keep: Whether this rank needs the result.
+
+    Returns:
+        The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, an
+        empty dict.
     """
     found: dict[Any, Any] = {}
     result = {}
@@ -25,23 +42,24 @@ def unshard_state_dict(state: dict[str, Any]) -> dict[str, Any]:
             continue
         key = id_tensor_storage(value), value.shape
         if key not in found:
-            found[key] = full_tensor(value)
+            found[key] = gathered(value, keep)
         result[name] = found[key]
-    return result
+    return result if keep or not found else {}
 
 
-def unshard_optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state dict with every DTensor unsharded (full tensors); all ranks must call this.
+def unshard_optimizer_state(optimizer: Any, keep: bool = True) -> dict[str, Any]:
+    """An optimizer's state dict with full tensors in place of DTensors; as `unshard_state_dict`.
 
     Args:
         optimizer: A torch optimizer, or a wrapper of one.
+        keep: Whether this rank needs the result; an empty dict otherwise.
     """
     state = optimizer.state_dict()
     values = {
-        number: {name: full_tensor(value) for name, value in of_parameter.items()}
+        number: {name: gathered(value, keep) for name, value in of_parameter.items()}
         for number, of_parameter in state["state"].items()
     }
-    return {**state, "state": values}
+    return {**state, "state": values} if keep else {}
 
 
 def load_full_optimizer_state(optimizer: Any, state: dict[str, Any]) -> None:
@@ -67,12 +85,17 @@ def distribute_like(value: Any, like: torch.Tensor) -> Any:
     Args:
         value: A full tensor, equal on all ranks.
         like: A parameter; a DTensor of the same shape gives the placements.
+
+    Returns:
+        A DTensor whose local shard, with memory of its own, is on the device of `value`: nothing is allocated on the
+        mesh's devices.
     """
     if not isinstance(value, torch.Tensor) or to_local(like) is like or value.shape != like.shape:
         return value
     if to_local(value) is not value:
         return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    return keep_own_storage(distribute_tensor(value, mesh, placements, src_data_rank=None))
+    shard: Any = torch.empty_like(like, dtype=value.dtype, device=value.device, requires_grad=False)
+    for chunk in shard.__create_chunk_list__():
+        window = tuple(slice(a, a + size) for a, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        to_local(shard).copy_(value.detach()[window])
+    return shard

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_integrations.parallel.wire import as_sent
 from accel_ops.modules import to_local
-from accel_ops.packing import as_bytes
 from accel_ops.transport import collective_device
 
 if TYPE_CHECKING:
@@ -93,8 +93,8 @@ def _put(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
 def broadcast_to_group(tensor: torch.Tensor, group: Any) -> None:
     """Overwrite a tensor of any device with that of the first rank of a group."""
     device = collective_device(group)
-    on_wire = tensor.detach().contiguous().to(device)
-    dist.broadcast(as_bytes(on_wire), group=group, group_src=0)  # NCCL has no 16-bit integers
+    on_wire = tensor.detach().resolve_conj().resolve_neg().contiguous().to(device)
+    dist.broadcast(as_sent(on_wire), group=group, group_src=0)
     if on_wire.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(on_wire)

@@ -43,7 +43,8 @@ class GradientAverager:
             parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket
         }
         self._waiting: list[int] = []  # gradients that are still to come, per bucket; empty outside of backward
-        self._sent: list[tuple[torch.Tensor, Any]] = []
+        self._sent: list[tuple[torch.Tensor, Any, list[bool]]] = []
+        self._all_present: dict[Any, torch.Tensor] = {}  # by size and dtype of buckets, and device
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._begin())
         ]  # functions are not copied with a model
@@ -86,9 +87,19 @@ class GradientAverager:
             (torch.zeros_like(to_local(one)) if gradient is None else gradient).detach().to(device, dtype).flatten()
             for one, gradient in zip(bucket, gradients, strict=True)
         ]
-        present = torch.tensor([gradient is not None for gradient in gradients], dtype=dtype, device=device)
-        message = torch.cat([*flat, present]).div_(self.num_processes)
-        self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True)))
+        is_present = [gradient is not None for gradient in gradients]
+        message = torch.cat([*flat, self._counts(is_present, dtype, device)]).div_(self.num_processes)
+        self._sent.append((message, dist.all_reduce(message, group=self.group, async_op=True), is_present))
+
+    def _counts(self, is_present: list[bool], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """1 for each gradient that this rank has, else 0, made without waiting for the device."""
+        if not all(is_present):
+            counts = torch.tensor(is_present, dtype=dtype, pin_memory=device.type == "cuda")
+            return counts.to(device, non_blocking=True)
+        key = len(is_present), dtype, device
+        if key not in self._all_present:
+            self._all_present[key] = torch.ones(len(is_present), dtype=dtype, device=device)
+        return self._all_present[key]
 
     def _finish(self) -> None:
         """All-reduce what is left, and write the averages into the gradients."""
@@ -96,11 +107,13 @@ class GradientAverager:
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket)
         sent, self._sent = self._sent, []
-        for bucket, (message, work) in zip(self._buckets, sent, strict=True):
+        for bucket, (message, work, is_present) in zip(self._buckets, sent, strict=True):
             work.wait()
             sizes = [to_local(parameter).numel() for parameter in bucket]
             *averages, present = message.split([*sizes, len(bucket)])
-            for parameter, average, count in zip(bucket, averages, present.tolist(), strict=True):
+            # what this rank has is there; the host waits for the device only to learn of what others have
+            counts = is_present if all(is_present) else present.tolist()
+            for parameter, average, count in zip(bucket, averages, counts, strict=True):
                 if count > 0:
                     _set_gradient(parameter, average)
 

@@ -33,6 +33,7 @@ def scaled_step(
         taken = True
         return step(*args, **kwargs)
 
+    noticed.__wrapped__ = step  # type: ignore[attr-defined] # the scaler looks for an argument in its signature
     optimizer.step = noticed  # type: ignore[method-assign]
     try:
         scaler.step(optimizer, closure) if closure is not None else scaler.step(optimizer)

@@ -92,7 +92,9 @@ def _remade(module: Any, target: Any, kind: str) -> nn.Module:
     """A layer of another library around the same parameters, so that optimizers keep them."""
     weight, bias = module.weight, _bias_of(module)
     of_torch = target in (nn.Linear, nn.LayerNorm)
-    options = {"device": weight.device, "dtype" if of_torch else "params_dtype": weight.dtype}
+    options = {"dtype" if of_torch else "params_dtype": weight.dtype}
+    if of_torch or weight.device.type != "cpu":  # the library makes its layers on accelerators, or without values
+        options["device"] = weight.device
     if kind == "Linear":
         made = target(module.in_features, module.out_features, bias=bias is not None, **options)
     else:

@@ -9,7 +9,6 @@ import torch
 
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.precision.loss_scale import scaled_step
-from accel_ops.placement import send_to_device
 from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
@@ -24,7 +23,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer (`torch.optim.Optimizer`): The optimizer.
-        device_placement (`bool`): Move its state to the device of this process.
+        device_placement (`bool`): Move its state to the devices of its parameters.
         scaler (`torch.amp.GradScaler`, *optional*): Through which steps are taken under float16.
 
     Attributes:
@@ -53,7 +52,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         if device_placement and optimizer.state:
-            optimizer.load_state_dict(send_to_device(optimizer.state_dict(), self.accelerator_state.device))
+            # torch moves states to their parameters, and leaves `step` in CPU memory, where every step reads it
+            optimizer.load_state_dict(optimizer.state_dict())
         if is_lomo_optimizer(optimizer):
             self._take_step = _stepped_in_backward
 

@@ -110,6 +110,11 @@ class AORecipeKwargs(KwargsHandler):
 
         self.config = Float8LinearConfig(**{name: getattr(self, name) for name in switches})
 
+    @property
+    def is_emulated(self) -> bool:
+        """Whether 8-bit floats are emulated, which works on any device."""
+        return bool(getattr(self.config, "emulate", False))
+
     def _warn_of_ignored(self, switches: tuple[str, ...]) -> None:
         ignored = [f"{name}={getattr(self, name)!r}" for name in switches if getattr(self, name) is not None]
         if ignored:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accel_ops.outcomes import group_timeout
 from accel_state import shutdown
 from accel_state.logging import get_logger
 
@@ -29,7 +30,6 @@ LONG_PATIENCE_SECONDS = 300.0
 """How long it waits where it cannot save without them, or where some have joined already."""
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.05
-SECONDS_WITHOUT_TIMEOUT = 1800.0
 
 logger = get_logger(__name__)
 
@@ -74,11 +74,7 @@ class Attendance:
     @property
     def timeout(self) -> float:
         """The timeout of the group's collectives, in seconds."""
-        with contextlib.suppress(AttributeError, RuntimeError, IndexError):
-            group: Any = self._weak_group()
-            backend = group._get_backend(group._device_types[0])
-            return float(backend.options._timeout.total_seconds())
-        return SECONDS_WITHOUT_TIMEOUT
+        return group_timeout(self._weak_group())
 
     # ---- what a rank does elsewhere -----------------------------------------------------------------------------
 

@@ -116,8 +116,8 @@ class CheckpointKeeper:
             ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
         logger.info("Saving the training state to %s", folder)
         with Transaction(ranks, storage, target) as transaction:
-            pending = self._collect(ranks, transaction.folder, options)
             is_writer = storage.writes_shared(project.save_on_each_node)
+            pending = self._collect(ranks, transaction.folder, options, is_writer)
             transaction.write(lambda files: self._write(files, pending, is_writer, safe_serialization))
             transaction.publish(accelerator.step, project.iteration)
         project.iteration += 1
@@ -186,12 +186,13 @@ class CheckpointKeeper:
                 f"{target.name!r}. Call load_state() first to continue that run, or set ProjectConfiguration(iteration=...)."
             )
 
-    def _collect(self, ranks: Ranks, folder: Path, options: Mapping[str, Any]) -> PendingSave:
-        """The states of models and optimizers, as hooks have left them."""
+    def _collect(self, ranks: Ranks, folder: Path, options: Mapping[str, Any], is_writer: bool) -> PendingSave:
+        """The states of models and optimizers, as hooks have left them; full ones on ranks that write them."""
         accelerator = self._accelerator
 
         def collect() -> PendingSave:
-            pending = accelerator.engine.save(options)
+            with accelerator.engine.keeping_full_states(is_writer):
+                pending = accelerator.engine.save(options)
             for hook in list(self._save_hooks.values()):
                 hook(accelerator._models, pending.weights, os.fspath(folder))
             return pending

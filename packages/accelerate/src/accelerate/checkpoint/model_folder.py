@@ -35,8 +35,9 @@ def save_model(
     if call is None or call.everyone:
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, folder)
-        state_dict = _full_state_dict(accelerator, model)
         is_writer = storage.writes_shared(on_each_node)
+        with accelerator.engine.keeping_full_states(is_writer):
+            state_dict = _full_state_dict(accelerator, model)
         doing = f"write the model folder {folder}"
         ranks.together(
             doing,

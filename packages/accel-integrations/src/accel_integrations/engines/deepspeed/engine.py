@@ -24,7 +24,12 @@ from accel_integrations.engines.deepspeed.prepare_arguments import (
     check_model_and_optimizer,
 )
 from accel_integrations.engines.deepspeed.sequence import UlyssesAttention, UlyssesBatches, uses_ulysses
-from accel_integrations.engines.deepspeed.startup import join_processes, leave_processes, load_library
+from accel_integrations.engines.deepspeed.startup import (
+    device_as_local_rank,
+    join_processes,
+    leave_processes,
+    load_library,
+)
 from accel_integrations.engines.deepspeed.states import EnginesLoad, EnginesSave
 from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
@@ -190,7 +195,8 @@ class DeepSpeedEngine(Engine):
         makes_scheduler = getattr(scheduler, "lr_scheduler_callable", None)
         if makes_scheduler is not None or type(scheduler).__name__ in OF_DEEPSPEED:
             arguments["lr_scheduler"] = makes_scheduler or scheduler
-        engine, its_optimizer, _, its_scheduler = deepspeed.initialize(**arguments)
+        with device_as_local_rank(state.device):
+            engine, its_optimizer, _, its_scheduler = deepspeed.initialize(**arguments)
         self._compile(engine)
         self._keep(engine)
         wrapped_optimizer = None if optimizer is None else DeepSpeedOptimizerWrapper(its_optimizer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from accel_state import process_group
+from accel_state.environment import patch_environment
 from accel_state.processes import kind_of
 from accel_state.warning import warn_user
 
@@ -81,6 +84,20 @@ def join_processes(device: torch.device, backend: str | None) -> None:
     _joined = weakref.ref(dist.group.WORLD)
     os.environ.setdefault("LOCAL_RANK", "0")
     comm.init_distributed(dist_backend=backend or dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+
+
+@contextmanager
+def device_as_local_rank(device: torch.device) -> Iterator[None]:
+    """A context in which DeepSpeed finds the device of this process, of which it takes the local rank to be the index.
+
+    The two differ where the launcher shows each process its own device only.
+
+    Args:
+        device: The device of this rank; one without an index changes nothing.
+    """
+    names = [name for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK") if name in os.environ]
+    with patch_environment(**({} if device.index is None else dict.fromkeys(names, device.index))):
+        yield
 
 
 def leave_processes() -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from accel_integrations.gradients import GradientGroup, group_gradients, joint_norm, scale_to_norm_
 from accel_integrations.parallel.pipeline.group import PipelineGroup
-from accel_ops.modules import full_tensor, to_local
+from accel_integrations.parallel.wire import as_sent
+from accel_ops.modules import to_local
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -62,7 +63,7 @@ class GradientSync:
         operations = [
             dist.P2POp(operation, tensor, group=self._group.process_group, group_peer=rank)
             for rank, other in others.items()
-            for operation, tensor in ((dist.isend, mine), (dist.irecv, other))
+            for operation, tensor in ((dist.isend, as_sent(mine)), (dist.irecv, as_sent(other)))
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
@@ -116,9 +117,9 @@ def sync_shared_parameters(
             mine = own[name].detach().contiguous()
             if group.rank == ranks[0]:
                 for rank in ranks[1:]:
-                    dist.send(mine, group=group.process_group, group_dst=rank)
+                    dist.send(as_sent(mine), group=group.process_group, group_dst=rank)
             else:
-                dist.recv(mine, group=group.process_group, group_src=ranks[0])
+                dist.recv(as_sent(mine), group=group.process_group, group_src=ranks[0])
                 own[name].copy_(mine)
 
 
@@ -156,20 +157,8 @@ def clip_over_stages(
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     counted = [one.grad for one in parameters if one.grad is not None and id(one) not in counted_elsewhere]
-    norms = [
-        full_tensor(torch.linalg.vector_norm(gradient.detach().float(), norm_type)).to(group.device)
-        for gradient in counted
-    ]
-    stacked = torch.stack(norms) if norms else torch.zeros(1, device=group.device)
-    if math.isinf(norm_type):
-        total = stacked.max()
-        dist.all_reduce(total, dist.ReduceOp.MAX, group=group.process_group)
-    else:
-        total = (stacked**norm_type).sum()
-        dist.all_reduce(total, group=group.process_group)
-        total = total ** (1.0 / norm_type)
-    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        local = to_local(gradient)
-        local.mul_(factor.to(local.device, local.dtype))
+    own = joint_norm(group_gradients(counted), norm_type)
+    # the norm of the ranks' norms: of a rank without gradients it is 0
+    total = joint_norm([GradientGroup([own.view(1).to(group.device)], (group.process_group,))], norm_type)
+    scale_to_norm_([to_local(gradient) for gradient in gradients], total, max_norm)
     return total

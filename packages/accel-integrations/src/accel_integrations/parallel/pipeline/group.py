@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_integrations.parallel.pipeline.shapes import TensorShape
+from accel_integrations.parallel.wire import as_sent
 from accel_state.supervision import report_progress
 
 
@@ -51,25 +52,60 @@ class PipelineGroup:
         """The rank with a stage."""
         return stage % self.size
 
-    def receive(self, shapes: Sequence[TensorShape], stage: int) -> list[torch.Tensor]:
-        """Receive tensors from the rank with another stage; blocks until they have arrived."""
-        report_progress()
-        tensors = [shape.empty(self.device) for shape in shapes]
-        for tensor in tensors:
-            dist.recv(tensor, group=self.process_group, group_src=self.rank_of(stage))
-        return tensors
+    def receive_in_order(self, orders: Iterable[tuple[Sequence[TensorShape], int]]) -> Iterator[list[torch.Tensor]]:
+        """Receive tensors from ranks with other stages, while the caller computes with those that came before.
 
-    def send(self, tensors: Sequence[torch.Tensor], stage: int) -> list[Any]:
-        """Send tensors to the rank with another stage; keep them alive until the returned work is done."""
+        Each receive is posted before the one before it is waited for. A rank with several stages posts it only when the
+        caller asks: it may receive from the rank to which it has to send first, and backends run the operations of two
+        ranks in the order in which they were posted.
+
+        Args:
+            orders: Shapes of the tensors that come together, and the stage that sends them.
+
+        Yields:
+            Tensors on the device of this rank, for each order.
+        """
+        before: tuple[list[torch.Tensor], list[Any]] | None = None
+        for shapes, stage in orders:
+            posted = self._post_receive(shapes, stage)
+            if len(self.held) > 1:
+                yield _arrived(*posted)
+                continue
+            if before is not None:
+                yield _arrived(*before)
+            before = posted
+        if before is not None:
+            yield _arrived(*before)
+
+    def _post_receive(self, shapes: Sequence[TensorShape], stage: int) -> tuple[list[torch.Tensor], list[Any]]:
+        tensors = [shape.empty(self.device) for shape in shapes]
+        source = self.rank_of(stage)
+        return tensors, [dist.irecv(as_sent(tensor), group=self.process_group, group_src=source) for tensor in tensors]
+
+    def send(self, tensors: Sequence[torch.Tensor], stage: int) -> tuple[list[Any], list[torch.Tensor]]:
+        """Send tensors to the rank with another stage.
+
+        Returns:
+            The works to wait for, and what they send, which must be kept alive until then.
+        """
         report_progress()
-        return [dist.isend(tensor, group=self.process_group, group_dst=self.rank_of(stage)) for tensor in tensors]
+        kept = [as_sent(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
+        target = self.rank_of(stage)
+        return [dist.isend(tensor, group=self.process_group, group_dst=target) for tensor in kept], kept
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Broadcast a tensor, in place."""
-        dist.broadcast(tensor, group=self.process_group, group_src=source)
+        """Broadcast a contiguous tensor, in place."""
+        dist.broadcast(as_sent(tensor), group=self.process_group, group_src=source)
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Broadcast a picklable object; returns that of the source."""
         box = [value]
         dist.broadcast_object_list(box, group=self.process_group, group_src=source, device=self.device)
         return box[0]
+
+
+def _arrived(tensors: list[torch.Tensor], works: Sequence[Any]) -> list[torch.Tensor]:
+    report_progress()
+    for work in works:
+        work.wait()
+    return tensors

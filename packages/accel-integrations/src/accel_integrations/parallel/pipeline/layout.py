@@ -15,7 +15,7 @@ from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.parallel.pipeline.group import PipelineGroup
 from accel_integrations.parallel.pipeline.shapes import TensorShape
 from accel_integrations.parallel.pipeline.split import ModelSplit
-from accel_ops.modules import full_tensor
+from accel_ops.modules import full_tensor, to_local
 
 
 @dataclass
@@ -87,13 +87,16 @@ class Layout:
                 value = present[first]
                 state_dict[prefix + name] = distribute_like(value, own[name]) if name in own else value
 
-    def full_state_dict(self, own: dict[str, torch.Tensor], group: PipelineGroup) -> dict[str, torch.Tensor]:
-        """The full model's tensors, on every rank of the pipeline.
+    def full_state_dict(
+        self, own: dict[str, torch.Tensor], group: PipelineGroup, keep: bool = True
+    ) -> dict[str, torch.Tensor]:
+        """The full model's tensors, gathered one at a time.
 
         Args:
-            own: The tensors of this rank, by name; returned as they are. Those of other ranks are returned in CPU
-                memory.
+            own: The tensors of this rank, by name; returned as they are, unless they are DTensors. Those of other ranks,
+                and full tensors of DTensors, are returned in CPU memory.
             group: The pipeline group, all ranks of which must call this.
+            keep: Whether this rank needs the result; an empty dict otherwise.
         """
         by_first = {self.first_names[name]: tensor for name, tensor in own.items() if name in self.first_names}
         found: dict[str, torch.Tensor] = {}
@@ -101,10 +104,10 @@ class Layout:
             first = self.first_names[name]
             if first == name:
                 source = group.rank_of(self.stages[name][0])
-                found[name] = broadcast_from(by_first.get(name), shape, group, source)
+                found[name] = broadcast_from(by_first.get(name), shape, group, source, keep)
             else:
                 found[name] = found[first]
-        return found
+        return found if keep else {}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -120,15 +123,31 @@ def _stages_of(name: str, placed: dict[str, int], num_stages: int) -> Sequence[i
     return range(num_stages)  # in no stage: every rank holds it
 
 
-def broadcast_from(own: torch.Tensor | None, shape: TensorShape, group: PipelineGroup, source: int) -> torch.Tensor:
-    """Broadcast a tensor that one rank of the pipeline holds; a rank that holds it too keeps its own."""
+def broadcast_from(
+    own: torch.Tensor | None, shape: TensorShape, group: PipelineGroup, source: int, keep: bool = True
+) -> Any:
+    """Broadcast a tensor that one rank of the pipeline holds, from there.
+
+    Args:
+        own: The tensor of a rank that holds it, perhaps a DTensor; None on others.
+        shape: Its full shape.
+        group: The pipeline group.
+        source: The rank in it that sends.
+        keep: Whether this rank needs the tensor.
+
+    Returns:
+        The rank's own tensor, or the full one in CPU memory; None without `keep`.
+    """
+    is_plain = own is not None and to_local(own) is own
     if group.rank == source:
         assert own is not None
-        group.broadcast(own.detach().contiguous().to(group.device), source)
-        return own
-    travelling = shape.empty(group.device)
+        travelling = full_tensor(own).detach().contiguous().to(group.device)
+    else:
+        travelling = shape.empty(group.device)
     group.broadcast(travelling, source)
-    return travelling.cpu() if own is None else own
+    if not keep:
+        return None
+    return own if is_plain else travelling.cpu()
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------
@@ -167,8 +186,16 @@ class OptimizerLayout:
             away = {id(parameter) for parameter in gone}
             param_group["params"] = [parameter for parameter in param_group["params"] if id(parameter) not in away]
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> dict[str, Any]:
-        """The full optimizer state dict, as of the unsplit model, on every rank; all ranks must call this."""
+    def full_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], keep: bool = True
+    ) -> dict[str, Any]:
+        """The full optimizer state dict, as of the unsplit model; all ranks must call this.
+
+        Args:
+            optimizer: The plain optimizer of this rank.
+            layouts: The layouts of all models.
+            keep: Whether this rank needs the result; an empty dict otherwise.
+        """
         own = dict(self._own_state(optimizer, layouts))
         state: dict[int, dict[str, Any]] = {}
         for source in range(self.group.size):
@@ -178,12 +205,14 @@ class OptimizerLayout:
             }
             for index, entry in self.group.broadcast_object(shapes, source).items():
                 received = {
-                    key: broadcast_from(own.get(index, {}).get(key), shape, self.group, source)
+                    key: broadcast_from(own.get(index, {}).get(key), shape, self.group, source, keep)
                     if isinstance(shape, TensorShape)
                     else shape
                     for key, shape in entry.items()
                 }
                 state.setdefault(index, received)
+        if not keep:
+            return {}
         return {"state": dict(sorted(state.items())), "param_groups": self._full_param_groups(optimizer)}
 
     def own_entries(
@@ -231,7 +260,7 @@ class OptimizerLayout:
         for indices, param_group in zip(self._own_indices(optimizer, layouts), optimizer.param_groups, strict=True):
             for index, parameter in zip(indices, param_group["params"], strict=True):
                 if parameter in optimizer.state:
-                    yield index, {key: full_tensor(value) for key, value in optimizer.state[parameter].items()}
+                    yield index, dict(optimizer.state[parameter])
 
     def _full_param_groups(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         groups, start = [], 0

@@ -48,9 +48,12 @@ class GPipeRun:
         with_grad = torch.is_grad_enabled()
         self.staged.structures = self.structures
         assert self._kept is not None
+        coming = group.receive_in_order(
+            (self._shapes(stage - 1), stage - 1) for _ in self.batch.inputs for stage in group.held if stage
+        )
         for index, (args, kwargs) in enumerate(self.batch.inputs):
             for stage in group.held:
-                received = group.receive(self._shapes(stage - 1), stage - 1) if stage else []
+                received = next(coming) if stage else []
                 if with_grad:
                     for tensor, shape in zip(received, self._shapes(stage - 1) if stage else (), strict=True):
                         tensor.requires_grad_(shape.needs_grad)
@@ -58,8 +61,7 @@ class GPipeRun:
                 if stage == group.num_stages - 1:
                     results.append(outputs)
                 else:
-                    travelling = [tensor.detach() for tensor in outputs]
-                    sent.append((group.send(travelling, stage + 1), travelling))
+                    sent.append(group.send([tensor.detach() for tensor in outputs], stage + 1))
                 if with_grad:
                     self._kept[index, stage] = (received, outputs)
         _wait(sent)
@@ -83,13 +85,17 @@ class GPipeRun:
         shared = (
             split_gradients(gradients, len(self.batch), self.batch.weights) if group.rank == group.last_rank else []
         )
+        last = group.num_stages - 1
+        coming = group.receive_in_order(
+            ([shape for shape in self._shapes(stage) if shape.needs_grad], stage + 1)
+            for _ in range(len(self.batch))
+            for stage in reversed(group.held)
+            if stage != last
+        )
         for index in range(len(self.batch)):
             for stage in reversed(group.held):
                 received, outputs = self._kept.pop((index, stage))
-                if stage == group.num_stages - 1:
-                    wanted: Sequence[torch.Tensor | None] = shared[index]
-                else:
-                    wanted = self._receive_gradients(stage)
+                wanted = shared[index] if stage == last else self._for_each_output(stage, next(coming))
                 _propagate(outputs, wanted)
                 if stage:
                     travelling = [
@@ -97,7 +103,7 @@ class GPipeRun:
                         for tensor in received
                         if tensor.requires_grad
                     ]
-                    sent.append((group.send(travelling, stage - 1), travelling))
+                    sent.append(group.send(travelling, stage - 1))
         self._kept = None
         _wait(sent)
 
@@ -105,10 +111,10 @@ class GPipeRun:
         """Shapes of the tensors that a stage sends to the next one."""
         return self.structures[self.staged.split.last_block(stage)][0].tensors
 
-    def _receive_gradients(self, stage: int) -> list[torch.Tensor | None]:
-        shapes = self._shapes(stage)
-        received = iter(self.group.receive([shape for shape in shapes if shape.needs_grad], stage + 1))
-        return [next(received) if shape.needs_grad else None for shape in shapes]
+    def _for_each_output(self, stage: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The received gradients, and None for outputs of the stage that require none."""
+        given = iter(received)
+        return [next(given) if shape.needs_grad else None for shape in self._shapes(stage)]
 
 
 def _propagate(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
