@@ -52,10 +52,12 @@ class BatchScatter:
 
     Args:
         state: The process state; the main process reads.
+        target: The device of received batches; that of this process when None.
     """
 
-    def __init__(self, state: PartialState) -> None:
+    def __init__(self, state: PartialState, target: torch.device | None = None) -> None:
         self._state = state
+        self._target = state.device if target is None else target
         transport = transport_of(state).between_hosts(state)  # batches are read into CPU memory
         self._group = transport.group
         self._device = transport.collective_device(state)
@@ -160,9 +162,7 @@ class BatchScatter:
             dist.recv(message, src=reader, group=self._group)
             header = message[:HEADER_BYTES].view(torch.int64).tolist()
             if header[0] == DATA:
-                data = message[HEADER_BYTES:].to(
-                    self._state.device, non_blocking=message.is_pinned()
-                )  # one copy for all
+                data = message[HEADER_BYTES:].to(self._target, non_blocking=message.is_pinned())  # one copy for all
                 leaves = unpack(data, layout_of(signature))
                 return ScatteredBatch(_fill(self._spec.skeleton, leaves), bool(header[1]), header[2])
             if header[0] == END:
@@ -175,7 +175,7 @@ class BatchScatter:
 
     def _new_message(self, num_bytes: int) -> torch.Tensor:
         """Memory for a message; pinned where the device copies from that without making the host wait."""
-        pins = self._device.type == "cpu" and self._state.device.type in PINNING_DEVICES
+        pins = self._device.type == "cpu" and self._target.type in PINNING_DEVICES
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pins)
 
 

@@ -22,6 +22,8 @@ from accel_state.processes import PartialState
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress
 
+CPU = torch.device("cpu")
+
 
 @known_as("accelerate.data_loader.DataLoaderDispatcher")
 class DataLoaderDispatcher(PreparedLoader):
@@ -84,18 +86,21 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         state = self.state
+        # sequences are sharded in CPU memory: less to move, and reading them does not wait for the device
+        target = state.device if self.sequence_shard is None else CPU
         scattered: Iterator[ScatteredBatch]
         if state.num_processes == 1:
             scattered = self._read_alone(restore_rng)
         elif state.process_index == 0:
-            scattered = self._read_and_send(BatchScatter(state), restore_rng)
+            scattered = self._read_and_send(BatchScatter(state, target), restore_rng)
         else:
-            scattered = iter(BatchScatter(state).receive, None)
+            scattered = iter(BatchScatter(state, target).receive, None)
             if restore_rng is not None:
                 restore_rng()
         for index, own in enumerate(scattered):
             report_progress()
-            batch = send_to_device(own.batch, state.device, non_blocking=self._non_blocking)
+            shard = own.batch if self.sequence_shard is None else self.sequence_shard(own.batch)
+            batch = send_to_device(shard, state.device, non_blocking=self._non_blocking)
             if own.is_last:
                 self.end_of_dataloader = self.epoch_order.at_end = True
                 self.remainder = own.num_samples

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -54,8 +54,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     epoch_order: EpochOrder
     epoch_start: EpochStart
     sequence_shard: Callable[[Any], Any] | None = None
-    shards_before_moving: ClassVar[bool] = False
-    """Whether `_batches` calls `sequence_shard` itself, while batches are in CPU memory."""
+    """Takes this rank's shard of the sequences of a batch; `_batches` calls it while batches are in CPU memory."""
 
     def __init__(
         self,
@@ -85,9 +84,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.set_epoch(self.iteration)
         self.begin()
         try:
-            batches = self._batches(restore_rng)
-            shard = None if self.shards_before_moving else self.sequence_shard
-            yield from batches if shard is None else map(shard, batches)
+            yield from self._batches(restore_rng)
         except BaseException:
             self.end()
             self.gradient_state._leave_dataloader(self)
