@@ -96,7 +96,9 @@ class Program:
         """What an evaluation gathers: predictions and labels."""
         data = (torch.ones(BATCH, 16, device=self.device), torch.ones(BATCH, dtype=torch.int64, device=self.device))
         found = self.accelerator.gather_for_metrics(data)
-        assert found[0].shape[0] in {BATCH * ranks for ranks in range(1, self.world + 1)}  # not those of one replica twice
+        assert found[0].shape[0] in {
+            BATCH * ranks for ranks in range(1, self.world + 1)
+        }  # not those of one replica twice
 
     def gather_large(self) -> dict[str, int]:
         data = torch.ones(LARGE // 64, device=self.device)
@@ -152,7 +154,14 @@ COLUMNS = (
     "gather_nested", "reduce_scalar", "reduce_many", "broadcast", "pad_across_processes", "gather_object", "get_state_dict",
     "save_model", "save_state", "load_state",
 )  # fmt: skip
-TWICE = ("batches", "evaluate", "gather", "reduce", "broadcast", "pad")  # what a program does often: caches may fill first
+TWICE = (
+    "batches",
+    "evaluate",
+    "gather",
+    "reduce",
+    "broadcast",
+    "pad",
+)  # what a program does often: caches may fill first
 
 
 def run_row(name: str, world: int, folder: Path) -> dict[str, Any]:

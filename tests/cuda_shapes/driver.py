@@ -89,7 +89,9 @@ class GpuMachine:
                 self._process.stdin.write(json.dumps(task) + "\n")
                 self._process.stdin.flush()
                 code = self._process.stdout.readline().strip()
-                self._done[key] = json.loads(result.read_text()) if result.exists() else {"error": f"wait status {code}"}
+                self._done[key] = (
+                    json.loads(result.read_text()) if result.exists() else {"error": f"wait status {code}"}
+                )
         return self._done[key]
 
     def close(self) -> None:

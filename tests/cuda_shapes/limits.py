@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from tests.cuda_shapes.rows import ROWS
@@ -20,15 +21,30 @@ MAX_WAITS: dict[Any, int] = {
 """How often the host may wait for the device; nothing else may do so at all."""
 OF_TORCH = {"fsdp1 offload", "fsdp2 offload", "fsdp2 offload, full states"}
 """Rows in which torch itself waits in each step, because the optimizer steps on the CPU."""
-BLOCK = 0.17  # of the model: one of six
-OVER_SHARE = {  # multiples of the model's bytes, above what the rank keeps
-    "prepare": 1.05, "warm_up": 6.0, "step": 4.0, "evaluate": 1.6, "get_state_dict": 0.05, "save_model": 0.05,
-    "save_state": 0.05, "load_state": 2.1,
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A limit of memory: so many times what the rank keeps of the model, of the whole model, and bytes for each rank."""
+
+    shares: float = 0.0
+    models: float = 0.0
+    per_rank: int = 0
+
+
+FEW = 2 * SLOT_BYTES + SLOT_BYTES // 2  # announcements that are under way at once, and their copies
+PLAN_BYTES = 70_000  # what torch's distributed checkpoints plan for this model, sent as an object
+REPLICATED = {
+    "prepare": Bytes(2.05), "warm_up": Bytes(6.0), "step": Bytes(4.0), "evaluate": Bytes(1.6, 0.0, FEW),
+    "get_state_dict": Bytes(0.0, 0.05), "save_model": Bytes(0.0, 0.05, FEW), "save_state": Bytes(0.0, 0.25, FEW),
+    "load_state": Bytes(2.1, 0.0, FEW),
 }  # fmt: skip
-OVER_SHARE_OF_SHARDED = OVER_SHARE | {
-    "prepare": 2.1 * BLOCK, "get_state_dict": 2.1 * BLOCK, "save_model": 2.1 * BLOCK, "save_state": 2.1 * BLOCK,
-    "load_state": 1.0,
+SHARDED = {  # 0.4 of the model: two of its six blocks, unsharded
+    "prepare": Bytes(1.0, 0.55), "warm_up": Bytes(6.0, 4.0), "step": Bytes(4.0, 4.0), "evaluate": Bytes(1.0, 1.6, FEW),
+    "get_state_dict": Bytes(1.0, 0.4), "save_model": Bytes(1.0, 0.4, FEW), "save_state": Bytes(3.0, 0.4, FEW + PLAN_BYTES),
+    "load_state": Bytes(2.1, 0.6, FEW),
 }  # fmt: skip
+SMALL = Bytes(0.0, 0.05, 2 * FEW)
 TIMES_DATA = {"gather_large": 1.75, "gather_nested": 2.0, "reduce_many": 3.1}
 """At the peak, with the data given and returned, in multiples of the bytes returned."""
 
@@ -51,16 +67,47 @@ def excess_bytes(name: str, world: int, column: str, report: dict[str, Any]) -> 
     peak: int = report["peak_bytes"]
     if column in TIMES_DATA:
         return peak - int(TIMES_DATA[column] * report["note"]["bytes"] + 4 * SLOT_BYTES * world)
-    row = ROWS[name]
-    share = row.own_share(world)
-    over = (OVER_SHARE if share >= 1 else OVER_SHARE_OF_SHARDED).get(column, 0.05)
-    new = share if column == "prepare" else 0.0
-    return peak - int((new + over) * report["note"]["model bytes"] + 4 * SLOT_BYTES * world)
+    share = ROWS[name].own_share(world)
+    limit = (REPLICATED if share >= 1 else SHARDED).get(column, SMALL)
+    of_model = (limit.shares * share + limit.models) * report["note"]["model bytes"]
+    return peak - int(of_model) - limit.per_rank * world
 
 
-def _several(name: str, world: int) -> bool:
-    return world > 1
+ONE_REPLICA = {("tp", 2), ("tp", 8), ("sp x ddp", 2), ("cp x fsdp2", 2), ("pp", 2), ("pp 1f1b", 2)}
+"""Rows in which there is nothing to gather for metrics: all ranks have the same batch."""
 
 
-KNOWN: list[tuple[Callable[[str, int, str], bool], str]] = []
+def _gathers(name: str, world: int, column: str) -> bool:
+    if column in ("evaluate", "gather_for_metrics") and (name, world) in ONE_REPLICA:
+        return False
+    return world > 1 and column.startswith(("gather_scalar", "gather_for", "gather_l", "gather_n", "evaluate", "pad"))
+
+
+KNOWN: list[tuple[Callable[[str, int, str], bool], str]] = [
+    (_gathers, "C1: the host writes the header to the device and waits to read those of the others"),
+    (
+        lambda name, world, column: world > 1 and column == "gather_object",
+        "C11: the pickled objects are copied to the host one by one: a wait for each rank",
+    ),
+    (
+        lambda name, world, column: world > 1 and column == "reduce_many",
+        "B2: four times the data at the peak, where 1.15 needs two and one tensor",
+    ),
+    (
+        lambda name, world, column: name == "ddp x tp" and column == "step",
+        "C3: the host waits in the averaging of gradients",
+    ),
+    (
+        lambda name, world, column: (
+            name in ("tp", "ddp x tp") and column in ("get_state_dict", "save_model", "save_state")
+        ),
+        "B1: the whole model, and in save_state all of Adam's states, on every GPU",
+    ),
+    (
+        lambda name, world, column: (
+            column == "prepare" and name.startswith(("fsdp", "hsdp", "cp")) and "tp" not in name
+        ),
+        "B7: an optimizer made before prepare keeps the unsharded parameters, all of them, on the GPU until it is rebound",
+    ),
+]  # fmt: skip
 """Cells that fail today: which, and what was seen."""

@@ -17,7 +17,10 @@ from tests.cuda_shapes.software_gpu import SoftwareGpu
 
 aten = torch.ops.aten
 COUNTERS = ("stream waits", "event waits", "device waits", "to device", "to host", "within", "kernels", "pinned")
-WAITS = ("stream waits", "device waits")  # for events torch's own timers and limits wait: DDP's statistics, FSDP 1's prefetching
+WAITS = (
+    "stream waits",
+    "device waits",
+)  # for events torch's own timers and limits wait: DDP's statistics, FSDP 1's prefetching
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive", "equal", "bincount"}
 MASKED = {"index", "index_put_", "_index_put_impl_"}
 DRIVER = ctypes.CDLL(None)

@@ -13,7 +13,11 @@ from torch import nn
 
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
-from accel_state.settings.parallelism import PipelineParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
+from accel_state.settings.parallelism import (
+    PipelineParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from tests.support.tiny_transformer import LENGTH, TP_PLAN, VOCABULARY, make_model, shift, token_loss
 
 WIDTH, HEADS, BATCH = 64, 8, 4
@@ -90,13 +94,15 @@ def mesh(**sizes: Any) -> dict[str, Any]:
 def pipeline(world: int, schedule: str = "gpipe", **sizes: int) -> dict[str, Any]:
     stages = 2
     handler = PipelineParallelConfig(schedule)  # type: ignore[arg-type]
-    return {"parallelism_config": ParallelismConfig(pp_size=stages, pp_handler=handler, dp_replicate_size=world // stages, **sizes)}
+    return {
+        "parallelism_config": ParallelismConfig(
+            pp_size=stages, pp_handler=handler, dp_replicate_size=world // stages, **sizes
+        )
+    }
 
 
 def sequence(world: int, size: int = 2) -> dict[str, Any]:
-    return {
-        "parallelism_config": ParallelismConfig(sp_size=size, sp_backend="torch", dp_replicate_size=world // size)
-    }
+    return {"parallelism_config": ParallelismConfig(sp_size=size, sp_backend="torch", dp_replicate_size=world // size)}
 
 
 def context(world: int, size: int = 2) -> dict[str, Any]:
@@ -105,7 +111,16 @@ def context(world: int, size: int = 2) -> dict[str, Any]:
     return {"parallelism_config": config, "mixed_precision": "bf16", **by_blocks(2)}
 
 
-FROM_OTHERS = ("warm_up", "step", "evaluate", "save_state", "load_state", "gather_scalar", "reduce_scalar", "broadcast")
+FROM_OTHERS = (
+    "warm_up",
+    "step",
+    "evaluate",
+    "save_state",
+    "load_state",
+    "gather_scalar",
+    "reduce_scalar",
+    "broadcast",
+)
 """What pipelines do with objects and activations that other ranks must have made."""
 OTHERS_SHARDS = ("load_state",)
 """Shards of other ranks are not there, and the library says so."""
@@ -120,7 +135,7 @@ ROWS: dict[str, Row] = {
     "single bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,)),
     "ddp": Row(lambda world: {}, (2, 8, 64)),
     "ddp fp16": Row(lambda world: {"mixed_precision": "fp16"}),
-    "fsdp1": Row(lambda world: by_blocks(1), (2, 8, 64), skipped=OTHERS_SHARDS, own_share=sharded),
+    "fsdp1": Row(lambda world: by_blocks(1), skipped=OTHERS_SHARDS, own_share=sharded),
     "fsdp1 offload": Row(lambda world: by_blocks(1, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
     "fsdp1 full states": Row(lambda world: by_blocks(1, state_dict_type="full_state_dict"), own_share=sharded),
     "fsdp2": Row(lambda world: by_blocks(2), (2, 8, 64), skipped=OTHERS_SHARDS, own_share=sharded),
@@ -133,19 +148,19 @@ ROWS: dict[str, Row] = {
         lambda world: by_blocks(2, cpu_offload=True, state_dict_type="full_state_dict"), own_share=lambda world: 0.0
     ),
     "hsdp": Row(
-        lambda world: by_blocks(2) | mesh(dp_replicate_size=2, dp_shard_size=world // 2), (8, 64),
+        lambda world: by_blocks(2) | mesh(dp_replicate_size=2, dp_shard_size=world // 2),
         skipped=OTHERS_SHARDS, own_share=lambda world: 2 / world,
     ),
     "tp": Row(lambda world: mesh(tp_size=world), (2, 8), own_share=sharded),
     "ddp x tp": Row(
-        lambda world: mesh(tp_size=4, dp_replicate_size=world // 4), (8, 64), own_share=lambda world: 1 / 4
+        lambda world: mesh(tp_size=4, dp_replicate_size=world // 4), own_share=lambda world: 1 / 4
     ),
     "fsdp2 x tp": Row(
-        lambda world: by_blocks(2) | mesh(tp_size=2, dp_shard_size=world // 2), (8, 64),
+        lambda world: by_blocks(2) | mesh(tp_size=2, dp_shard_size=world // 2),
         skipped=OTHERS_SHARDS, own_share=sharded,
     ),
     "hsdp x tp": Row(
-        lambda world: by_blocks(2) | mesh(tp_size=2, dp_replicate_size=2, dp_shard_size=world // 4), (8, 64),
+        lambda world: by_blocks(2) | mesh(tp_size=2, dp_replicate_size=2, dp_shard_size=world // 4), (64,),
         skipped=OTHERS_SHARDS, own_share=lambda world: 2 / world,
     ),
     "sp x ddp": Row(sequence, (2, 8), loss_of_shards, shards=lambda world: 2),

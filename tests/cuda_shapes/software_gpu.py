@@ -60,7 +60,9 @@ class SoftwareGpu(TorchDispatchMode):
         leaves, structure = tree_flatten((args, kwargs))
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         wanted = kwargs.get("device")
-        device = torch.device(wanted) if wanted is not None else next((one.device for one in given if one.is_cuda), None)
+        device = (
+            torch.device(wanted) if wanted is not None else next((one.device for one in given if one.is_cuda), None)
+        )
         touches = any(one.is_cuda for one in given) or (device is not None and device.type == "cuda")
         if not touches or device is None:
             return func(*args, **kwargs)

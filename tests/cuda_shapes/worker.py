@@ -39,7 +39,8 @@ def main() -> None:
                 Path(result).write_text(json.dumps({"error": traceback.format_exc()}))
             finally:
                 os._exit(code)
-        print(os.waitpid(child, 0)[1], flush=True)
+        sys.stdout.write(f"{os.waitpid(child, 0)[1]}\n")
+        sys.stdout.flush()
 
 
 def _run(module: str, function: str, arguments: list[object], result: Path) -> None:
