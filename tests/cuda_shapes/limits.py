@@ -15,11 +15,11 @@ MAX_WAITS: dict[Any, int] = {
     "save_state": MANY_WAITS, "load_state": MANY_WAITS,  # weights come from and go to the CPU
     "pad_across_processes": 1,  # the host must know the sizes of others
     "gather_object": 4,  # bytes to the device, the others' sizes, one copy back
-    ("ddp fp16", "step"): 1,  # whether gradients have overflowed
-    ("fsdp1 offload", "step"): 2, ("fsdp2 offload", "step"): 2, ("fsdp2 offload, full states", "step"): 2,  # of the norm
+    ("ddp-fp16", "step"): 1,  # whether gradients have overflowed
+    ("fsdp1-offload", "step"): 2, ("fsdp2-offload", "step"): 2, ("fsdp2-offload-full-states", "step"): 2,  # of the norm
 }  # fmt: skip
 """How often the host may wait for the device; nothing else may do so at all."""
-OF_TORCH = {"fsdp1 offload", "fsdp2 offload", "fsdp2 offload, full states"}
+OF_TORCH = {"fsdp1-offload", "fsdp2-offload", "fsdp2-offload-full-states"}
 """Rows in which torch itself waits in each step, because the optimizer steps on the CPU."""
 
 
@@ -73,7 +73,7 @@ def excess_bytes(name: str, world: int, column: str, report: dict[str, Any]) -> 
     return peak - int(of_model) - limit.per_rank * world
 
 
-ONE_REPLICA = {("tp", 2), ("tp", 8), ("sp x ddp", 2), ("cp x fsdp2", 2), ("pp", 2), ("pp 1f1b", 2)}
+ONE_REPLICA = {("tp", 2), ("tp", 8), ("sp+ddp", 2), ("cp+fsdp2", 2), ("pp", 2), ("pp-1f1b", 2)}
 """Rows in which there is nothing to gather for metrics: all ranks have the same batch."""
 
 
@@ -94,12 +94,12 @@ KNOWN: list[tuple[Callable[[str, int, str], bool], str]] = [
         "B2: four times the data at the peak, where 1.15 needs two and one tensor",
     ),
     (
-        lambda name, world, column: name == "ddp x tp" and column == "step",
+        lambda name, world, column: name == "ddp+tp" and column == "step",
         "C3: the host waits in the averaging of gradients",
     ),
     (
         lambda name, world, column: (
-            name in ("tp", "ddp x tp") and column in ("get_state_dict", "save_model", "save_state")
+            name in ("tp", "ddp+tp") and column in ("get_state_dict", "save_model", "save_state")
         ),
         "B1: the whole model, and in save_state all of Adam's states, on every GPU",
     ),

@@ -81,15 +81,45 @@ HERE cudaError_t cudaMalloc(void **memory, size_t size) {
 HERE cudaError_t cudaMallocAsync(void **memory, size_t size, cudaStream_t stream) { return cudaMalloc(memory, size); }
 HERE cudaError_t cudaFree(void *memory) { free(memory); return cudaSuccess; }
 HERE cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream) { return cudaFree(memory); }
-HERE cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned flags) { count(PINNED); return cudaMalloc(memory, size); }
-HERE cudaError_t cudaFreeHost(void *memory) { return cudaFree(memory); }
-HERE cudaError_t cudaHostRegister(void *memory, size_t size, unsigned flags) { touch(); count(PINNED); return cudaSuccess; }
-HERE cudaError_t cudaHostUnregister(void *memory) { return cudaSuccess; }
+#define MAX_PINNED 65536
+static struct { char *begin; size_t size; } pinned[MAX_PINNED];
+static int num_pinned = 0;
+static pthread_mutex_t pinning = PTHREAD_MUTEX_INITIALIZER;
+static void pin(void *memory, size_t size) {
+  pthread_mutex_lock(&pinning);
+  if (num_pinned < MAX_PINNED) { pinned[num_pinned].begin = memory; pinned[num_pinned++].size = size; }
+  pthread_mutex_unlock(&pinning);
+  count(PINNED);
+}
+static void unpin(void *memory) {
+  pthread_mutex_lock(&pinning);
+  for (int i = 0; i < num_pinned; i++)
+    if (pinned[i].begin == memory) { pinned[i] = pinned[--num_pinned]; break; }
+  pthread_mutex_unlock(&pinning);
+}
+static int is_pinned(const char *memory) {
+  int found = 0;
+  pthread_mutex_lock(&pinning);
+  for (int i = 0; i < num_pinned && !found; i++)
+    found = memory >= pinned[i].begin && memory < pinned[i].begin + pinned[i].size;
+  pthread_mutex_unlock(&pinning);
+  return found;
+}
+HERE cudaError_t cudaHostAlloc(void **memory, size_t size, unsigned flags) {
+  cudaError_t error = cudaMalloc(memory, size);
+  if (error == cudaSuccess) pin(*memory, size);
+  return error;
+}
+HERE cudaError_t cudaFreeHost(void *memory) { unpin(memory); return cudaFree(memory); }
+HERE cudaError_t cudaHostRegister(void *memory, size_t size, unsigned flags) { touch(); pin(memory, size); return cudaSuccess; }
+HERE cudaError_t cudaHostUnregister(void *memory) { unpin(memory); return cudaSuccess; }
 HERE cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
   touch(); *available = *total = DEVICE_BYTES; return cudaSuccess;
 }
 HERE cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *found, const void *memory) {
-  memset(found, 0, sizeof *found); return cudaSuccess; /* unregistered host memory */
+  memset(found, 0, sizeof *found);
+  found->type = is_pinned(memory) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  return cudaSuccess;
 }
 static cudaError_t copy(void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
   touch();

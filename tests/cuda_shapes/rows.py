@@ -132,19 +132,19 @@ def sharded(world: int) -> float:
 
 ROWS: dict[str, Row] = {
     "single": Row(lambda world: {}, (1,)),
-    "single bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,)),
+    "single-bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,)),
     "ddp": Row(lambda world: {}, (2, 8, 64)),
-    "ddp fp16": Row(lambda world: {"mixed_precision": "fp16"}),
+    "ddp-fp16": Row(lambda world: {"mixed_precision": "fp16"}),
     "fsdp1": Row(lambda world: by_blocks(1), skipped=OTHERS_SHARDS, own_share=sharded),
-    "fsdp1 offload": Row(lambda world: by_blocks(1, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
-    "fsdp1 full states": Row(lambda world: by_blocks(1, state_dict_type="full_state_dict"), own_share=sharded),
+    "fsdp1-offload": Row(lambda world: by_blocks(1, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
+    "fsdp1-full-states": Row(lambda world: by_blocks(1, state_dict_type="full_state_dict"), own_share=sharded),
     "fsdp2": Row(lambda world: by_blocks(2), (2, 8, 64), skipped=OTHERS_SHARDS, own_share=sharded),
-    "fsdp2 bf16": Row(
+    "fsdp2-bf16": Row(
         lambda world: by_blocks(2) | {"mixed_precision": "bf16"}, skipped=OTHERS_SHARDS, own_share=sharded
     ),
-    "fsdp2 offload": Row(lambda world: by_blocks(2, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
-    "fsdp2 full states": Row(lambda world: by_blocks(2, state_dict_type="full_state_dict"), own_share=sharded),
-    "fsdp2 offload, full states": Row(
+    "fsdp2-offload": Row(lambda world: by_blocks(2, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
+    "fsdp2-full-states": Row(lambda world: by_blocks(2, state_dict_type="full_state_dict"), own_share=sharded),
+    "fsdp2-offload-full-states": Row(
         lambda world: by_blocks(2, cpu_offload=True, state_dict_type="full_state_dict"), own_share=lambda world: 0.0
     ),
     "hsdp": Row(
@@ -152,22 +152,22 @@ ROWS: dict[str, Row] = {
         skipped=OTHERS_SHARDS, own_share=lambda world: 2 / world,
     ),
     "tp": Row(lambda world: mesh(tp_size=world), (2, 8), own_share=sharded),
-    "ddp x tp": Row(
+    "ddp+tp": Row(
         lambda world: mesh(tp_size=4, dp_replicate_size=world // 4), own_share=lambda world: 1 / 4
     ),
-    "fsdp2 x tp": Row(
+    "fsdp2+tp": Row(
         lambda world: by_blocks(2) | mesh(tp_size=2, dp_shard_size=world // 2),
         skipped=OTHERS_SHARDS, own_share=sharded,
     ),
-    "hsdp x tp": Row(
+    "hsdp+tp": Row(
         lambda world: by_blocks(2) | mesh(tp_size=2, dp_replicate_size=2, dp_shard_size=world // 4), (64,),
         skipped=OTHERS_SHARDS, own_share=lambda world: 2 / world,
     ),
-    "sp x ddp": Row(sequence, (2, 8), loss_of_shards, shards=lambda world: 2),
-    "cp x fsdp2": Row(
+    "sp+ddp": Row(sequence, (2, 8), loss_of_shards, shards=lambda world: 2),
+    "cp+fsdp2": Row(
         context, (2, 8), loss_of_shards, in_context=True, skipped=OTHERS_SHARDS, own_share=lambda world: 1 / world
     ),
     "pp": Row(pipeline, (2,), skipped=FROM_OTHERS, own_share=lambda world: 0.6),
-    "pp 1f1b": Row(partial(pipeline, schedule="1f1b"), (2,), skipped=FROM_OTHERS, own_share=lambda world: 0.6),
-    "pp x ddp": Row(pipeline, (8,), skipped=FROM_OTHERS, own_share=lambda world: 0.6),
+    "pp-1f1b": Row(partial(pipeline, schedule="1f1b"), (2,), skipped=FROM_OTHERS, own_share=lambda world: 0.6),
+    "pp+ddp": Row(pipeline, (8,), skipped=FROM_OTHERS, own_share=lambda world: 0.6),
 }  # fmt: skip

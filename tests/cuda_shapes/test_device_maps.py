@@ -5,7 +5,6 @@ The GPUs are those of the pretended driver: copies are torch's own, kernels are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,13 +13,6 @@ from tests.cuda_shapes.driver import GpuMachine, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 GPUS = (0, 1, 2, 3)
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[GpuMachine]:
-    machine = GpuMachine()
-    yield machine
-    machine.close()
 
 
 def check(found: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.cuda_shapes.driver import GpuMachine, missing
@@ -11,13 +9,6 @@ from tests.cuda_shapes.planted_waits import CALLS
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 HARMLESS = {"to the device, not pinned", "pinned", "masked fill", "set by mask", "filled", "another gpu"}
-
-
-@pytest.fixture(scope="module")
-def machine() -> Iterator[GpuMachine]:
-    machine = GpuMachine()
-    yield machine
-    machine.close()
 
 
 def test_training_has_the_losses_of_a_cpu(machine: GpuMachine) -> None:

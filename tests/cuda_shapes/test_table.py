@@ -39,13 +39,6 @@ def cells() -> Iterator[Any]:
                 yield pytest.param(name, world, column, marks=marks, id=f"{name}-{world}-{column}")
 
 
-@pytest.fixture(scope="module")
-def machine() -> Iterator[GpuMachine]:
-    machine = GpuMachine()
-    yield machine
-    machine.close()
-
-
 @pytest.mark.parametrize(("name", "world", "column"), list(cells()))
 def test_cell(machine: GpuMachine, name: str, world: int, column: str) -> None:
     reports = machine.run("columns", "run_row", name, world)
