@@ -63,3 +63,14 @@ def test_a_profiler_sees_the_gathers() -> None:
 def test_on_a_pretended_gpu(machine: GpuMachine, name: str, arguments: tuple[str, ...]) -> None:
     found = machine.run("gpu_scenarios", name, *arguments)
     assert found == "done", found["error"]
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_the_figures_can_be_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    from tools.bench import gpu
+
+    assert gpu.main(["--tiny"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("forward pass, batch 64, 50 %", "load", "added to a step", "Llama"):
+        assert words in printed
