@@ -3,8 +3,8 @@
     uv run tools/dev.py planted            # all; writes the table into tests/planted/README.md
     uv run tools/dev.py planted A1 A6      # those whose names begin so
 
-A patch makes of today's sources those with the defect. The lines before its first "diff --git" are comments: the first one
-says what the defect does, and "# tests: path::name ..." names the tests. They run in a copy of the tree, whose packages are
+A patch makes of today's sources those with the defect. The lines before its first "diff --git" are comments: they say what
+the defect does, and "# tests: path::name ..." names the tests. They run in a copy of the tree, whose packages are
 imported instead of the installed ones, also by the processes that tests start.
 """
 
@@ -47,7 +47,7 @@ class Defect:
         """Read a patch.
 
         Raises:
-            SystemExit: It does not say what it does, or which tests must notice it.
+            SystemExit: It names no test.
         """
         comments = []
         for line in path.read_text().splitlines():
@@ -57,9 +57,9 @@ class Defect:
         tests = [
             name for line in comments if line.startswith("tests:") for name in line.removeprefix("tests:").split()
         ]
-        what = next((line for line in comments if line and not line.startswith("tests:")), None)
-        if what is None or not tests:
-            raise SystemExit(f"{path} needs a comment that says what it does, and a line '# tests: path::name ...'")
+        what = " ".join(line for line in comments if line and not line.startswith("tests:"))
+        if not tests:
+            raise SystemExit(f"{path} names no test that must notice it: add a line '# tests: path::name ...'")
         return cls(path.stem, what, tuple(tests), path)
 
 
