@@ -130,6 +130,11 @@ def mutation(arguments: list[str]) -> int:
     return run(sys.executable, "tools/mutation.py", *arguments)
 
 
+def planted(arguments: list[str]) -> int:
+    """Plant the defects that were found once, and see whether the tests notice each of them."""
+    return run(sys.executable, "tools/planted.py", *arguments)
+
+
 def wheels(arguments: list[str]) -> int:
     """Build all packages and try each one alone in an empty environment."""
     return run(sys.executable, "tools/check_wheels.py", *arguments)
@@ -209,6 +214,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         lowest,
         matrix,
         mutation,
+        planted,
         wheels,
         release,
         shape,

@@ -89,6 +89,8 @@ def test_synchronising_needs_a_generator() -> None:
 def test_out_of_memory_is_recognised() -> None:
     assert should_reduce_batch_size(torch.OutOfMemoryError("CUDA out of memory."))
     assert should_reduce_batch_size(RuntimeError("XPU out of memory. Tried to allocate"))
+    failed = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert should_reduce_batch_size(RuntimeError(failed))  # a full GPU, when a library takes its first memory
     assert not should_reduce_batch_size(RuntimeError("shapes do not match"))
     assert not should_reduce_batch_size(ValueError("out of memory"))
 
