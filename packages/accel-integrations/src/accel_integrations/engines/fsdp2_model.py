@@ -63,6 +63,7 @@ class Sharding:
             unsynced = () if is_root else left_out
             move_plain_tensors(module, self.device, unsynced)  # once, for the broadcast and for `fully_shard`
             sync_module_states(module, self._groups, self.device, unsynced)
+            unsharded = list(module.parameters())
             fully_shard(
                 module,
                 mesh=self.mesh,
@@ -71,6 +72,7 @@ class Sharding:
                 offload_policy=self._offload_policy(),
                 ignored_params=left_out,
             )
+            _release_replaced(unsharded, module)
         return model
 
     def shard_each(self, modules: Sequence[nn.Module]) -> None:
@@ -123,6 +125,18 @@ class Sharding:
         if isinstance(policy, CPUOffloadPolicy) and not torch.accelerator.is_available():
             return CPUOffloadPolicy(pin_memory=False)
         return policy
+
+
+def _release_replaced(parameters: Sequence[nn.Parameter], module: nn.Module) -> None:
+    """Release the memory of parameters that a module no longer has, because its shards took their place.
+
+    An optimizer that was made for them keeps them until it is rebound: together, a whole model on each device. They
+    keep their shapes, which programs may have noted and count.
+    """
+    kept = {id(parameter) for parameter in module.parameters()}
+    for parameter in parameters:
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 
 def sharding_mesh(config: ParallelismConfig | None, device_type: str) -> DeviceMesh | None:
