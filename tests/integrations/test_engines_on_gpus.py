@@ -126,7 +126,7 @@ def test_fsdp2_moves_a_block_before_it_is_broadcast(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fsdp2_model, "sync_module_states", look)
     monkeypatch.setattr(fsdp2_model, "check_module_states", lambda *_: None)
     monkeypatch.setattr(fsdp2_model.Sharding, "_groups", [])
-    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda *_, **__: None)
+    monkeypatch.setattr("torch.distributed.fsdp.fully_shard", lambda *_, **__: None)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False
     )
