@@ -42,7 +42,8 @@ def test_averages_of_gradients_that_are_all_there_wait_for_nothing(monkeypatch: 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
     with FakeTensorMode():
-        model = nn.Sequential(nn.Linear(2, 2, device="cuda"), nn.Linear(2, 2, device="cuda"))
+        # without initial values, for which torch 2.9 would ask the driver
+        model = nn.ParameterList(nn.Parameter(torch.empty(*shape, device="cuda")) for shape in ((2, 2), (2,), (2, 2)))
         averager = GradientAverager(model, None, bucket_bytes=8)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
