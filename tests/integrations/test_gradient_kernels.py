@@ -32,6 +32,7 @@ class Partly(nn.Module):
         return total + self.some.sum() if uses_some else total
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.9"), reason="fake tensors of torch 2.9 ask the driver for devices")
 def test_averages_of_gradients_that_are_all_there_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mock: the all-reduce of GPUs, whose tensors have no values here and raise an error when they are read."""
     made: list[Any] = []
