@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -17,7 +19,8 @@ SECONDS_WITHOUT_TIMEOUT = 1800.0
 FIRST_PAUSE_SECONDS = 0.0005
 LONGEST_PAUSE_SECONDS = 0.05
 
-_numbers = itertools.count()
+_numbers: WeakKeyDictionary[Any, Iterator[int]] = WeakKeyDictionary()
+"""The attempts under each default process group: a process may have had more groups than another."""
 
 
 def exchange_outcomes(outcome: str) -> list[str]:
@@ -39,7 +42,11 @@ def exchange_outcomes(outcome: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     timeout = group_timeout(group)
     deadline = time.monotonic() + timeout
-    return [_wait_for(store, prefix, rank, outcome, deadline, timeout) for rank in range(group.size())]
+    found = [_wait_for(store, prefix, rank, outcome, deadline, timeout) for rank in range(group.size())]
+    if store.add(f"{prefix}/readers", 1) == group.size():  # a later group may have the same store
+        for name in ("readers", *range(group.size())):
+            store.delete_key(f"{prefix}/{name}")
+    return found
 
 
 def note_outcome(outcome: str) -> str | None:
@@ -50,7 +57,8 @@ def note_outcome(outcome: str) -> str | None:
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    prefix = f"accelerate_outcomes/{next(_numbers)}"
+    number = next(_numbers.setdefault(dist.group.WORLD, itertools.count()))
+    prefix = f"accelerate_outcomes/{number}"
     store = dist.distributed_c10d._get_default_store()
     store.set(f"{prefix}/{dist.get_rank()}", outcome)
     return prefix
