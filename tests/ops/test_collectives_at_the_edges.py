@@ -104,3 +104,16 @@ def test_a_default_device_of_the_program_is_not_that_of_messages(rank: int, worl
     assert not padded.is_meta
     assert objects == [0, 1]
     assert given == ["first"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("strided_on", [0, 1])
+def test_a_broadcast_does_not_ask_how_ranks_lay_out_their_tensors(rank: int, world: int, strided_on: int) -> None:
+    shape = (3, 100_001)  # of bytes that are no multiple of any alignment
+    tensor = torch.full(shape, rank + 1, dtype=torch.uint8)
+    if rank == strided_on:
+        tensor = tensor.t().contiguous().t()
+    broadcast(tensor, from_process=1)
+    assert tensor.eq(2).all()
+    after = gather(torch.tensor([rank]))
+    assert after.tolist() == [0, 1], "nothing is left on the wire"

@@ -58,17 +58,23 @@ def broadcast_leaves(
 def _broadcast_bucket(
     leaves: Sequence[torch.Tensor], transport: Transport, wire: torch.device, source: int, rank: int
 ) -> None:
-    if len(leaves) == 1 and leaves[0].device == wire and leaves[0].is_contiguous() and not leaves[0].is_conj():
-        buffer = as_bytes(leaves[0].detach())
+    leaf, layout = leaves[0], layout_of(signature_of(leaves))
+    is_plain = leaf.is_contiguous() and not leaf.is_conj() and not leaf.is_neg()
+    if len(leaves) == 1 and leaf.device == wire and is_plain:
+        buffer = as_bytes(leaf.detach())
         received = transport.broadcast(buffer, source, rank)
         if received is buffer:  # in place
             return
-    else:
-        layout = layout_of(signature_of(leaves))
-        empty = leaves[0].new_empty(layout.num_bytes if rank != source else 0, dtype=torch.uint8, device=wire)
-        received = transport.broadcast(pack(_on(leaves, wire), layout) if rank == source else empty, source, rank)
+    else:  # as many bytes as on ranks whose only leaf needs no packing
+        num_bytes = sum(group.num_bytes for group in layout.groups)
+        packed = (
+            pack(_on(leaves, wire), layout)
+            if rank == source
+            else leaf.new_empty(layout.num_bytes, dtype=torch.uint8, device=wire)
+        )
+        received = transport.broadcast(packed[:num_bytes], source, rank)
     if rank != source:
-        _write(leaves, unpack(received, layout_of(signature_of(leaves))))
+        _write(leaves, unpack(received, layout))
 
 
 def _on(leaves: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
