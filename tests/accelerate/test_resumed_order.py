@@ -97,6 +97,18 @@ CELLS = [
         ("drawing", "dispatch", "accumulating", "default"),
         ("weighted", "split", "accumulating", "stateful"),
         ("stream", "dispatch", "accumulating", "stateful"),
+        ("sequential", "split", "mid", "alone"),
+        ("shuffled", "shard", "second", "alone"),
+        ("weighted", "dispatch", "mid", "alone"),
+        ("custom", "shard", "last_batch", "alone"),
+        ("drawing", "shard", "accumulating", "alone"),
+        ("batches", "dispatch", "mid", "alone"),
+        ("stream", "dispatch", "second", "alone"),
+        ("stream_with_state", "shard", "mid", "alone"),
+        ("augmented", "shard", "mid", "alone"),
+        ("augmented", "dispatch", "second", "alone"),
+        ("augmented", "split", "mid", "seedable"),
+        ("augmented", "dispatch", "accumulating", "default"),
     )
 ]
 """A part of the matrix of `tests.support.resumed_runs`."""

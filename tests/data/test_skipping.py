@@ -6,7 +6,8 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepare import prepare_data_loader
-from accel_data.skipping import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from accel_data.samplers import SkipBatchSampler
+from accel_data.skipping import SkipDataLoader, skip_first_batches
 from accel_state.gradient_state import GradientState
 from tests.data.sharing import Numbers
 from tests.data.test_prepare import Squares

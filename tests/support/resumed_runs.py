@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
@@ -29,11 +31,22 @@ from accelerate.utils import set_seed
 NUM_SAMPLES = 21  # the last round of two processes is not full
 NUM_EPOCHS = 3
 STEPS_BEFORE_SAVING = 3  # of an epoch
-KINDS = ("sequential", "shuffled", "weighted", "custom", "drawing", "batches", "stream", "stream_with_state")
+KINDS = (
+    "sequential",
+    "shuffled",
+    "weighted",
+    "custom",
+    "drawing",
+    "batches",
+    "stream",
+    "stream_with_state",
+    "augmented",
+)
 SHARINGS = ("shard", "dispatch", "split")
 MOMENTS = ("mid", "boundary", "last_batch", "second", "accumulating")
 """The last one is inside an accumulation window."""
-WAYS = ("seedable", "default", "stateful")
+WAYS = ("seedable", "default", "stateful", "alone")
+"""The last one calls `load_state` with default settings, and nothing else; the first two skip batches after it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +71,14 @@ class Numbers(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         return torch.tensor([float(index), 1.0])
+
+
+class Augmented(Numbers):
+    """Samples with noise, drawn while they are read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.rand(()).item() + random.random() + np.random.rand()
+        return torch.tensor([float(index), noise])
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -126,8 +147,8 @@ def make_loader(cell: Cell, per_process: int, world: int) -> DataLoader[Any]:
         return DataLoader(Stream(), **options)
     if cell.kind == "stream_with_state":
         return DataLoader(StreamWithState(), **options)
-    if cell.kind == "shuffled":
-        return DataLoader(Numbers(), shuffle=True, **options)
+    if cell.kind in ("shuffled", "augmented"):
+        return DataLoader(Augmented() if cell.kind == "augmented" else Numbers(), shuffle=True, **options)
     if cell.kind == "weighted":
         options["sampler"] = WeightedRandomSampler([1.0 + index % 3 for index in range(NUM_SAMPLES)], NUM_SAMPLES)
     if cell.kind in ("custom", "drawing"):
@@ -188,7 +209,7 @@ class Run:
         for epoch in range(first, NUM_EPOCHS):
             self._set_epoch(epoch)
             loader = self.loader
-            if epoch == self.saved_epoch and self.cell.way != "stateful":
+            if epoch == self.saved_epoch and self.cell.way not in ("stateful", "alone"):
                 loader = self.accelerator.skip_first_batches(loader, STEPS_BEFORE_SAVING)
             for batch in loader:
                 self._step(epoch, batch)

@@ -8,11 +8,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_data.batch_shard": "BatchSamplerShard",
         "accel_data.iterable_shard": "IterableDatasetShard",
         "accel_data.split_stream": "SplitStream find_split",
-        "accel_data.samplers": "SeedableRandomSampler get_sampler",
+        "accel_data.samplers": "SeedableRandomSampler SkipBatchSampler get_sampler",
         "accel_data.adapter": "DataLoaderAdapter DataLoaderStateMixin",
         "accel_data.loader_shard": "DataLoaderShard",
         "accel_data.dispatcher": "DataLoaderDispatcher",
-        "accel_data.skipping": "SkipBatchSampler SkipDataLoader skip_first_batches",
+        "accel_data.skipping": "SkipDataLoader skip_first_batches",
         "accel_data.prepare": "prepare_data_loader",
     },
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.prepared_loader import PreparedLoader
-from accel_data.samplers import batch_sampler_of
+from accel_data.samplers import SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
 from accel_ops.placement import send_to_device
@@ -48,8 +48,6 @@ class DataLoaderDispatcher(PreparedLoader):
 
     keeps_first: Any = None
     """A `SkipBatchSampler` that keeps the first batches of an epoch, even if an iteration starts after them."""
-    first_samples: list[torch.Tensor] | None
-    """The leaves of the first samples of the epoch of a stream, which cannot be read again after a restart."""
 
     def __init__(
         self,
@@ -75,7 +73,6 @@ class DataLoaderDispatcher(PreparedLoader):
         )
         self.split_batches = split_batches
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
-        self.first_samples: list[torch.Tensor] | None = None
         self.torch_device_mesh = torch_device_mesh
         self.state = PartialState()
 
@@ -121,8 +118,6 @@ class DataLoaderDispatcher(PreparedLoader):
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
         first: Any = None
-        if not self.epoch_start.is_mid_epoch:
-            self.first_samples = None
         with scatter:
             ahead = self._read_ahead(restore_rng)
             while True:
@@ -149,8 +144,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
         Meanwhile a stateful loader has the position after the global batch that is yielded; after the last one, the end.
         """
-        reader = self._read_global_batches()
-        current = next(reader, None)
+        reader = self._reader(self._read_global_batches())
+        current = reader.next(None)
         for index in itertools.count():
             position = self._position()
             if restore_rng is not None and (index == self.skip_batches or current is None):
@@ -158,7 +153,9 @@ class DataLoaderDispatcher(PreparedLoader):
                 restore_rng = None
             if current is None:
                 return
-            following = next(reader, None)
+            if index == self.skip_batches - 1:
+                self._restore_reading()
+            following = reader.next(None)
             ahead = self._position()
             self._show_position(position if following is not None else ahead)
             yield current, following is None
@@ -180,9 +177,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _read_global_batches(self) -> Iterator[list[Any]]:
         """The batches that make up each global batch."""
-        num_batches = 1 if self.split_batches else len(set(self._data_ranks()))
+        num_batches = self.reads_per_batch
         waiting: list[Any] = []
-        for batch in self.base_dataloader:
+        for batch in self.source:
             self._update_state_dict(finished=False)
             waiting.append(batch)
             if len(waiting) == num_batches:
@@ -194,26 +191,29 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _first_of_epoch(self, first: Any) -> Any:
         """The first samples of the epoch, if this iteration started after them; `first` otherwise."""
-        batches = self.keeps_first.kept if self.epoch_start.is_mid_epoch and self.keeps_first is not None else []
-        if not batches:
+        kept = self.keeps_first.kept if self.epoch_start.is_mid_epoch and self.keeps_first is not None else []
+        if not kept or self.epoch_order.first_samples is not None:
             return first
         collate, dataset = self.collate_fn, self.dataset
         are_lists = self.base_dataloader.batch_sampler is None  # of a sampler that yields batches
-        read = [collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in batches]
-        return self._padding_samples(concatenate(read) if len(read) > 1 else read[0], None)
+        read = [collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in kept]
+        return self._slice_of_first(concatenate(read) if len(read) > 1 else read[0])
 
     def _padding_samples(self, data: Any, first: Any) -> Any:
         """The first samples of the epoch, to pad the last global batch with."""
         if first is not None or self._drop_last:
             return first
-        count = self.state.num_processes
-        first = self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
-        if isinstance(self.dataset, IterableDataset):
-            if self.first_samples is not None:
-                return rebuild(first, self.first_samples)
+        order, first = self.epoch_order, self._slice_of_first(data)
+        if order.first_samples is not None:
+            return rebuild(first, order.first_samples)
+        if isinstance(self.dataset, IterableDataset) or not self.epoch_start.is_mid_epoch:
             with suppress(TypeError):  # not all leaves are tensors
-                self.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
+                order.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
         return first
+
+    def _slice_of_first(self, data: Any) -> Any:
+        count = self.state.num_processes
+        return self.slice_fn(data, slice(0, count), process_index=self.state.process_index, num_processes=count)
 
     def _split(self, data: Any, first: Any, count: int, is_last: bool) -> tuple[list[Any] | None, int]:
         """The local batches of a global one, and its samples without padding; None when nothing is left of it."""
@@ -247,6 +247,23 @@ class DataLoaderDispatcher(PreparedLoader):
         if self.torch_device_mesh is None:
             return list(range(self.state.num_processes))
         return _data_ranks_of(self.torch_device_mesh)
+
+    @property
+    def reads_per_batch(self) -> int:
+        """How many batches of the wrapped loader make one global batch."""
+        return 1 if self.split_batches else len(set(self._data_ranks()))
+
+    @contextmanager
+    def _without_first(self, num_batches: int) -> Iterator[None]:
+        with super()._without_first(num_batches):
+            before = self.keeps_first
+            if isinstance(sampler := batch_sampler_of(self.source), SkipBatchSampler):
+                sampler.keep_first(self.reads_per_batch)
+                self.keeps_first = sampler
+            try:
+                yield
+            finally:
+                self.keeps_first = before
 
     # ---- sizes --------------------------------------------------------------------------------------------------
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch import nn
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from accel_data.resuming import Position, Resumption
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, index_sampler, innermost
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 
@@ -50,6 +58,12 @@ class EpochOrder:
         epoch: The number of that epoch.
         is_restored: True from loading a checkpoint made mid-epoch until an epoch begins.
         at_end: True after the last batch of the epoch was yielded.
+        batches: Batches of the epoch that were yielded on this process; None while no loader is being iterated.
+        reading: The random states from which the batch after the last one yielded was, or is to be, read; empty where
+            reading draws no random numbers.
+        first_samples: The leaves of the first samples of the epoch, where this process pads the last batch of all with
+            them.
+        resumption: After loading a checkpoint made while the loader was iterated, until it is iterated again.
     """
 
     def __init__(self) -> None:
@@ -57,6 +71,10 @@ class EpochOrder:
         self.epoch = 0
         self.is_restored = False
         self.at_end = False
+        self.batches: int | None = None
+        self.reading: dict[str, Any] = {}
+        self.first_samples: list[torch.Tensor] | None = None
+        self.resumption: Resumption | None = None
 
     # ---- an epoch -----------------------------------------------------------------------------------------------
 
@@ -67,6 +85,7 @@ class EpochOrder:
         self.start = {**states, "generators": generator_states(loader)}
         self.epoch = loader.iteration
         self.is_restored = self.at_end = False
+        self.first_samples = None
 
     def rewind(self, loader: Any) -> Rewound:
         """Set random generators back to the start of the restored epoch; see `Rewound.restore`."""
@@ -87,7 +106,7 @@ class EpochOrder:
 
     def finish(self) -> None:
         """Discard the states, because the epoch was read to its end."""
-        self.start = None
+        self.start = self.batches = None
         self.is_restored = self.at_end = False
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
@@ -99,18 +118,29 @@ class EpochOrder:
             loader: The loader with this order.
 
         Returns:
-            Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch.
+            Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch; `position` while the
+            loader is being iterated.
         """
         state: dict[str, Any] = {"iteration": loader.iteration, "generators": generator_states(loader)}
         if self.start is not None:
             state["epoch_start"] = {**self.start, "epoch": self.epoch}
+            if self.first_samples is not None and (self.reading or isinstance(loader.dataset, IterableDataset)):
+                state["first_samples"] = self.first_samples  # which reading again would not give
             if self.at_end and loader.iteration == self.epoch:  # nothing is left of it: the next one begins
                 state["iteration"] += 1
+            elif self.batches and not loader.use_stateful_dataloader:  # which keeps its position itself
+                state["position"] = Position.of(loader, self.batches).state_dict()
         return state
 
     @classmethod
-    def restore(cls, loader: Any, state: dict[str, Any]) -> None:
-        """Restore `state_dict` into the order of `loader`; the order object that it had is not changed."""
+    def restore(cls, loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:
+        """Restore `state_dict` into the order of `loader`; the order object that it had is not changed.
+
+        Args:
+            loader: The loader to restore.
+            state: What `state_dict` returned.
+            models: The prepared models, for `Resumption`.
+        """
         order = cls()
         order.start = dict(state["epoch_start"]) if state.get("epoch_start") is not None else None
         order.epoch = state["iteration"] if order.start is None else order.start.pop("epoch")
@@ -120,6 +150,9 @@ class EpochOrder:
             saved = state.get("generators", {}).get(name)
             if saved is not None and not isinstance(owner, SeedableRandomSampler):
                 _set_generator(owner, saved)
+        order.first_samples = state.get("first_samples")
+        if order.is_restored and "position" in state:
+            order.resumption = Resumption(Position.from_state(state["position"]), models)
         loader.iteration = state["iteration"]
         loader.epoch_order = order
 

@@ -78,14 +78,16 @@ class DataLoaderShard(PreparedLoader):
     def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         device, non_blocking = self.device, self._non_blocking
         uneven = isinstance(self.dataset, SplitStream)
-        batches: Iterator[Any] = iter(self.base_dataloader)
+        batches: Iterator[Any] = iter(self.source)
         if uneven:
             batches = UnevenBatches(batches)
-        nothing: Any = object()
-        current: Any = next(batches, nothing)
-        for _ in range(self.skip_batches if current is not nothing else 0):
+        reader, nothing = self._reader(batches), object()
+        current: Any = reader.next(nothing)
+        for left in range(self.skip_batches if current is not nothing else 0, 0, -1):
             report_progress()
-            current = next(batches, nothing)
+            if left == 1:
+                self._restore_reading()
+            current = reader.next(nothing)
             if current is nothing:
                 self._end_reached()
                 break
@@ -98,7 +100,7 @@ class DataLoaderShard(PreparedLoader):
             if device is not None:
                 current = send_to_device(current, device, non_blocking=non_blocking)
             self._update_state_dict(finished=False)
-            following = next(batches, nothing)  # one batch ahead, to mark the last one
+            following = reader.next(nothing)  # one batch ahead, to mark the last one
             if following is nothing:
                 self._end_reached()
             if uneven:

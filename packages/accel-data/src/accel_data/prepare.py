@@ -15,8 +15,7 @@ from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.plan import LoaderPlan, choose_sampler, shard_position
 from accel_data.prepared_loader import PreparedLoader
-from accel_data.samplers import SeedableRandomSampler, batch_sampler_of
-from accel_data.skipping import SkipBatchSampler
+from accel_data.samplers import SeedableRandomSampler, SkipBatchSampler, batch_sampler_of
 from accel_data.split_stream import SplitStream, find_split
 from accel_state.enums import RNGType
 from accel_state.processes import PartialState

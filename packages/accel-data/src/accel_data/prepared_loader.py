@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
-from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin
+from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
 from accel_data.epoch_order import EpochOrder
-from accel_data.samplers import batch_sampler_of, index_sampler, innermost
+from accel_data.reading import ReadAhead
+from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
+from accel_ops.random import restore_rng_state
 from accel_state.gradient_state import GradientState
 
 
@@ -24,11 +28,13 @@ class EpochStart:
         continues: Whether the epoch began before: then starting leaves random numbers where they were, as continuing
             it would.
         is_mid_epoch: Whether the last iteration that was started began after the first batches of an epoch.
+        num_skipped: The number of batches of the epoch that this loader leaves out.
     """
 
     rest_of: PreparedLoader | None = None
     continues: bool = False
     is_mid_epoch: bool = False
+    num_skipped: int = 0
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -75,17 +81,24 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.gradient_state = GradientState()
         self.epoch_order = EpochOrder()
         self.epoch_start = EpochStart()
+        self._source: Any = None
+        self._reading: dict[str, Any] = {}
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         order, start = self.epoch_order, self.epoch_start
-        start.is_mid_epoch = self._consume_position() or start.rest_of is not None
+        resumption, skipped = order.resumption, self._batches_to_skip()
+        start.is_mid_epoch = self._consume_position() or start.rest_of is not None or skipped > 0
         is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
         restore_rng = self._begin_order(is_restored)
         self.set_epoch(self.iteration)
         self.begin()
+        order.batches = start.num_skipped + skipped
         try:
-            yield from self._batches(restore_rng)
+            with self._without_first(skipped):
+                batches = self._counted(self._batches(restore_rng))
+                yield from resumption.follow(batches, self, skipped) if skipped else batches
         except BaseException:
+            order.batches = None
             self.end()
             self.gradient_state._leave_dataloader(self)
             raise
@@ -97,6 +110,57 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             loader.iteration = max(loader.iteration, self.iteration)
             loader = loader.epoch_start.rest_of
 
+    def _batches_to_skip(self) -> int:
+        """How many batches of this epoch a loaded checkpoint has seen; 0 if it was not saved within this epoch."""
+        order = self.epoch_order
+        resumption, order.resumption = order.resumption, None
+        if resumption is None or not order.is_restored or self.iteration != order.epoch:
+            return 0
+        return resumption.batches_to_skip(self)
+
+    @contextmanager
+    def _without_first(self, num_batches: int) -> Iterator[None]:
+        """A context in which `source` yields the epoch without its first batches."""
+        if num_batches and isinstance(self.dataset, IterableDataset):
+            self.skip_batches += num_batches
+            try:
+                yield
+            finally:
+                self.skip_batches -= num_batches
+            return
+        if num_batches:
+            _, order = without_first(self, num_batches * self.reads_per_batch)
+            self._source = DataLoader(self.dataset, **copied_arguments(self), **order)
+        try:
+            yield
+        finally:
+            self._source = None
+
+    @property
+    def source(self) -> Any:
+        """What batches are read from: the wrapped loader, or one of the rest of a continued epoch."""
+        return self.base_dataloader if self._source is None else self._source
+
+    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
+        order = self.epoch_order
+        for batch in batches:
+            order.batches = (order.batches or 0) + 1
+            yield batch
+
+    def _reader(self, batches: Iterator[Any]) -> ReadAhead:
+        """Read an epoch that was begun; where it continues another, its first batch as that one would have."""
+        sampler = None if isinstance(self.dataset, IterableDataset) else batch_sampler_of(self.source)
+        if self._reading and isinstance(sampler, SkipBatchSampler):
+            sampler.before_first = self._restore_reading
+        draws_here = (
+            self.num_workers == 0 and not self.use_stateful_dataloader
+        )  # torchdata draws the order and reads in one
+        return ReadAhead(batches, self.epoch_order, draws_here=draws_here)
+
+    def _restore_reading(self) -> None:
+        """Restore the random states from which the first batch of a continued epoch is read."""
+        restore_rng_state(self._reading)
+
     def _begin_order(self, is_restored: bool) -> Callable[[], None] | None:
         """Set the random generators to the states from which the order of the epoch is drawn.
 
@@ -104,6 +168,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             A function that sets this process's random states, to be called once the order is drawn; None for nothing to set.
         """
         restore_rng: Callable[[], None] | None = None
+        self._reading = self.epoch_order.reading if is_restored else {}
+        self.epoch_order.reading = {}
         if is_restored:
             restore_rng = self.epoch_order.rewind(self).restore
         elif self.epoch_start.continues:
@@ -141,6 +207,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 receiver.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    @property
+    def reads_per_batch(self) -> int:
+        """How many batches of the wrapped loader make one of this loader's."""
+        return 1
 
     @property
     def total_dataset_length(self) -> int:

@@ -1,8 +1,8 @@
-"""Samplers: finding a loader's, and one whose order depends on seed and epoch alone."""
+"""Samplers: finding a loader's, one whose order depends on seed and epoch alone, and one without its first batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,53 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
+@known_as("accelerate.data_loader.SkipBatchSampler")
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first batches; their samples are never read.
+
+    Args:
+        batch_sampler: Yields lists of indices.
+        skip_batches (`int`): The number of batches to skip.
+    """
+
+    num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
+    before_first: Callable[[], object] | None = None
+    """Called once, before the first batch that is not skipped."""
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self.kept: list[list[int]] = []
+
+    def keep_first(self, num_batches: int) -> None:
+        """Keep the first batches of every epoch in `kept`, skipped or not: the last global batch is padded with them."""
+        self.num_kept = num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batch_sampler":  # while a copy is being restored
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.kept = []
+        for index, batch in enumerate(self.batch_sampler):
+            if index < self.num_kept:
+                self.kept.append(list(batch))
+            if index >= self.skip_batches:
+                if self.before_first is not None:
+                    self.before_first()
+                    self.before_first = None
+                yield batch
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches, including the skipped ones."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+
 def get_sampler(dataloader: Any) -> Any:
     """The sampler of single indices behind a loader; None for an iterable dataset."""
     batches = batch_sampler_of(dataloader)
@@ -66,3 +113,20 @@ def innermost(sampler: Any) -> Any:
 def index_sampler(dataloader: Any) -> Any:
     """The user's own sampler of single indices, inside shards and skips; None where there is none."""
     return getattr(innermost(batch_sampler_of(dataloader)), "sampler", None) or get_sampler(dataloader)
+
+
+def without_first(dataloader: Any, num_batches: int) -> tuple[SkipBatchSampler, dict[str, Any]]:
+    """The order of a loader without its first batches.
+
+    Args:
+        dataloader: A loader of an indexed dataset.
+        num_batches: How many batches of its batch sampler to leave out; samples, where it has none.
+
+    Returns:
+        The sampler that leaves them out, and the arguments of a `DataLoader` that reads by it.
+    """
+    if isinstance(dataloader.sampler, BatchSampler) or dataloader.batch_sampler is None:
+        skipping = SkipBatchSampler(dataloader.sampler, skip_batches=num_batches)
+        return skipping, {"sampler": skipping, "batch_size": dataloader.batch_size}
+    skipping = SkipBatchSampler(dataloader.batch_sampler, skip_batches=num_batches)
+    return skipping, {"batch_sampler": skipping}

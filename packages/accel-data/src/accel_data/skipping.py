@@ -5,56 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
 from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.loader_shard import DataLoaderShard
-from accel_data.samplers import batch_sampler_of
+from accel_data.prepared_loader import PreparedLoader
+from accel_data.samplers import without_first
 from accel_state.gradient_state import GradientState
 from accel_state.public_names import known_as
-
-
-@known_as("accelerate.data_loader.SkipBatchSampler")
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches; their samples are never read.
-
-    Args:
-        batch_sampler: Yields lists of indices.
-        skip_batches (`int`): The number of batches to skip.
-    """
-
-    num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
-
-    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
-        self.kept: list[list[int]] = []
-
-    def keep_first(self, num_batches: int) -> None:
-        """Keep the first batches of every epoch in `kept`, skipped or not: the last global batch is padded with them."""
-        self.num_kept = num_batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # while a copy is being restored
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.kept = []
-        for index, batch in enumerate(self.batch_sampler):
-            if index < self.num_kept:
-                self.kept.append(list(batch))
-            if index >= self.skip_batches:
-                yield batch
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches, including the skipped ones."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        return max(0, len(self.batch_sampler) - self.skip_batches)
 
 
 @known_as("accelerate.data_loader.SkipDataLoader")
@@ -113,8 +72,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     kwargs = copied_arguments(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     kind = _kind(dataloader)
+    per_batch = dataloader.reads_per_batch if isinstance(dataloader, PreparedLoader) else 1
     if isinstance(dataloader, DataLoaderDispatcher):
-        per_global_batch = 1 if dataloader.split_batches else len(set(dataloader._data_ranks()))
         kwargs |= {
             "split_batches": dataloader.split_batches,
             "slice_fn": dataloader.slice_fn,
@@ -123,9 +82,6 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             "_non_blocking": dataloader._non_blocking,
             "iteration": dataloader.iteration,
         }
-        num_to_skip = num_batches * per_global_batch
-    else:
-        num_to_skip = num_batches
     if isinstance(dataloader, DataLoaderShard):
         kwargs |= {
             "device": dataloader.device,
@@ -140,13 +96,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         kwargs["skip_batches"] = num_batches + getattr(dataloader, "skip_batches", 0)
         kind = SkipDataLoader if kind is DataLoader else kind
     else:
-        skipping = SkipBatchSampler(batch_sampler_of(dataloader), skip_batches=num_to_skip)
+        skipping, order = without_first(dataloader, num_batches * per_batch)
         if isinstance(dataloader, DataLoaderDispatcher) and dataloader.keeps_first is None:
-            skipping.keep_first(per_global_batch)
-        if isinstance(dataloader.sampler, BatchSampler):
-            kwargs |= {"sampler": skipping, "batch_size": dataloader.batch_size}
-        else:
-            kwargs["batch_sampler"] = skipping
+            skipping.keep_first(per_batch)
+        kwargs |= order
     if issubclass(kind, DataLoaderAdapter):
         kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
     rest = kind(dataloader.dataset, **kwargs)
@@ -157,7 +110,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.sequence_shard = dataloader.sequence_shard
         rest.epoch_order = order = dataloader.epoch_order
+        order.resumption = None  # the program says where to continue
         start, continued = rest.epoch_start, dataloader.epoch_start
+        start.num_skipped = continued.num_skipped + num_batches
         if num_batches > 0:
             start.rest_of = dataloader
             dataloader.forget_position()

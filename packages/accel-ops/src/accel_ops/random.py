@@ -153,6 +153,16 @@ def capture_cpu_rng_state() -> dict[str, Any]:
     return states
 
 
+def same_rng_states(first: Any, second: Any) -> bool:
+    """Whether two states of one generator are equal: tensors, arrays, and tuples of them and of numbers."""
+    if isinstance(first, tuple):
+        return len(first) == len(second) and all(map(same_rng_states, first, second))
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    equal = first == second
+    return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
 def restore_rng_state(states: Mapping[str, Any]) -> None:
     """Restore the states of random generators that `capture_rng_state` returned.
 

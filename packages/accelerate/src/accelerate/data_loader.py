@@ -8,8 +8,8 @@ from accel_data.iterable_shard import IterableDatasetShard as IterableDatasetSha
 from accel_data.loader_shard import DataLoaderShard as DataLoaderShard
 from accel_data.prepare import prepare_data_loader as prepare_data_loader
 from accel_data.samplers import SeedableRandomSampler as SeedableRandomSampler
+from accel_data.samplers import SkipBatchSampler as SkipBatchSampler
 from accel_data.samplers import get_sampler as get_sampler
-from accel_data.skipping import SkipBatchSampler as SkipBatchSampler
 from accel_data.skipping import SkipDataLoader as SkipDataLoader
 from accel_data.skipping import skip_first_batches as skip_first_batches
 from accelerate.compat.legacy import legacy_getattr

@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from accel_data.resuming import Position
 from accel_integrations.checkpoints.module_values import check_values, loads_itself
 from accel_ops.filenames import SAMPLER_NAME, SCALER_NAME, numbered
 from accel_ops.random import capture_rng_state, restore_rng_state
 from accel_state.warning import warn_user
 from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState
-from accelerate.checkpoint.loaders import restore_order
+from accelerate.checkpoint.loaders import restore_order, restore_reading
 from accelerate.checkpoint.save import custom_object_file
 from accelerate.checkpoint.undo import Undo
 
@@ -55,6 +56,11 @@ def _check_order(order: Mapping[str, Any], where: str) -> None:
             raise ValueError(
                 f"{where} is damaged: {name!r} is {order.get(name)!r}, not an int. Load another checkpoint."
             )
+    if "position" in order:
+        try:
+            Position.from_state(order["position"])
+        except ValueError as error:
+            raise ValueError(f"{where} is damaged: {error}") from None
 
 
 def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None:
@@ -87,9 +93,11 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
     for index, loader in enumerate(receivers.dataloaders):
         undo.keep_loader(loader)
         if state.samplers.get(index) is not None:
-            restore_order(loader, state.samplers[index])
+            restore_order(loader, state.samplers[index], receivers.models)
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
+        if index in state.reading:
+            restore_reading(loader, state.reading[index])
 
 
 def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:

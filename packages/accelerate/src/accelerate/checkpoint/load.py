@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
 from accel_integrations.checkpoints.full_states import check_count, read_dict
 from accel_ops.filenames import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, numbered
 from accel_ops.files import load
@@ -17,7 +19,7 @@ from accel_ops.staging import path_inside
 from accel_state.warning import warn_user
 from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
-from accelerate.checkpoint.loaders import is_stateful
+from accelerate.checkpoint.loaders import READING_KEY, is_stateful
 from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, files_to_verify
 from accelerate.checkpoint.naming import numbered_checkpoints
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
@@ -126,6 +128,7 @@ class TrainingState:
     positions: dict[int, Any] = field(default_factory=dict)
     scaler: Any = None
     random_states: dict[str, Any] | None = None
+    reading: dict[int, Any] = field(default_factory=dict)
     step: int | None = None
     window: Window | None = None
     custom: list[Any] = field(default_factory=list)
@@ -140,12 +143,14 @@ class Receivers:
         dataloaders: Prepared loaders.
         scaler: The precision or gradient scaler that has the loss scale; None where there is none.
         custom: Objects registered with `register_for_checkpointing`.
+        models: The prepared models, which tell loaders whether a loop trains.
     """
 
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
     scaler: Any = None
     custom: Sequence[Any] = ()
+    models: Sequence[nn.Module] = ()
 
 
 Read = TypeVar("Read")
@@ -217,6 +222,7 @@ def read_state(
         state.random_states = read_each(name)
         state.random_states.pop(TOKEN_KEY, None)
         state.step = state.random_states.pop("step", None)
+        state.reading = state.random_states.pop(READING_KEY, {})
     elif checkpoint.manifest is not None:
         state.step = checkpoint.manifest.step
     elif (step_file := random_states_file(0)) in checkpoint.names:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import nn
+
 from accel_data.samplers import SeedableRandomSampler
+
+READING_KEY = "reading"
+"""The key of a process's `reading_states` in the file of its random states."""
 
 
 def is_stateful(loader: Any) -> bool:
@@ -28,24 +34,41 @@ def order_state(loader: Any) -> dict[str, Any] | None:
     sampler = _seedable_sampler(loader)
     if sampler is not None:
         state |= {"initial_seed": sampler.initial_seed, "epoch": state["iteration"]}
-    first_samples = getattr(loader, "first_samples", None)
-    if first_samples is not None and "epoch_start" in state:
-        state["first_samples"] = first_samples
     return state
 
 
-def restore_order(loader: Any, state: dict[str, Any]) -> None:
-    """Restore the order that `order_state` described."""
+def reading_states(loaders: Iterable[Any]) -> dict[int, dict[str, Any]]:
+    """The random states from which this process read the batch that each loader has read ahead, by index."""
+    orders = {index: getattr(loader, "epoch_order", None) for index, loader in enumerate(loaders)}
+    return {
+        index: order.reading
+        for index, order in orders.items()
+        if order is not None and order.batches and order.reading
+    }
+
+
+def restore_reading(loader: Any, states: dict[str, Any]) -> None:
+    """Have the first batch of the continued epoch read from these states."""
+    if getattr(loader, "epoch_order", None) is not None:
+        loader.epoch_order.reading = states
+
+
+def restore_order(loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:
+    """Restore the order that `order_state` described.
+
+    Args:
+        loader: The loader to restore.
+        state: What `order_state` returned.
+        models: The prepared models; loops that only evaluate them do not continue an epoch.
+    """
     sampler = _seedable_sampler(loader)
     if sampler is not None and "initial_seed" in state:
         sampler.initial_seed, sampler.epoch = state["initial_seed"], state["epoch"]
-    if "first_samples" in state:
-        loader.first_samples = state["first_samples"]
     order = getattr(loader, "epoch_order", None)
     if order is None:
         loader.iteration = state["iteration"]
     else:
-        order.restore(loader, state)
+        order.restore(loader, state, models)
 
 
 def _seedable_sampler(loader: Any) -> SeedableRandomSampler | None:

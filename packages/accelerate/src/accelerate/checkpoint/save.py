@@ -18,7 +18,7 @@ from accel_ops.filenames import (
 from accel_ops.files import check_loadable
 from accel_ops.random import capture_rng_state
 from accelerate.checkpoint.late import TOKEN_KEY
-from accelerate.checkpoint.loaders import loader_position, order_state
+from accelerate.checkpoint.loaders import READING_KEY, loader_position, order_state, reading_states
 
 
 def write_shared_state(
@@ -64,7 +64,8 @@ def write_own_state(
             check_loadable(position, f"The position of data loader {index}")
             files.save(position_file(index, process_index), position)
     late = {TOKEN_KEY: token} if token else {}
-    files.save(random_states_file(process_index), {"step": step, **late, **capture_rng_state()})
+    reading = {READING_KEY: found} if (found := reading_states(dataloaders)) else {}
+    files.save(random_states_file(process_index), {"step": step, **late, **reading, **capture_rng_state()})
 
 
 def write_custom_object(files: FileWriter, obj: Any, index: int) -> None:

@@ -1,0 +1,259 @@
+"""`load_state` alone continues the epoch in which a run was saved, and other loops still read what they count on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_ops.files import load
+from accelerate import Accelerator
+from accelerate.utils import gather_object, set_seed
+from tests.support.ranks import POOL
+
+NUM_SAMPLES = 40
+BATCH = 4
+SAVED_AFTER = 3
+
+
+class Training:
+    """A model, and a loader whose batches are read in the same order by every instance."""
+
+    def __init__(self, folder: Path, data: Any = range(NUM_SAMPLES), seed: int = 1, batch: int = BATCH) -> None:
+        self.folder = folder / "state"
+        self.accelerator = Accelerator(cpu=True)
+        set_seed(seed)
+        plain: Any = DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset))
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, plain)
+
+    def step(self, batch: torch.Tensor) -> list[int]:
+        """Train on a batch; returns its samples."""
+        self.accelerator.backward(self.model(batch.float().unsqueeze(1)).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        numbers: list[int] = batch.tolist()
+        return numbers
+
+    def save_within_epoch(self) -> list[list[int]]:
+        """Train for an epoch, and save within it; returns the batches that come after."""
+        rest = []
+        for index, batch in enumerate(self.loader):
+            numbers = self.step(batch)
+            if index + 1 == SAVED_AFTER:
+                self.accelerator.save_state(self.folder)
+            if index >= SAVED_AFTER:
+                rest.append(numbers)
+        return rest
+
+    def loaded(self) -> Training:
+        """This one, after `load_state`."""
+        self.accelerator.load_state(self.folder)
+        return self
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, list[list[int]]]:
+    """A folder with a state saved within an epoch, and the batches of that epoch that came after."""
+    return tmp_path, Training(tmp_path).save_within_epoch()
+
+
+def test_the_rest_of_the_epoch_then_whole_ones(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    assert len(run.loader) == NUM_SAMPLES // BATCH
+    assert [run.step(batch) for batch in run.loader] == saved[1]
+    assert len([run.step(batch) for batch in run.loader]) == NUM_SAMPLES // BATCH
+    assert run.loader.iteration == 2
+
+
+def test_skip_first_batches_does_not_skip_twice(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    rest = run.accelerator.skip_first_batches(run.loader, SAVED_AFTER)
+    assert [run.step(batch) for batch in rest] == saved[1]
+    run = Training(saved[0], seed=2).loaded()
+    whole = run.accelerator.skip_first_batches(run.loader, 0)
+    assert len([run.step(batch) for batch in whole]) == NUM_SAMPLES // BATCH
+
+
+@pytest.mark.parametrize("left", [2, 3, 8])
+def test_a_loop_that_skips_by_hand_gets_the_batches_it_counts_on(left: int, tmp_path: Path) -> None:
+    whole = Training(tmp_path)
+    order = []
+    for index, batch in enumerate(whole.loader):
+        order.append(whole.step(batch))
+        if index + 1 == left:
+            whole.accelerator.save_state(whole.folder)
+    run = Training(tmp_path, seed=2).loaded()
+    found, last = [], []
+    with pytest.warns(UserWarning, match=rf"continues at batch {left}.*skip_first_batches\(loader, {left}\)"):
+        for step, batch in enumerate(run.loader):
+            if step < left:  # as programs for accelerate 1.15 do
+                continue
+            found.append(run.step(batch))
+            last.append(run.accelerator.gradient_state.end_of_dataloader)
+    assert found == order[left:]
+    assert last == [False] * (len(found) - 1) + [True]
+
+
+def test_a_program_that_reads_ahead_is_not_taken_for_one_that_skips(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    batches, found = iter(run.loader), []
+    while window := list(itertools.islice(batches, 4)):  # as Trainer does for an accumulation window
+        found += [run.step(batch) for batch in window]
+    assert found == saved[1]
+
+
+def test_transforms_that_are_modules_are_no_training(tmp_path: Path) -> None:
+    class Transformed(torch.utils.data.Dataset[torch.Tensor]):
+        scale = nn.Identity()
+
+        def __len__(self) -> int:
+            return NUM_SAMPLES
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            numbers: torch.Tensor = self.scale(torch.tensor(index))
+            return numbers
+
+    rest = Training(tmp_path, Transformed()).save_within_epoch()
+    run = Training(tmp_path, Transformed(), seed=2).loaded()
+    with pytest.warns(UserWarning, match="continues at batch 3"):
+        found = [run.step(batch) for step, batch in enumerate(run.loader) if step >= SAVED_AFTER]
+    assert found == rest
+
+
+def in_eval_mode(run: Training) -> Iterator[Any]:
+    run.model.eval()
+    yield from run.loader
+
+
+def without_gradients(run: Training) -> Iterator[Any]:
+    with torch.no_grad():
+        yield from run.loader
+
+
+@pytest.mark.parametrize("read", [in_eval_mode, without_gradients])
+def test_an_evaluation_reads_all(
+    read: Callable[[Training], Iterator[Any]], saved: tuple[Path, list[list[int]]]
+) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    assert sorted(number for batch in read(run) for number in batch.tolist()) == list(range(NUM_SAMPLES))
+
+
+def test_models_that_train_in_eval_mode_continue(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2)
+    run.model.eval()  # as from_pretrained leaves them
+    run.loaded()
+    assert [run.step(batch) for batch in run.loader] == saved[1]
+
+
+def test_other_data_begin_at_their_start(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], data=range(NUM_SAMPLES + 4), seed=2).loaded()
+    with pytest.warns(UserWarning, match="epoch of 40 samples, and this data loader has 44"):
+        found = [number for batch in run.loader for number in run.step(batch)]
+    assert sorted(found) == list(range(NUM_SAMPLES + 4))
+
+
+def test_a_loop_that_was_left_is_not_continued(tmp_path: Path) -> None:
+    run = Training(tmp_path)
+    for batch in run.loader:
+        run.step(batch)
+        break
+    run.accelerator.save_state(run.folder)  # the run that goes on begins an epoch, too
+    again = Training(tmp_path, seed=2).loaded()
+    assert len([again.step(batch) for batch in again.loader]) == NUM_SAMPLES // BATCH
+
+
+def test_another_epoch_is_read_from_its_start(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    run.loader.set_epoch(5)
+    assert len([run.step(batch) for batch in run.loader]) == NUM_SAMPLES // BATCH
+
+
+def test_a_global_batch_that_does_not_fit_repeats_and_loses_nothing(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2, batch=5).loaded()
+    with pytest.warns(UserWarning, match="after 12 samples of an epoch.*the last 2 of them come again"):
+        found = [number for batch in run.loader for number in run.step(batch)]
+    assert found[2:] == [number for batch in saved[1] for number in batch]
+
+
+def test_a_loader_that_waits_to_continue_can_be_pickled(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2).loaded()
+    copied = pickle.loads(pickle.dumps(run.loader))
+    assert len(pickle.dumps(copied)) < 100_000
+    assert [batch.tolist() for batch in copied] == saved[1]
+
+
+def test_a_damaged_position_changes_nothing(saved: tuple[Path, list[list[int]]]) -> None:
+    file = saved[0] / "state" / "sampler.bin"
+    state = load(file)
+    state["position"]["batches"] = -1
+    torch.save(state, file)
+    (saved[0] / "state" / "manifest.json").unlink()
+    run = Training(saved[0], seed=2)
+    weight = run.model.weight.detach().clone()
+    with pytest.raises(ValueError, match=r"sampler\.bin is damaged: .*is not the position"):
+        run.loaded()
+    assert torch.equal(run.model.weight, weight)
+    assert run.loader.iteration == 0
+
+
+STEPS = 2
+
+
+def read_elastically(world: int, folder: str, begins: bool, ends: bool, dispatch: bool, seed: int) -> None:
+    """Some steps of an epoch at a global batch of 12, between two checkpoints."""
+    from accelerate import DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    set_seed(seed)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(range(96), 12 // world, shuffle=True))
+    if not begins:
+        accelerator.load_state(folder)
+    found = []
+    for index, batch in enumerate(loader):
+        accelerator.backward(model(batch.float().unsqueeze(1)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(gather_object(batch.tolist()))
+        if index + 1 == STEPS and not ends:
+            accelerator.save_state(folder)
+            break
+    if accelerator.is_main_process:
+        Path(folder, f"{seed}.json").write_text(json.dumps(found))
+
+
+read_elastically.body = read_elastically  # type: ignore[attr-defined]
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint .* was saved with num_processes")
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_number_of_processes_changes_and_the_global_order_does_not(dispatch: bool, tmp_path: Path) -> None:
+    orders = []
+    for worlds in ((2, 1, 3, 2), (2, 2, 2, 2)):
+        folder = tmp_path / str(worlds[1])
+        folder.mkdir()
+        found = []
+        for index, world in enumerate(worlds):
+            values = {
+                "folder": str(folder),
+                "begins": index == 0,
+                "ends": index == 3,
+                "dispatch": dispatch,
+                "seed": 1 + index,
+            }
+            POOL.run(read_elastically, world, values, 60)
+            found += json.loads((folder / f"{1 + index}.json").read_text())
+        orders.append(found)
+    assert orders[0] == orders[1]
+    assert sorted(sum(orders[0], [])) == list(range(96))
