@@ -93,15 +93,19 @@ def test_a_loop_that_skips_by_hand_gets_the_batches_it_counts_on(left: int, tmp_
         if index + 1 == left:
             whole.accelerator.save_state(whole.folder)
     run = Training(tmp_path, seed=2).loaded()
-    found, last = [], []
-    with pytest.warns(UserWarning, match=rf"continues at batch {left}.*skip_first_batches\(loader, {left}\)"):
+
+    def train() -> list[tuple[list[int], bool]]:
+        found = []
         for step, batch in enumerate(run.loader):
             if step < left:  # as programs for accelerate 1.15 do
                 continue
-            found.append(run.step(batch))
-            last.append(run.accelerator.gradient_state.end_of_dataloader)
-    assert found == order[left:]
-    assert last == [False] * (len(found) - 1) + [True]
+            found.append((run.step(batch), run.accelerator.gradient_state.end_of_dataloader))
+        return found
+
+    with pytest.warns(UserWarning, match=rf"continues at batch {left}.*skip_first_batches\(loader, {left}\)"):
+        found = train()
+    assert [numbers for numbers, _ in found] == order[left:]
+    assert [is_last for _, is_last in found] == [False] * (len(found) - 1) + [True]
 
 
 def test_a_program_that_reads_ahead_is_not_taken_for_one_that_skips(saved: tuple[Path, list[list[int]]]) -> None:

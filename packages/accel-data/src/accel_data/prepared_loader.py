@@ -96,7 +96,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             with self._without_first(skipped):
                 batches = self._counted(self._batches(restore_rng))
-                yield from resumption.follow(batches, self, skipped) if skipped else batches
+                yield from resumption.follow(batches, self, skipped) if resumption and skipped else batches
         except BaseException:
             order.batches = None
             self.end()

@@ -96,10 +96,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         kwargs["skip_batches"] = num_batches + getattr(dataloader, "skip_batches", 0)
         kind = SkipDataLoader if kind is DataLoader else kind
     else:
-        skipping, order = without_first(dataloader, num_batches * per_batch)
+        skipping, arguments = without_first(dataloader, num_batches * per_batch)
         if isinstance(dataloader, DataLoaderDispatcher) and dataloader.keeps_first is None:
             skipping.keep_first(per_batch)
-        kwargs |= order
+        kwargs |= arguments
     if issubclass(kind, DataLoaderAdapter):
         kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
     rest = kind(dataloader.dataset, **kwargs)
