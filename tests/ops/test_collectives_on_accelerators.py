@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from accel_data.batch_scatter import BatchScatter
 from accel_ops import broadcast_object_list, gather, gather_object, pad_across_processes, reduce
-from accel_ops.host_group import _new_group, host_group, interface_to
+from accel_ops.host_group import host_group, interface_to, new_host_group
 from accel_ops.packing import BUCKET_BYTES, LARGE_BYTES, buckets_of
 from accel_ops.transport import TorchTransport, collective_device
 from accel_state.errors import DistributedOperationException
@@ -123,8 +123,8 @@ def test_a_group_beside_another_has_its_ranks_and_its_timeout(rank: int, world: 
     assert world_group is not None
     assert host_group() is world_group, "gloo takes tensors in CPU memory itself"
     pair = dist.new_group([0, 2], timeout=timedelta(hours=2))
-    beside = _new_group(world_group)
-    of_pair = None if rank == 1 else _new_group(pair)  # only its ranks take part
+    beside = new_host_group(world_group)
+    of_pair = None if rank == 1 else new_host_group(pair)  # only its ranks take part
     total = torch.tensor([rank])
     dist.all_reduce(total, group=beside)
     assert total.item() == 3

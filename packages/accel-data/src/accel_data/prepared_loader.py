@@ -59,6 +59,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     iteration: int
     epoch_order: EpochOrder
     epoch_start: EpochStart
+    after_batch: Callable[[], None] | None = None
+    """Called whenever the program has done with a batch and asks for the next one."""
     sequence_shard: Callable[[Any], Any] | None = None
     """Takes this rank's shard of the sequences of a batch; `_batches` calls it while batches are in CPU memory."""
 
@@ -146,6 +148,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         for batch in batches:
             order.batches = (order.batches or 0) + 1
             yield batch
+            if self.after_batch is not None:
+                self.after_batch()
 
     def _reader(self, batches: Iterator[Any]) -> ReadAhead:
         """Read an epoch that was begun; where it continues another, its first batch as that one would have."""

@@ -109,6 +109,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.sequence_shard = dataloader.sequence_shard
+        rest.after_batch = dataloader.after_batch
         rest.epoch_order = order = dataloader.epoch_order
         order.resumption = None  # the program says where to continue
         start, continued = rest.epoch_start, dataloader.epoch_start

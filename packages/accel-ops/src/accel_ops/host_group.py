@@ -42,11 +42,15 @@ def host_group(group: Any = None) -> Any:
     group = dist.group.WORLD if group is None else group
     if group not in _groups:
         takes_cpu = torch.device("cpu") in group._device_types
-        _groups[group] = group if takes_cpu else _new_group(group)
+        _groups[group] = group if takes_cpu else new_host_group(group)
     return _groups[group]
 
 
-def _new_group(group: Any) -> Any:
+def new_host_group(group: Any) -> Any:
+    """A further gloo group of the ranks of a process group, for collectives that must not get between others.
+
+    A collective of all its ranks. None, after a warning, where gloo cannot be had.
+    """
     if not dist.is_gloo_available():
         return None
     is_world = group == dist.group.WORLD

@@ -50,6 +50,7 @@ from accelerate.compat.seams import replacement
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
+from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
     Preparer,
     check_placement,
@@ -215,6 +216,9 @@ class Accelerator:
             rng_types=chosen_rng_types,
             device_placement=device_placement,
         )
+        if self.project_configuration.save_on_signals:
+            saver = SignalSaver(self.project_configuration, self.save_state, self.state, self.engine)
+            self._preparer.after_batch = saver.after_batch
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
         attendance()  # from here on, no rank waits for this one in a save once it has left the process group
@@ -1077,6 +1081,27 @@ class Accelerator:
             load_model_func_kwargs: Further arguments of the function that loads models.
         """
         self._checkpoints.load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def resume(self) -> bool:
+        """Load the newest complete checkpoint of the project, if there is one: the same program starts and restarts a run.
+
+        Returns:
+            Whether there was one.
+
+        Raises:
+            ValueError: The accelerator has no `project_dir`, or none of its checkpoints is complete.
+
+        Example:
+            ```python
+            accelerator = Accelerator(project_dir="runs/digits")
+            model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+            accelerator.resume()
+            for epoch in range(loader.iteration, 3):
+                for batch in loader:
+                    ...
+            ```
+        """
+        return self._checkpoints.resume()
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
         """Have `hook(models, weights, output_dir)` called before `save_state` writes models.

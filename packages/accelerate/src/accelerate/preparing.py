@@ -68,6 +68,7 @@ class Preparer:
         self.loader_settings = loader_settings
         self.rng_types = rng_types
         self.device_placement = device_placement
+        self.after_batch: Callable[[], None] | None = None  # for prepared loaders
         self.replaced = ReplacedParameters()
         self.transforms: Sequence[Transform] = (
             make_transforms(state.parallelism_config) if engine.accepts_transforms else ()
@@ -174,6 +175,8 @@ class Preparer:
                 torch_device_mesh=self.state.device_mesh,
             )
             data_loader = self.engine.finish_loader(data_loader)
+            if self.after_batch is not None:
+                data_loader.after_batch = self.after_batch
         return keep(self.prepared.dataloaders, data_loader)
 
     def _placed(self, device_placement: bool | None) -> bool:

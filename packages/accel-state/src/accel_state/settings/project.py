@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
+from typing import Any
 
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
-from accel_state.settings.option import BOOLEAN, PATH, at_least, option, resolve_options
+from accel_state.settings.option import BOOLEAN, PATH, Kind, at_least, option, resolve_options
 from accel_state.warning import warn_user
+
+
+def _signal_names(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, (list, tuple)) else value
+
+
+def _are_signals(value: Any) -> bool:
+    return isinstance(value, tuple) and all(name in HANDLED_SIGNALS for name in value)
+
+
+HANDLED_SIGNALS = tuple(one.name for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP"))
+SIGNALS = Kind('names of signals, such as ("SIGTERM",)', _signal_names, _are_signals, HANDLED_SIGNALS, _signal_names)
 
 
 @known_as("accelerate.utils.dataclasses.ProjectConfiguration")
@@ -26,6 +41,9 @@ class ProjectConfiguration:
         iteration (`int`): Number of the next checkpoint.
         save_on_each_node (`bool`): Whether the first process of every machine writes what one process would write
             otherwise; for machines without a common file system.
+        save_on_signals (sequence of `str`): Signals such as `"SIGTERM"` after which training saves a checkpoint at the next step
+            boundary, on all ranks, and exits.
+        exit_code_after_signal (`int`): The exit code then; 75 says that it is worth trying again.
         iteration_checkpoints (`bool`, *optional*): Deprecated, use `automatic_checkpoint_naming`.
         save_every_n_steps (`int`, *optional*): Deprecated, and without effect: the loop calls `save_state()`.
 
@@ -41,6 +59,8 @@ class ProjectConfiguration:
     total_limit: int | None = option(None, kind=at_least(1))
     iteration: int = option(0, kind=at_least(0))
     save_on_each_node: bool = option(False, kind=BOOLEAN)
+    save_on_signals: Sequence[str] = option((), kind=SIGNALS)
+    exit_code_after_signal: int = option(75, kind=at_least(1))
     iteration_checkpoints: InitVar[bool | None] = None
     save_every_n_steps: InitVar[int | None] = None
 

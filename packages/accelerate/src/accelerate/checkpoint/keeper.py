@@ -212,6 +212,18 @@ class CheckpointKeeper:
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
+    def resume(self) -> bool:
+        """Load the newest checkpoint of the project, if there is one; see `Accelerator.resume`."""
+        project_dir = self._accelerator.project_configuration.project_dir
+        if project_dir is None:
+            raise ValueError("resume() needs to know where checkpoints are: pass Accelerator(project_dir=...).")
+        folder = checkpoints_folder(project_dir)
+        ranks = Ranks(self._accelerator.state)
+        if not ranks.on_main("look for checkpoints", lambda: bool(numbered_checkpoints(folder))):
+            return False
+        self.load_state()
+        return True
+
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
