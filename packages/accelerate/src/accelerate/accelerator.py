@@ -50,6 +50,7 @@ from accelerate.compat.seams import replacement
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
+from accelerate.mistakes import accumulation_before, warn_of_other_accumulation
 from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
     Preparer,
@@ -181,6 +182,8 @@ class Accelerator:
         )
         self.log_with = filter_trackers(log_with, self.logging_dir)
 
+        accumulated_before = accumulation_before()
+
         # Processes and training engine
         with _forget_state_on_error():
             self.state = AcceleratorState(
@@ -221,6 +224,7 @@ class Accelerator:
             self._preparer.after_batch = saver.after_batch
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)
+        warn_of_other_accumulation(self, accumulated_before)
         attendance()  # from here on, no rank waits for this one in a save once it has left the process group
 
     def _keep_what_others_read(self, handlers: Handlers) -> None:
@@ -631,6 +635,7 @@ class Accelerator:
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer; it then steps only at sync steps, where a gradient accumulation window ends."""
         prepared = self._preparer.prepare_optimizer(optimizer, device_placement)
+        self._stepping.first_step.watch(prepared)
         if is_lomo_optimizer(prepared.optimizer):
             self._stepping.step_in_backward()
         return prepared

@@ -16,6 +16,7 @@ from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import is_prepared
 from accel_ops.collectives import reduce
 from accel_state import supervision
+from accelerate.mistakes import FirstStepCheck
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -44,6 +45,8 @@ class StepController:
         self.step = 0
         self.has_lomo_optimizer = False
         self.flag_tensor: torch.Tensor | None = None
+        self.first_step = FirstStepCheck(engine, prepared)
+        self.backward = self._first_backward  # type: ignore[method-assign] # later ones need not ask
         self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
 
     # ---- gradient accumulation ----------------------------------------------------------------------------------
@@ -108,6 +111,11 @@ class StepController:
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
         self.engine.backward(self.engine.averaging.add(loss, weight), **kwargs)
+
+    def _first_backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+        del self.backward
+        self.first_step.before_first_backward()
+        self.backward(loss, weight, kwargs)
 
     def step_in_backward(self) -> None:
         """From now on, update parameters within `backward` when a learning rate is passed: for LOMO optimizers."""

@@ -1,0 +1,106 @@
+"""Warnings about training that runs, but not as it was meant: each is given once, at a run's first backward pass or step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
+from accel_state.warning import warn_user
+
+if TYPE_CHECKING:
+    import torch
+
+    from accel_integrations.engines.engine import Engine
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+    from accel_integrations.prepared.prepared import Prepared
+    from accelerate.accelerator import Accelerator
+
+_latest: weakref.ref[Accelerator] | None = None
+
+
+class FirstStepCheck:
+    """Looks at what was prepared when gradients are first computed and first applied, and then no more.
+
+    Only where the engine replicates models: sharding engines give optimizers other parameters.
+
+    Args:
+        engine: The training engine.
+        prepared: The record of prepared objects.
+
+    Attributes:
+        has_gone_backward: Whether `accelerator.backward` was called.
+    """
+
+    def __init__(self, engine: Engine, prepared: Prepared) -> None:
+        self._engine = engine
+        self._prepared = prepared
+        self.has_gone_backward = False
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def before_first_backward(self) -> None:
+        """Warn if several ranks train a model that was not prepared."""
+        self.has_gone_backward = True
+        world = PartialState().num_processes
+        if world > 1 and self._engine.accumulates_in_grad and not self._prepared.models:
+            warn_user(
+                f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
+                "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
+            )
+
+    def watch(self, optimizer: AcceleratedOptimizer) -> None:
+        """Look at a prepared optimizer when it takes its first step."""
+        register: Any = getattr(optimizer.optimizer, "register_step_pre_hook", None)
+        if register is None or not self._engine.accumulates_in_grad or optimizer.optimizer in self._watched:
+            return
+        self._watched.add(optimizer.optimizer)
+
+        def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
+            handle.remove()
+            self._before_first_step(plain)
+
+        handle = register(hook)
+
+    def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        num_steps = self._engine.gradient_state.num_steps
+        if num_steps > 1 and not self.has_gone_backward:
+            warn_user(
+                f"An optimizer steps, but accelerator.backward() was never called: gradients of {num_steps} micro-batches are "
+                "summed, not averaged. Call accelerator.backward(loss) instead of loss.backward()."
+            )
+        world, models = PartialState().num_processes, self._prepared.models
+        held = {id(parameter) for model in models for parameter in model.parameters()}
+        updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        strangers = [parameter for parameter in updated if parameter.grad is not None and id(parameter) not in held]
+        if strangers and models and (world > 1 or len(strangers) == len(updated)):
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])
+            effect = "not averaged over processes, and not" if world > 1 else "not"
+            warn_user(
+                f"{type(optimizer).__name__} updates {len(strangers)} of {len(updated)} parameters that no prepared model holds (of shape "
+                f"{shapes}{', ...' if len(strangers) > 3 else ''}): their gradients are {effect} in checkpoints. Make the "
+                "optimizer from the parameters of the model that you pass to prepare()."
+            )
+
+
+def accumulation_before() -> int | None:
+    """The micro-batches of a window that an earlier accelerator has set; None where there is none."""
+    shared = GradientState._shared_state
+    return GradientState().num_steps if "plugin_kwargs" in shared else None
+
+
+def warn_of_other_accumulation(accelerator: Accelerator, before: int | None) -> None:
+    """Warn if an accelerator changes the accumulation of an earlier one that is in use: all share one state.
+
+    Args:
+        accelerator: The new one.
+        before: What `accumulation_before` returned before it was made.
+    """
+    global _latest
+    earlier, _latest = None if _latest is None else _latest(), weakref.ref(accelerator)
+    now = accelerator.gradient_state.num_steps
+    if earlier is not None and earlier._models and before not in (None, now):
+        warn_user(
+            f"This Accelerator sets gradient_accumulation_steps={now} for all, and the one before, which has prepared models, "
+            f"had {before}. Use one Accelerator, or pass gradient_accumulation_steps={before} again."
+        )

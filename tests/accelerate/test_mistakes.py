@@ -1,0 +1,96 @@
+"""Training that runs, but not as it was meant, is warned of once."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from tests.support.ranks import POOL
+
+
+def two_steps(accelerator: Accelerator, model: Any, optimizer: Any, backward: Callable[[Any], None]) -> list[str]:
+    """Two optimizer steps; returns the warnings."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2 * accelerator.gradient_accumulation_steps):
+            with accelerator.accumulate(model):
+                backward(model(torch.ones(2, 3)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    return [str(warning.message) for warning in found]
+
+
+def test_right_programs_are_not_warned() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model.bias.requires_grad_(False)
+    temperature = nn.Parameter(torch.ones(()))  # one process needs not to average it
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert two_steps(accelerator, model, optimizer, lambda loss: accelerator.backward(loss * temperature)) == []
+    Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+
+def test_an_optimizer_of_another_model() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "SGD updates 2 of 2 parameters that no prepared model holds (of shape [1, 3], [1])" in message
+
+
+def test_gradients_that_are_summed_instead_of_averaged() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (message,) = two_steps(accelerator, model, optimizer, lambda loss: loss.backward())
+    assert "accelerator.backward() was never called: gradients of 2 micro-batches are summed" in message
+
+
+def test_a_second_accelerator_with_other_accumulation() -> None:
+    first = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    first.prepare(nn.Linear(3, 1))
+    with pytest.warns(UserWarning, match="sets gradient_accumulation_steps=1 for all.*had 4"):
+        Accelerator(cpu=True)
+
+
+def test_objects_can_be_copied_before_their_first_step() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = pickle.loads(pickle.dumps(optimizer))
+    assert copied.param_groups[0]["lr"] == copy.deepcopy(optimizer).param_groups[0]["lr"] == 0.1
+
+
+def on_two_ranks(world: int) -> None:
+    """What several ranks are warned of besides."""
+    accelerator = Accelerator(cpu=True)
+    model, beside = nn.Linear(3, 1), nn.Parameter(torch.ones(()))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "backward() is called on 2 processes, but no model was prepared" in message
+
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([*model.parameters(), beside], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    (message,) = two_steps(accelerator, model, optimizer, lambda loss: accelerator.backward(loss * beside))
+    assert "SGD updates 1 of 3 parameters that no prepared model holds (of shape [])" in message
+    assert "not averaged over processes" in message
+
+
+on_two_ranks.body = on_two_ranks  # type: ignore[attr-defined]
+
+
+def test_models_that_several_ranks_train_apart() -> None:
+    POOL.run(on_two_ranks, 2, {}, 60)
