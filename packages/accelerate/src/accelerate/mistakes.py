@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
-    from accelerate.accelerator import Accelerator
+    from accelerate.checkpoint.run import Run
 
-_latest: weakref.ref[Accelerator] | None = None
+_latest: weakref.ref[Run] | None = None
 
 
 class FirstStepCheck:
@@ -89,7 +89,7 @@ def accumulation_before() -> int | None:
     return GradientState().num_steps if "plugin_kwargs" in shared else None
 
 
-def warn_of_other_accumulation(accelerator: Accelerator, before: int | None) -> None:
+def warn_of_other_accumulation(accelerator: Run, before: int | None) -> None:
     """Warn if an accelerator changes the accumulation of an earlier one that is in use: all share one state.
 
     Args:
@@ -98,7 +98,7 @@ def warn_of_other_accumulation(accelerator: Accelerator, before: int | None) -> 
     """
     global _latest
     earlier, _latest = None if _latest is None else _latest(), weakref.ref(accelerator)
-    now = accelerator.gradient_state.num_steps
+    now = accelerator.engine.gradient_state.num_steps
     if earlier is not None and earlier._models and before not in (None, now):
         warn_user(
             f"This Accelerator sets gradient_accumulation_steps={now} for all, and the one before, which has prepared models, "
