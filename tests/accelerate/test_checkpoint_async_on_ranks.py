@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from accel_ops import durable
 from accel_state.processes import PartialState
@@ -34,13 +35,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def full(*args: Any) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 @contextlib.contextmanager
 def full_disk(is_full: bool) -> Any:
     """A block in which this rank's disk is full."""
-
-    def full(*args: Any) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     real_write = durable.os.write
     if is_full:
         durable.os.write = full
@@ -179,7 +180,9 @@ def test_the_main_process_alone_and_one_that_comes_later(
 
 @ranks(2)
 @pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def test_shards_are_complete(rank: int, form: str, tmp_path: Path) -> None:
+def test_shards_are_written_as_they_were(
+    rank: int, form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
     )
@@ -192,9 +195,35 @@ def test_shards_are_complete(rank: int, form: str, tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     train()
-    saving = accelerator.save_state(tmp_path / "state", async_save=True)
-    wanted = {name: value.full_tensor().clone() for name, value in model.state_dict().items()}
+    wanted = [value.full_tensor().clone() for value in model.state_dict().values()]
+    held = HeldWriter(monkeypatch)
+    accelerator.save_state(tmp_path / "at once")
+    saving = accelerator.save_state(tmp_path / "later", async_save=True)
     train()
+    held.release()
+    saving.result()
+    dist.barrier()
+    at_once, later = contents(tmp_path / "at once"), contents(tmp_path / "later")
+    assert sorted(at_once) == sorted(later)
+    assert [name for name in at_once if at_once[name] != later[name] and not name.endswith(".metadata")] == []
+    manifest = Manifest.read(tmp_path / "later")
+    assert manifest is not None
+    assert sorted(manifest.files) == sorted(later)
     accelerator.load_state(saving)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), wanted[name])
+    assert all(map(torch.equal, [value.full_tensor() for value in model.state_dict().values()], wanted))
+
+
+@ranks(2)
+@pytest.mark.parametrize("unlucky", [0, 1])
+def test_shards_that_one_cannot_write_fail_on_all(
+    rank: int, unlucky: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator.prepare(nn.Linear(4, 4))
+    if rank == unlucky:
+        monkeypatch.setattr(FileSystem, "create_stream", full)
+    saving = accelerator.save_state(tmp_path / "state", async_save=True)
+    with pytest.raises(OSError if rank == unlucky else RuntimeError, match="No space left on device"):
+        saving.result()
+    dist.barrier()
+    assert os.listdir(tmp_path) == []

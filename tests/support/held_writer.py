@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from accelerate.checkpoint import background, transaction
+from accelerate.checkpoint import background
 
 SECONDS = 60.0
 
 
 class HeldWriter:
-    """While it holds, no background thread writes a file.
+    """While it holds, no background thread begins its work.
 
     Args:
         patch: Puts things back after the test.
@@ -22,14 +22,13 @@ class HeldWriter:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._may_write = threading.Event()
         self._patch = patch
-        real_save = transaction.StagedWriter.save
+        run = background.BackgroundSave._run
 
-        def save(writer: Any, *args: Any, **kwargs: Any) -> None:
-            if threading.current_thread().name == "save_state":
-                assert self._may_write.wait(SECONDS), "nobody has let the writer go on"
-            real_save(writer, *args, **kwargs)
+        def run_when_released(save: Any, work: Any) -> None:
+            assert self._may_write.wait(SECONDS), "nobody has let the writer go on"
+            run(save, work)
 
-        patch.setattr(transaction.StagedWriter, "save", save)
+        patch.setattr(background.BackgroundSave, "_run", run_when_released)
 
     def release(self) -> None:
         """Let it write."""

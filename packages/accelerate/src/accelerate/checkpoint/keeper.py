@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_integrations.checkpoints.folder_writer import FolderWriter
 from accel_ops.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
@@ -31,7 +32,7 @@ from accelerate.checkpoint.naming import (
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
 from accelerate.checkpoint.snapshot import Snapshot
-from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
+from accelerate.checkpoint.transaction import Transaction
 from accelerate.checkpoint.window import write_window
 
 if TYPE_CHECKING:
@@ -184,8 +185,10 @@ class CheckpointKeeper:
             with ExitStack() as end:
                 if gather is not None:
                     end.callback(gather.leave)
-                begun.transaction.continue_in_thread(ranks if gather is None else ranks.agreeing_by(gather))
+                agreeing = ranks if gather is None else ranks.agreeing_by(gather)
+                begun.transaction.continue_in_thread(agreeing)
                 end.enter_context(rest)
+                snapshot.write_shards(agreeing)
                 complete(snapshot.write)
 
         self._accelerator.project_configuration.iteration += 1

@@ -10,13 +10,17 @@ import copy
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_integrations.checkpoints.pending import FileWriter
 from accel_ops.files import for_safetensors
+from accelerate.checkpoint.agreement import Ranks
 from accelerate.checkpoint.host_buffers import PINNING_DEVICES, HostBuffers
+
+if TYPE_CHECKING:
+    from accel_integrations.checkpoints.sharded_writing import ShardCopies
 
 ATOMS = frozenset({
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout,
@@ -39,6 +43,8 @@ class Snapshot:
         self.folder = folder
         self._buffers = buffers
         self._files: list[tuple[str, Any, bool]] = []
+        self._sharded: list[tuple[str, ShardCopies]] = []
+        self._written: list[list[Any]] = []
         self.adopted: list[str] = []
 
     def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
@@ -54,12 +60,34 @@ class Snapshot:
             copied = StateCopy(self._buffers).of(obj)
         self._files.append((name, copied, safe_serialization))
 
+    def save_sharded(self, name: str, state: dict[str, Any]) -> None:
+        """Copy this rank's shards of a state; all ranks call this, and plan together which of them writes what."""
+        from accel_integrations.checkpoints.sharded_writing import ShardCopies
+
+        copies = ShardCopies(self.folder, name, state, lambda tensor: copy_values(tensor, self._buffers))
+        self._sharded.append((name, copies))
+
     def adopt(self, names: Iterable[str]) -> None:
         """Note files that were written into the folder already."""
         self.adopted.extend(names)
 
+    def write_shards(self, ranks: Ranks) -> None:
+        """Write the shards, and exchange what each rank wrote.
+
+        Args:
+            ranks: The processes, which agree without collectives.
+
+        Raises:
+            Exception: On all processes, when one could not.
+        """
+        for name, copies in self._sharded:
+            self._written.append(ranks.together(f"write its shards of {name}", copies.write))
+
     def write(self, files: FileWriter) -> None:
-        """Write everything, and drop the copies."""
+        """Write everything else, and drop the copies."""
+        for (_, copies), results in zip(self._sharded, self._written, strict=True):
+            files.adopt(copies.complete(results))
+        self._sharded.clear()
         files.adopt(self.adopted)
         while self._files:
             name, obj, safe_serialization = self._files.pop(0)

@@ -14,30 +14,13 @@ from typing import Any
 
 from accel_integrations.checkpoints.pending import FileWriter
 from accel_ops.checksum import checksum_file
-from accel_ops.durable import DurableFile, fsync_file, write_atomically
+from accel_ops.durable import DurableFile, fsync_file
 from accel_ops.filenames import MANIFEST_NAME
 from accel_ops.files import serialize
 from accel_ops.staging import StagedFolder, list_files
 from accelerate.checkpoint.agreement import Ranks, Storage
 from accelerate.checkpoint.late import late_files
 from accelerate.checkpoint.manifest import FileRecord, Manifest
-
-
-class FolderWriter:
-    """Writes files one by one into an existing folder, each with an atomic rename."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
-        """Write one file and fsync it."""
-        with write_atomically(self.folder / name) as file:
-            serialize(obj, file, safe_serialization)
-
-    def adopt(self, names: Iterable[str]) -> None:
-        """Fsync files that an engine wrote into the folder."""
-        for name in names:
-            fsync_file(self.folder / name)
 
 
 class StagedWriter:
@@ -63,6 +46,12 @@ class StagedWriter:
         with DurableFile(self.folder / name, sync=sync) as file:
             serialize(obj, file, safe_serialization)
         self.records[name] = FileRecord(file.num_bytes, file.checksum)
+
+    def save_sharded(self, name: str, state: dict[str, Any]) -> None:
+        """Write this rank's shards of a state into a folder."""
+        from accel_integrations.checkpoints.sharded_writing import write_sharded
+
+        self.adopt(write_sharded(self.folder, name, state))
 
     def adopt(self, names: Iterable[str]) -> None:
         """Fsync and record files that an engine wrote into the folder."""
