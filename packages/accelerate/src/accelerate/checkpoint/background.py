@@ -100,10 +100,10 @@ class BackgroundSaves:
             folder: The folder of the checkpoint.
             work: Completes it, or raises and leaves nothing of it.
         """
-        self._last = save = BackgroundSave(folder)
+        save = BackgroundSave(folder)
+        threading.Thread(target=save._run, args=(work,), name="save_state", daemon=False).start()
+        self._last = save
         _watch(save)
-        thread = threading.Thread(target=save._run, args=(work,), name="save_state", daemon=False)
-        thread.start()
         return save
 
     def has_failed(self) -> bool:
