@@ -39,6 +39,14 @@ def save_folder(kept: Kept, folder: Path) -> None:
     kept.save_state(folder / "state")
 
 
+def save_in_background(kept: Kept, folder: Path) -> None:
+    saving = kept.save_state(async_save=True)
+    (value,) = kept.values()
+    kept.fill(-1.0)  # training goes on
+    saving.result()
+    kept.fill(value)
+
+
 def load_folder(kept: Kept, folder: Path) -> None:
     kept.load_state(folder / "state")
 
@@ -61,6 +69,11 @@ FOREIGN = ("log.txt", "logs/events")
 SCENARIOS = {
     "automatic names, one kept": Scenario(
         lambda kept, folder: None if kept.save_state() else None,
+        lambda kept, folder: kept.load_state(),
+        lambda folder: make_kept(folder / "state", total_limit=1),
+    ),
+    "automatic names, one kept, in the background": Scenario(
+        save_in_background,
         lambda kept, folder: kept.load_state(),
         lambda folder: make_kept(folder / "state", total_limit=1),
     ),

@@ -38,3 +38,19 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(scenario: str, outcomes: d
     assert not outcome["problems"]
     assert outcome["steps"] > 30  # it was really killed, many times
     assert 0 < outcome["new"] < outcome["steps"]  # before and after the moment of publication
+
+
+@pytest.mark.thorough
+def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.hostile.killed_while_saving", str(tmp_path), "20"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["problems"] == []
+    assert found["in a save"] > 0

@@ -1,8 +1,9 @@
-"""Checkpoints of a 400 MB training state: `save_state` and `load_state` over the raw calls that move the same bytes.
+"""Checkpoints: `save_state` and `load_state` over the raw calls that move the same bytes, and how long training waits.
 
 The floor saves with `safetensors.torch.save_file` and `torch.save` and waits for the disk file by file; it loads into a
 model and an optimizer without verifying anything. It runs in the same process as what is compared with it, by turns, and
-the best of several counts on both sides: the system's supply of pages makes two modes. The allocator is told to give
+the best of several counts on both sides: the system's supply of pages makes two modes. States are of 400 MB, and of 1.2 GB
+where they are saved in the background: the floor is then a copy of all tensors into memory that exists. The allocator is told to give
 large blocks back, so that every load gets memory that it never used before, as the one load after a restart does.
 """
 
@@ -27,10 +28,36 @@ TITLES = {
     "save": ("`save_state`, 400 MB, with fsync, manifest and checksums (1.15: none of them)", 1.1),
     "load": ("`load_state`, 400 MB, verified (1.15: unverified)", 1.3),
 }
+BACKGROUND_TITLES = (
+    "`save_state(async_save=True)`, 1.2 GB: until training continues (1.15: `save_state`; floor: a copy)",
+    "the 20 training steps beside it (floor: without it)",
+)
+BACKGROUND_LAYERS, BACKGROUND_ROUNDS, NUM_STEPS = 48, 6, 20
 
 
 def rows(reference: Path) -> list[Row]:
     """Measure ours and accelerate 1.15, each beside the floor."""
+    return [*rows_of_calls(reference), *rows_of_background(reference)]
+
+
+def rows_of_background(reference: Path) -> list[Row]:
+    """How long training waits for a save in the background, and how much slower the steps beside it are."""
+    with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
+        mine, theirs = (
+            run_json(python, __file__, str(Path(folder, side)), "background")
+            for side, python in (("ours", Path(sys.executable)), ("theirs", reference))
+        )
+    ours, copied = mine["blocked"], mine["copy"]
+    beside, before = mine["beside"], mine["before"]
+    waits, slows = BACKGROUND_TITLES
+    return [
+        Row(waits, "ms", ours, theirs["blocked"], copied, ours / copied, 2.0),
+        Row(slows, "ms", beside, None, before, beside / before, 1.1),
+    ]
+
+
+def rows_of_calls(reference: Path) -> list[Row]:
+    """How long a save and a load take."""
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-") as folder:
         mine, theirs = (
             run_json(python, __file__, str(Path(folder, side)), **NEW_MEMORY)
@@ -65,6 +92,51 @@ def worker(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
             for action, work in actions.items():
                 best[action][side] = min(best[action][side], seconds_of(work) * 1e3)
+    print(json.dumps(best))
+
+
+def background_worker(folder: Path) -> None:
+    """One process: save a training state, and where that goes on in the background, train a smaller model beside it."""
+    import torch
+    from torch import nn
+
+    from accelerate import Accelerator
+
+    torch.set_num_threads(1)
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BACKGROUND_LAYERS)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    states = [*model.state_dict().values(), *(one for of in optimizer.state.values() for one in of.values())]
+    copies = [torch.empty_like(one) for one in states]
+    small = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    small_optimizer = torch.optim.AdamW(small.parameters())
+    batch = torch.randn(64, WIDTH)
+
+    def copy() -> None:
+        for target, source in zip(copies, states, strict=True):
+            target.copy_(source.detach())
+
+    def train() -> None:
+        for _ in range(NUM_STEPS):
+            small(batch).square().mean().backward()
+            small_optimizer.step()
+            small_optimizer.zero_grad()
+
+    has_background = hasattr(accelerator, "engine")  # 1.15 has none
+    options = {"async_save": True} if has_background else {}
+    best: dict[str, float] = {}
+    for number in range(BACKGROUND_ROUNDS):
+        found = {"copy": seconds_of(copy), "before": seconds_of(train)}
+        found["blocked"] = seconds_of(lambda: accelerator.save_state(str(folder), **options))
+        if has_background:
+            found["beside"] = seconds_of(train)
+            accelerator._checkpoints._saves.has_failed()  # waits
+        if number:  # the first one gets its memory
+            best = {name: min(best.get(name, float("inf")), seconds * 1e3) for name, seconds in found.items()}
     print(json.dumps(best))
 
 
@@ -122,4 +194,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    worker(Path(sys.argv[1])) if len(sys.argv) > 1 else main()
+    if len(sys.argv) == 1:
+        main()
+    else:
+        (background_worker if sys.argv[2:] else worker)(Path(sys.argv[1]))

@@ -19,7 +19,7 @@ import torch
 from torch.serialization import safe_globals
 
 from accel_ops.durable import write_atomically
-from accel_ops.tensor_files import clean_state_dict_for_safetensors, write_tensors
+from accel_ops.tensor_files import check_tensors, clean_state_dict_for_safetensors, write_tensors
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress
 
@@ -93,12 +93,23 @@ def serialize(obj: Any, file: Writable, safe_serialization: bool) -> None:
     if not safe_serialization:
         torch.save(obj, file)  # type: ignore[arg-type]  # torch needs no more than `write` and `flush`
         return
+    write_tensors(file, for_safetensors(obj), {"format": "pt"})
+
+
+def for_safetensors(obj: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict that a safetensors file gets: each once, and contiguous.
+
+    Raises:
+        TypeError: It is no state dict, or has an entry that such a file cannot hold.
+    """
     if not isinstance(obj, Mapping):
         raise TypeError(
             f"safe_serialization=True needs a dict of tensors, not a {type(obj).__name__}: pass a state dict, or "
             "safe_serialization=False"
         )
-    write_tensors(file, clean_state_dict_for_safetensors(obj), {"format": "pt"})
+    tensors = clean_state_dict_for_safetensors(obj)
+    check_tensors(tensors)
+    return tensors
 
 
 def load(f: FileLike, map_location: Any = None, **kwargs: Any) -> Any:

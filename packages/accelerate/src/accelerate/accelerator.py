@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from reprlib import repr as shorten
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
     from accel_state.settings.ddp import DistributedDataParallelKwargs
     from accel_state.settings.handlers import AutocastKwargs, Handlers, KwargsHandler
     from accel_state.settings.project import ProjectConfiguration
+    from accelerate.checkpoint.background import BackgroundSave
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
@@ -1056,21 +1057,48 @@ class Accelerator:
 
         save_model(self, model, save_directory, max_shard_size, safe_serialization)
 
+    @overload
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        async_save: Literal[False] = False,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Path: ...
+
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool,
+        **save_model_func_kwargs: Any,
+    ) -> Path | BackgroundSave: ...
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> Path | BackgroundSave:
         """Write a checkpoint to resume training from, and return its folder. It appears complete or not at all.
 
         Args:
             output_dir (`str` or path, *optional*): The folder; chosen by
                 `ProjectConfiguration(automatic_checkpoint_naming=True)` when left out.
             safe_serialization (`bool`): Write models as safetensors.
+            async_save (`bool`): Only copy the states, and write them while training continues. The returned
+                `BackgroundSave` can be used as the path of the folder; its `result()` waits until the checkpoint is
+                complete. An error is raised there, or else by the next `save_state`, `load_state` or `end_training`.
             save_model_func_kwargs: Further arguments of the function that writes models.
         """
-        return self._checkpoints.save_state(output_dir, safe_serialization, **save_model_func_kwargs)
+        return self._checkpoints.save_state(
+            output_dir, safe_serialization, async_save=async_save, **save_model_func_kwargs
+        )
 
     def load_state(
         self,
@@ -1198,9 +1226,13 @@ class Accelerator:
         self._tracker_set.log(values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish trackers and destroy the process group. Call it last, on all processes."""
+        """Finish trackers and checkpoints, and destroy the process group. Call it last, on all processes."""
         try:
-            self._tracker_set.finish()
+            try:
+                self._tracker_set.finish()
+            finally:
+                if "_checkpoints" in vars(self):
+                    self._checkpoints.finish()
         finally:
             self.engine.close()
             self.state.destroy_process_group()

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from accel_integrations.checkpoints.folder_writer import FolderWriter
 from accel_integrations.checkpoints.full_states import FullStatesLoad, PlainOptimizers, write_full_states
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.durable import make_folder
@@ -30,7 +31,6 @@ from accelerate.checkpoint.apply import apply_objects, apply_random_states, chec
 from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState, read_state, read_verified
 from accelerate.checkpoint.restore import optimizer_location
 from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
-from accelerate.checkpoint.transaction import FolderWriter
 from accelerate.checkpoint.undo import Undo
 from accelerate.compat.legacy import legacy_getattr
 

@@ -49,6 +49,15 @@ class FileWriter(Protocol):
         """Write one file."""
         ...
 
+    def save_sharded(self, name: str, state: dict[str, Any]) -> None:
+        """Write the shards of a state in the format of torch.distributed.checkpoint; all ranks call this.
+
+        Args:
+            name: The folder of its files, relative to that of the checkpoint.
+            state: Nested, with DTensors.
+        """
+        ...
+
     def adopt(self, names: Iterable[str]) -> None:
         """Add files that were written into the folder by others, such as torch.distributed.checkpoint."""
         ...

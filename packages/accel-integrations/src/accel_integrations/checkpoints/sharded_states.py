@@ -38,7 +38,7 @@ class ShardedStatesSave(PendingSave):
     def write(self, files: FileWriter, *, is_writer: bool, safe_serialization: bool) -> None:
         """Write the shards of this rank."""
         prepared = self._prepared
-        files.adopt(write_states(prepared.wrapped, prepared.optimizers, files.folder, self._form))
+        write_states(prepared.wrapped, prepared.optimizers, files, self._form)
 
 
 @final

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from accel_integrations.checkpoints.folder_writer import FolderWriter
 from accel_integrations.checkpoints.load_states import LoadedStates, read_model_state, read_optimizer_state
 from accel_integrations.checkpoints.state_forms import write_model, write_optimizer
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
@@ -40,7 +41,7 @@ def save_fsdp_model(
     """
     _warn_unused(use_dcp)
     folder = _make_folder(accelerator, output_dir)
-    write_model(model, folder, fsdp_plugin.state_dict_type.name, model_index, adapter_only=adapter_only)
+    write_model(model, FolderWriter(folder), fsdp_plugin.state_dict_type.name, model_index, adapter_only=adapter_only)
     accelerator.wait_for_everyone()
 
 
@@ -96,7 +97,7 @@ def save_fsdp_optimizer(
     _warn_unused(use_dcp)
     folder = _make_folder(accelerator, output_dir)
     plain = getattr(optimizer, "optimizer", optimizer)
-    write_optimizer(model, plain, folder, fsdp_plugin.state_dict_type.name, optimizer_index)
+    write_optimizer(model, plain, FolderWriter(folder), fsdp_plugin.state_dict_type.name, optimizer_index)
     accelerator.wait_for_everyone()
 
 

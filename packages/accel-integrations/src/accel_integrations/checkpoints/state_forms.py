@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_integrations.checkpoints.pending import FileWriter
 from accel_integrations.prepared.parameters import plain_name
-from accel_ops.durable import make_folder, write_atomically
 from accel_ops.filenames import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accel_ops.files import check_loadable, serialize
+from accel_ops.files import check_loadable
 from accel_ops.modules import full_tensor, is_compiled_module, to_local
 
 
@@ -127,36 +125,25 @@ def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> n
 Collect = Callable[[], Any]
 
 
-def _write_sharded(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
+def _write_sharded(kind: StateKind, index: int, files: FileWriter, collect: Collect) -> None:
     """Every rank writes its shards, at the same time."""
-    import torch.distributed.checkpoint as dcp
-
-    target = make_folder(folder / kind.folder_name(index))
-    alone = not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
-    writer = dcp.FileSystemWriter(target, sync_files=False)
-    dcp.save({kind.key: collect()}, storage_writer=writer, no_dist=alone)
-    names = [
-        name for name in os.listdir(target) if name.startswith(f"__{rank}_") or (name == ".metadata" and rank == 0)
-    ]
-    return [f"{target.name}/{name}" for name in sorted(names)]
+    files.save_sharded(kind.folder_name(index), {kind.key: collect()})
 
 
-def _write_full(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
+def _write_full(kind: StateKind, index: int, files: FileWriter, collect: Collect) -> None:
     """The main process writes the full state."""
     state = gather_on_first(collect())
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return []
-    return [_write_file(folder, kind.file_name(index), state)]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _write_file(files, kind.file_name(index), state)
 
 
-def _write_local(kind: StateKind, index: int, folder: Path, collect: Collect) -> list[str]:
+def _write_local(kind: StateKind, index: int, files: FileWriter, collect: Collect) -> None:
     """Every rank writes its shards into its own file, which only as many ranks can read again."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     shapes: list[tuple[tuple[str, ...], tuple[int, ...]]] = []
     parts = _local_shards(collect(), (), shapes)
     content = {"parts": parts, "shapes": shapes, "num_processes": world}
-    return [_write_file(folder, kind.rank_file_name(index, rank), content)]
+    _write_file(files, kind.rank_file_name(index, rank), content)
 
 
 def _local_shards(value: Any, keys: tuple[str, ...], shapes: list[tuple[tuple[str, ...], tuple[int, ...]]]) -> Any:
@@ -169,32 +156,27 @@ def _local_shards(value: Any, keys: tuple[str, ...], shapes: list[tuple[tuple[st
     return value
 
 
-def _write_file(folder: Path, name: str, state: Any) -> str:
+def _write_file(files: FileWriter, name: str, state: Any) -> None:
     check_loadable(state, f"The state for {name}")
-    with write_atomically(folder / name) as file:
-        serialize(state, file, False)
-    return name
+    files.save(name, state)
 
 
-FORMS: dict[str, Callable[[StateKind, int, Path, Collect], list[str]]] = {
+FORMS: dict[str, Callable[[StateKind, int, FileWriter, Collect], None]] = {
     "SHARDED_STATE_DICT": _write_sharded,
     "FULL_STATE_DICT": _write_full,
     "LOCAL_STATE_DICT": _write_local,
 }
 
 
-def write_model(model: nn.Module, folder: Path, form: str, index: int = 0, *, adapter_only: bool = False) -> list[str]:
+def write_model(model: nn.Module, files: FileWriter, form: str, index: int = 0, *, adapter_only: bool = False) -> None:
     """Write a prepared model; all ranks call this.
 
     Args:
         model: The model.
-        folder: The folder, shared by all ranks.
+        files: Takes the files; in a folder that all ranks share.
         form: A key of `FORMS`.
         index: Its position among the prepared models.
         adapter_only: Write only trainable parameters, those of an adapter.
-
-    Returns:
-        Names of the files that this rank wrote.
 
     Raises:
         OSError: Something could not be written.
@@ -204,31 +186,31 @@ def write_model(model: nn.Module, folder: Path, form: str, index: int = 0, *, ad
         state = model_state(model)
         return {name: state[name] for name in trainable_names(model) if name in state} if adapter_only else state
 
-    return FORMS[form](MODEL, index, folder, collect)
+    FORMS[form](MODEL, index, files, collect)
 
 
 def write_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, form: str, index: int = 0
-) -> list[str]:
+    model: nn.Module, optimizer: torch.optim.Optimizer, files: FileWriter, form: str, index: int = 0
+) -> None:
     """Write the state of an optimizer; as `write_model`.
 
     Args:
         model: The prepared model whose parameters it has.
         optimizer: The plain optimizer.
-        folder: The folder, shared by all ranks.
+        files: Takes the files; in a folder that all ranks share.
         form: A key of `FORMS`.
         index: Its position among the prepared optimizers.
     """
-    return FORMS[form](OPTIMIZER, index, folder, lambda: optimizer_state(model, optimizer))
+    FORMS[form](OPTIMIZER, index, files, lambda: optimizer_state(model, optimizer))
 
 
-def write_states(models: Sequence[nn.Module], optimizers: Sequence[Any], folder: Path, form: str) -> list[str]:
+def write_states(models: Sequence[nn.Module], optimizers: Sequence[Any], files: FileWriter, form: str) -> None:
     """Write all prepared models and optimizers; see `write_model`."""
-    names = [name for index, model in enumerate(models) for name in write_model(model, folder, form, index)]
+    for index, model in enumerate(models):
+        write_model(model, files, form, index)
     for index, prepared in enumerate(optimizers):
         optimizer = getattr(prepared, "optimizer", prepared)
-        names += write_optimizer(model_of(optimizer, models), optimizer, folder, form, index)
-    return names
+        write_optimizer(model_of(optimizer, models), optimizer, files, form, index)
 
 
 def trainable_names(model: nn.Module) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -44,6 +45,12 @@ class Ranks:
         self.is_main = self.rank == 0
         self.local_rank = state.local_process_index
         self._gather = gather or _gather_objects
+
+    def agreeing_by(self, gather: Callable[[Any], list[Any]]) -> Ranks:
+        """The same processes, with another all-gather."""
+        other = copy(self)
+        other._gather = gather
+        return other
 
     def together(self, doing: str, work: Callable[[], Result]) -> list[Result]:
         """Do something on every process, and continue only if it succeeded on all of them.

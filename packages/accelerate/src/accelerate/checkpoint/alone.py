@@ -65,13 +65,14 @@ def publishing_outcome(call: Call) -> Iterator[dict[str, Any]]:
         The outcome to publish, as a dict to be filled.
     """
     outcome: dict[str, Any] = {}
+    notes = attendance()  # the block may end in another thread, when the process group is gone
     try:
         yield outcome
     except BaseException as error:
         outcome["error"] = f"{type(error).__name__}: {error}"
         raise
     finally:
-        if call.key and (notes := attendance()) is not None:
+        if call.key and notes is not None:
             notes.finish(call, outcome)
 
 

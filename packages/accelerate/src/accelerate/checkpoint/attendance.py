@@ -21,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accel_ops.outcomes import group_timeout
+from accel_ops.store_gather import own_connection
 from accel_state import shutdown
 from accel_state.logging import get_logger
 
@@ -167,8 +168,8 @@ class Attendance:
         return min(LONG_PATIENCE_SECONDS, self.timeout / 2)
 
     def finish(self, call: Call, facts: dict[str, Any]) -> None:
-        """Publish the outcome of a call that the main process made alone; JSON."""
-        self._store.set(f"{call.key}/done", json.dumps(facts))
+        """Publish the outcome of a call that the main process made alone; JSON. Any thread may do it."""
+        own_connection(self._store).set(f"{call.key}/done", json.dumps(facts))
 
     # ---- the others ---------------------------------------------------------------------------------------------
 

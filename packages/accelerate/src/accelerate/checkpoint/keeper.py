@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_integrations.checkpoints.folder_writer import FolderWriter
+from accel_ops.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
+from accelerate.checkpoint.background import BackgroundSave, BackgroundSaves, finished_save
+from accelerate.checkpoint.host_buffers import HostBuffers
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
@@ -25,7 +31,8 @@ from accelerate.checkpoint.naming import (
 )
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
 from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
-from accelerate.checkpoint.transaction import FileWriter, FolderWriter, Transaction
+from accelerate.checkpoint.snapshot import Snapshot
+from accelerate.checkpoint.transaction import Transaction
 from accelerate.checkpoint.window import write_window
 
 if TYPE_CHECKING:
@@ -39,6 +46,53 @@ LoadHook = Callable[[list[nn.Module], str], None]
 logger = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class _Order:
+    """One call of `save_state`.
+
+    Attributes:
+        folder: Where the checkpoint will be.
+        is_automatic: Whether its name is automatic.
+        safe_serialization: Whether weights are written as safetensors.
+        in_background: Whether it is written while training continues.
+        options: For the engine.
+    """
+
+    folder: Path
+    is_automatic: bool
+    safe_serialization: bool
+    in_background: bool
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint whose states are collected and not written yet.
+
+    Attributes:
+        transaction: Of its files.
+        target: Where it will be.
+        write: Writes what this rank has to write.
+        step: For its manifest.
+        iteration: For its manifest.
+        total_limit: How many checkpoints are kept, if this process removes the others.
+    """
+
+    transaction: Transaction
+    target: Path
+    write: Callable[[FileWriter], None]
+    step: int
+    iteration: int
+    total_limit: int | None
+
+    def complete(self, write: Callable[[FileWriter], None]) -> None:
+        """Write its files, publish it, and remove old ones."""
+        self.transaction.write(write)
+        self.transaction.publish(self.step, self.iteration)
+        if self.total_limit is not None:
+            _remove_surplus(self.target, self.total_limit)
+
+
 class CheckpointKeeper:
     """Saves and loads the training state of one accelerator.
 
@@ -50,6 +104,9 @@ class CheckpointKeeper:
         self._accelerator = accelerator
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self._saves = BackgroundSaves()
+        self._buffers = HostBuffers()
+        self._last_iteration: int | None = None
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 
@@ -74,56 +131,130 @@ class CheckpointKeeper:
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        async_save: bool = False,
         **save_model_func_kwargs: Any,
-    ) -> Path:
+    ) -> Path | BackgroundSave:
         """Write a checkpoint with all processes; see `Accelerator.save_state`."""
         accelerator = self._accelerator
+        self._wait_for_last()
         folder, is_automatic = self._target(output_dir)
         call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
         if call is not None and is_automatic:  # the main process may have saved alone before
             accelerator.project_configuration.iteration = call.facts["iteration"]
             folder = folder.with_name(f"checkpoint_{call.facts['iteration']}")
+        order = _Order(folder, is_automatic, safe_serialization, async_save, save_model_func_kwargs)
         if call is None or call.everyone:
-            return self._save(
-                folder, is_automatic, Ranks(accelerator.state), safe_serialization, save_model_func_kwargs
-            )[0]
+            return self._save(order, Ranks(accelerator.state))
         if accelerator.state.process_index > 0:
-            return self._add_own_state(call, folder)
-        with publishing_outcome(call) as outcome:
-            ranks = Ranks(accelerator.state, alone=True)
-            saved, outcome["token"] = self._save(
-                folder, is_automatic, ranks, safe_serialization, save_model_func_kwargs
-            )
-            outcome["folder"] = os.path.abspath(saved)
+            self._saves.check()
+            added = self._add_own_state(call, folder)
+            return finished_save(added) if async_save else added
+        saved = self._save(order, Ranks(accelerator.state, alone=True), call)
         warn_of_saving_alone(call, saved)
         return saved
 
-    def _save(
-        self, folder: Path, is_automatic: bool, ranks: Ranks, safe_serialization: bool, options: dict[str, Any]
-    ) -> tuple[Path, str]:
+    def _save(self, order: _Order, ranks: Ranks, alone: Call | None = None) -> Path | BackgroundSave:
         """Write a checkpoint on the processes that take part.
 
+        Args:
+            order: What to write, and where.
+            ranks: The processes.
+            alone: The call that the main process makes without the others, whose outcome it publishes for them.
+
         Returns:
-            Its folder, and the token that the other ranks write into files that they add later.
+            The folder, or the save that goes on in the background.
+        """
+        with ExitStack() as stack:
+            outcome = stack.enter_context(publishing_outcome(alone)) if alone is not None else {}
+            begun = self._begin(order, ranks, stack)
+
+            def complete(write: Callable[[FileWriter], None]) -> None:
+                begun.complete(write)
+                outcome.update(token=begun.transaction.token, folder=os.fspath(begun.target))
+
+            if not order.in_background or not _can_agree_in_background(ranks):
+                complete(begun.write)
+                self._accelerator.project_configuration.iteration += 1
+                return finished_save(order.folder) if order.in_background else order.folder
+            snapshot = ranks.each("copy the states", lambda: self._copy(begun))
+            gather = StoreGather(begun.transaction.key) if ranks.count > 1 else None
+            rest = stack.pop_all()
+
+        def complete_in_thread() -> None:
+            with ExitStack() as end:
+                if gather is not None:
+                    end.callback(gather.leave)
+                agreeing = ranks if gather is None else ranks.agreeing_by(gather)
+                begun.transaction.continue_in_thread(agreeing)
+                end.enter_context(rest)
+                snapshot.write_shards(agreeing)
+                complete(snapshot.write)
+
+        self._accelerator.project_configuration.iteration += 1
+        self._last_iteration = begun.iteration
+        return self._saves.start(order.folder, complete_in_thread)
+
+    def _begin(self, order: _Order, ranks: Ranks, stack: ExitStack) -> _Begun:
+        """Begin a checkpoint: collect the states of models and optimizers, and write nothing but what hooks write.
+
+        Args:
+            order: What to write, and where.
+            ranks: The processes that take part.
+            stack: Gets the transaction, whose end discards what was not published.
         """
         accelerator, project = self._accelerator, self._accelerator.project_configuration
-        target = Path(os.path.abspath(folder))
+        target = Path(os.path.abspath(order.folder))
         storage = find_storage(ranks, target)
-        ranks.together(
-            "use one folder on all ranks", lambda: accelerator.engine.check_storage(storage.owner == 0, target)
-        )
-        if is_automatic:
+
+        def check() -> None:
+            self._saves.check()
+            accelerator.engine.check_storage(storage.owner == 0, target)
+
+        ranks.together(f"begin the checkpoint {target}", check)
+        if order.is_automatic:
             ranks.together("make room for a checkpoint", lambda: self._make_room(target) if storage.is_owner else None)
-        logger.info("Saving the training state to %s", folder)
-        with Transaction(ranks, storage, target) as transaction:
-            is_writer = storage.writes_shared(project.save_on_each_node)
-            pending = self._collect(ranks, transaction.folder, options, is_writer)
-            transaction.write(lambda files: self._write(files, pending, is_writer, safe_serialization))
-            transaction.publish(accelerator.step, project.iteration)
-        project.iteration += 1
-        if is_automatic and storage.is_owner and project.total_limit is not None:
-            _remove_surplus(target, project.total_limit)
-        return folder, transaction.token
+        logger.info("Saving the training state to %s", order.folder)
+        transaction = stack.enter_context(Transaction(ranks, storage, target))
+        is_writer = storage.writes_shared(project.save_on_each_node)
+        pending = self._collect(ranks, transaction.folder, order.options, is_writer)
+        return _Begun(
+            transaction,
+            target,
+            write=lambda files: self._write(files, pending, is_writer, order.safe_serialization),
+            step=accelerator.step,
+            iteration=project.iteration,
+            total_limit=project.total_limit if order.is_automatic and storage.is_owner else None,
+        )
+
+    def _copy(self, begun: _Begun) -> Snapshot:
+        """Copy everything that this rank would write now."""
+        self._buffers.begin()
+        snapshot = Snapshot(begun.transaction.folder, self._buffers)
+        begun.write(snapshot)
+        self._buffers.end()
+        if snapshot.adopted and self._accelerator.state.is_main_process:
+            warn_user(
+                f"save_state(async_save=True): the {self._accelerator.engine.name!r} engine writes its states itself, before "
+                "training continues. Only checksums, fsync and publishing are left to the background."
+            )
+        return snapshot
+
+    def _wait_for_last(self) -> None:
+        """Wait until the last background save has ended. If it failed, its number is free again."""
+        project, last = self._accelerator.project_configuration, self._last_iteration
+        if self._saves.has_failed() and last is not None and project.iteration == last + 1:
+            project.iteration = last
+        self._last_iteration = None
+
+    def finish(self) -> None:
+        """Wait until the last background save has ended, and free the memory of the copies.
+
+        Raises:
+            Exception: It failed, and nobody has seen the error.
+        """
+        self._buffers = HostBuffers()
+        self._saves.check()
 
     def _add_own_state(self, call: Call, folder: Path) -> Path:
         """Add this rank's RNG states to a checkpoint that the main process wrote without it."""
@@ -231,8 +362,22 @@ class CheckpointKeeper:
         **load_model_func_kwargs: Any,
     ) -> None:
         """Verify a checkpoint and load it, on all processes or none; see `Accelerator.load_state`."""
+        self._wait_for_last()
+        Ranks(self._accelerator.state).together("finish the checkpoint before", self._saves.check)
         loader = StateLoader(self._accelerator, list(self._load_hooks.values()))
         loader.load(input_dir, load_kwargs, **load_model_func_kwargs)
+
+
+def _can_agree_in_background(ranks: Ranks) -> bool:
+    """Whether these processes can agree without collectives; warns if they cannot."""
+    if ranks.count == 1 or has_store():
+        return True
+    if ranks.is_main:
+        warn_user(
+            "save_state(async_save=True) writes at once: these processes have no key-value store through which they "
+            "could agree while training continues."
+        )
+    return False
 
 
 def _remove_surplus(newest: Path, total_limit: int) -> None:

@@ -6,13 +6,15 @@ import os
 import secrets
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from accel_integrations.checkpoints.pending import FileWriter
 from accel_ops.checksum import checksum_file
-from accel_ops.durable import DurableFile, fsync_file, write_atomically
+from accel_ops.durable import DurableFile, fsync_file
 from accel_ops.filenames import MANIFEST_NAME
 from accel_ops.files import serialize
 from accel_ops.staging import StagedFolder, list_files
@@ -21,47 +23,44 @@ from accelerate.checkpoint.late import late_files
 from accelerate.checkpoint.manifest import FileRecord, Manifest
 
 
-class FolderWriter:
-    """Writes files one by one into an existing folder, each with an atomic rename."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
-        """Write one file and fsync it."""
-        with write_atomically(self.folder / name) as file:
-            serialize(obj, file, safe_serialization)
-
-    def adopt(self, names: Iterable[str]) -> None:
-        """Fsync files that an engine wrote into the folder."""
-        for name in names:
-            fsync_file(self.folder / name)
-
-
 class StagedWriter:
-    """Writes files into a staging folder; one is fsynced while the next is being written.
+    """Writes files into a staging folder.
+
+    Args:
+        folder: The staging folder.
+        disk: Fsyncs one file while the next is being written; without it, each is fsynced before the next.
 
     Attributes:
         records: Size and checksum of every file written.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, disk: ThreadPoolExecutor | None = None) -> None:
         self.folder = folder
         self.records: dict[str, FileRecord] = {}
-        self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsync")
+        self._disk = disk
         self._pending: list[Future[None]] = []
 
     def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
         """Write one file; `finish` waits until it is fsynced."""
-        with DurableFile(self.folder / name, sync=self._sync_later) as file:
+        sync = None if self._disk is None else partial(self._start, self._disk, _sync_and_close)
+        with DurableFile(self.folder / name, sync=sync) as file:
             serialize(obj, file, safe_serialization)
         self.records[name] = FileRecord(file.num_bytes, file.checksum)
+
+    def save_sharded(self, name: str, state: dict[str, Any]) -> None:
+        """Write this rank's shards of a state into a folder."""
+        from accel_integrations.checkpoints.sharded_writing import write_sharded
+
+        self.adopt(write_sharded(self.folder, name, state))
 
     def adopt(self, names: Iterable[str]) -> None:
         """Fsync and record files that an engine wrote into the folder."""
         for name in names:
             path = self.folder / name
-            self._pending.append(self._disk.submit(fsync_file, path))
+            if self._disk is None:
+                fsync_file(path)
+            else:
+                self._start(self._disk, fsync_file, path)
             self.records[name] = FileRecord(path.stat().st_size, checksum_file(path))
 
     def finish(self) -> dict[str, FileRecord]:
@@ -70,13 +69,12 @@ class StagedWriter:
         Raises:
             OSError: A file could not be fsynced.
         """
-        self._disk.shutdown()
         for pending in self._pending:
             pending.result()
         return self.records
 
-    def _sync_later(self, descriptor: int) -> None:
-        self._pending.append(self._disk.submit(_sync_and_close, descriptor))
+    def _start(self, disk: ThreadPoolExecutor, sync: Callable[[Any], None], what: Any) -> None:
+        self._pending.append(disk.submit(sync, what))
 
 
 class Transaction:
@@ -90,11 +88,13 @@ class Transaction:
     Attributes:
         folder: Where this process writes.
         token: Written into files that absent ranks add later; empty when all ranks take part.
+        key: A name of this transaction, the same on all ranks and different from that of any other.
     """
 
     def __init__(self, ranks: Ranks, storage: Storage, target: Path) -> None:
         self.token = secrets.token_hex(8) if ranks.absent else ""
         self._ranks = ranks
+        self._overlaps = True
         self._storage = storage
         self._target = target
         self._staged: StagedFolder | None = None
@@ -105,12 +105,22 @@ class Transaction:
             self._discard()
             raise
         self.folder = Path(paths[storage.owner] or "")
+        self.key = os.path.basename(paths[0] or "")
 
     def _begin(self) -> str | None:
         if self._storage.is_owner:
             self._staged = StagedFolder(self._target)
             return os.fspath(self._staged.path)
         return None
+
+    def continue_in_thread(self, ranks: Ranks) -> None:
+        """Leave what follows to a background thread.
+
+        Args:
+            ranks: The same processes, which agree without collectives.
+        """
+        self._ranks = ranks
+        self._overlaps = False  # an executor starts nothing once the interpreter waits for the last threads
 
     def write(self, write: Callable[[FileWriter], None]) -> None:
         """Have every process write its files.
@@ -120,12 +130,10 @@ class Transaction:
         """
 
         def work() -> tuple[int, dict[str, FileRecord]]:
-            files = StagedWriter(self.folder)
-            try:
+            with ThreadPoolExecutor(1, "fsync") if self._overlaps else nullcontext() as disk:
+                files = StagedWriter(self.folder, disk)
                 write(files)
-            finally:
-                records = files.finish()
-            return self._storage.owner, records
+            return self._storage.owner, files.finish()
 
         for owner, records in self._ranks.together(f"write its files of the checkpoint {self._target}", work):
             if owner == self._storage.owner:

@@ -1,0 +1,176 @@
+"""What a checkpoint will hold, copied at one moment, so that it can be written while training changes the originals.
+
+A `Snapshot` takes the place of the writer of files. What is written from it later are the same bytes that would have been written
+at once: tensors that share memory do so in the copy, and what is one object is one object.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_integrations.checkpoints.pending import FileWriter
+from accel_ops.files import for_safetensors
+from accelerate.checkpoint.agreement import Ranks
+from accelerate.checkpoint.host_buffers import PINNING_DEVICES, HostBuffers
+
+if TYPE_CHECKING:
+    from accel_integrations.checkpoints.sharded_writing import ShardCopies
+
+ATOMS = frozenset({
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, torch.layout,
+})  # fmt: skip
+"""Types of objects that never change."""
+
+
+class Snapshot:
+    """Takes the files of a checkpoint as copies of their objects.
+
+    Args:
+        folder: Where they are to be written.
+        buffers: The memory for the copies.
+
+    Attributes:
+        adopted: Names of files that were written into the folder already.
+    """
+
+    def __init__(self, folder: Path, buffers: HostBuffers) -> None:
+        self.folder = folder
+        self._buffers = buffers
+        self._files: list[tuple[str, Any, bool]] = []
+        self._sharded: list[tuple[str, ShardCopies]] = []
+        self._written: list[list[Any]] = []
+        self.adopted: list[str] = []
+
+    def save(self, name: str, obj: Any, safe_serialization: bool = False) -> None:
+        """Copy the object of one file.
+
+        Raises:
+            TypeError: A safetensors file cannot hold it.
+        """
+        if safe_serialization:
+            tensors = for_safetensors(obj)
+            copied: Any = {key: copy_values(tensor, self._buffers) for key, tensor in tensors.items()}
+        else:
+            copied = StateCopy(self._buffers).of(obj)
+        self._files.append((name, copied, safe_serialization))
+
+    def save_sharded(self, name: str, state: dict[str, Any]) -> None:
+        """Copy this rank's shards of a state; all ranks call this, and plan together which of them writes what."""
+        from accel_integrations.checkpoints.sharded_writing import ShardCopies
+
+        copies = ShardCopies(self.folder, name, state, lambda tensor: copy_values(tensor, self._buffers))
+        self._sharded.append((name, copies))
+
+    def adopt(self, names: Iterable[str]) -> None:
+        """Note files that were written into the folder already."""
+        self.adopted.extend(names)
+
+    def write_shards(self, ranks: Ranks) -> None:
+        """Write the shards, and exchange what each rank wrote.
+
+        Args:
+            ranks: The processes, which agree without collectives.
+
+        Raises:
+            Exception: On all processes, when one could not.
+        """
+        for name, copies in self._sharded:
+            self._written.append(ranks.together(f"write its shards of {name}", copies.write))
+
+    def write(self, files: FileWriter) -> None:
+        """Write everything else, and drop the copies."""
+        for (_, copies), results in zip(self._sharded, self._written, strict=True):
+            files.adopt(copies.complete(results))
+        self._sharded.clear()
+        files.adopt(self.adopted)
+        while self._files:
+            name, obj, safe_serialization = self._files.pop(0)
+            files.save(name, obj, safe_serialization)
+
+
+def copy_values(tensor: torch.Tensor, buffers: HostBuffers) -> torch.Tensor:
+    """A contiguous copy of a dense tensor of any shape, dtype and device in a buffer."""
+    shape, dtype = tensor.shape, tensor.dtype
+    storage = buffers.take(tensor.numel() * tensor.element_size(), tensor.device)
+    copied = torch.empty(0, dtype=dtype).set_(storage).view(shape)
+    with torch.no_grad():
+        return copied.copy_(tensor, non_blocking=tensor.device.type in PINNING_DEVICES)
+
+
+class StateCopy:
+    """The copy of one nested state, for `torch.save`.
+
+    Args:
+        buffers: The memory for the contents of tensors.
+    """
+
+    def __init__(self, buffers: HostBuffers) -> None:
+        self._buffers = buffers
+        self._copies: dict[int, Any] = {}  # by id; also the memo of `copy.deepcopy`
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, value: Any) -> Any:
+        """The copy of a value that belongs to the state."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        if id(value) in self._copies:
+            return self._copies[id(value)]
+        if kind is dict or kind is OrderedDict:
+            copied: Any = kind()
+            self._copies[id(value)] = copied
+            copied.update((self.of(key), self.of(inner)) for key, inner in value.items())
+            if kind is OrderedDict and vars(value):  # `_metadata` of state dicts
+                vars(copied).update(self.of(vars(value)))
+        elif kind is list:
+            copied = self._copies[id(value)] = []
+            copied.extend(map(self.of, value))
+        elif kind is tuple:
+            copied = tuple(map(self.of, value))
+            if all(new is old for new, old in zip(copied, value, strict=True)):
+                copied = value
+        elif kind in (torch.Tensor, torch.nn.Parameter) and _has_plain_memory(value):
+            copied = self._tensor(value)
+        else:
+            copied = copy.deepcopy(value, self._copies)
+        self._copies[id(value)] = copied
+        return copied
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of any shape over a copy of all memory that it is a view of, as `torch.save` writes it."""
+        if tensor.device.type != "cpu" and tensor.device.type not in PINNING_DEVICES:
+            copied = tensor.detach().cpu()  # new memory already
+        elif tensor.is_conj():
+            copied = self._tensor(tensor.detach().conj()).conj()
+        else:
+            storage = self._storage(tensor.untyped_storage())
+            copied = torch.empty(0, dtype=tensor.dtype)
+            copied.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
+
+    def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        if (found := self._storages.get(storage._cdata)) is not None:
+            return found
+        copied = self._buffers.take(storage.nbytes(), storage.device)
+        self._storages[storage._cdata] = copied
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        target = torch.empty(0, dtype=torch.uint8).set_(copied)
+        target.copy_(source, non_blocking=storage.device.type in PINNING_DEVICES)
+        return copied
+
+
+def _has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is no more than a view of memory with values in it."""
+    return (
+        tensor.layout is torch.strided
+        and not (tensor.is_meta or tensor.is_quantized or tensor.is_neg())
+        and not vars(tensor)
+    )
