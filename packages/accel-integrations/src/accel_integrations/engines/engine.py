@@ -18,9 +18,8 @@ from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad,
 from accel_integrations.checkpoints.sharded_states import (
     ShardedStatesLoad,
     ShardedStatesSave,
-    check_not_deepspeed,
     check_shared_folder,
-    holds_shards,
+    is_by_name,
     strict_of,
 )
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
@@ -311,6 +310,16 @@ class Engine(ABC):
         """
         return state
 
+    def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
+        """Names of the parameters in each group of a plain optimizer as the program built it.
+
+        Full states store parameters by their place in this order.
+
+        Returns:
+            None where the optimizer still has these parameters, in this order.
+        """
+        return None
+
     def check_storage(self, sees_main: bool, folder: Path) -> None:
         """Check that this engine can write a checkpoint into a folder.
 
@@ -361,10 +370,9 @@ class Engine(ABC):
         Raises:
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
-        check_not_deepspeed(checkpoint)
         prepared = self.context.prepared
-        if self.sharded_form is not None or holds_shards(checkpoint.names):
-            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs))
+        if self.sharded_form is not None or is_by_name(checkpoint.names):
+            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs), self.built_names)
         return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs)
 
     def forget(self) -> None:
