@@ -22,6 +22,7 @@ from tests.support.leaks import reset_state
 from tests.support.ranks import ranks
 
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+LOCAL = {"fsdp_version": 1, "state_dict_type": "LOCAL_STATE_DICT", "use_orig_params": True}
 MICRO_BATCH = {"train_micro_batch_size_per_gpu": 2}
 
 OF_TORCH = (
@@ -113,12 +114,12 @@ def test_flat_buffers_hold_every_value_once(num_ranks: int, sizes: list[tuple[in
 class Partly(nn.Module):
     """Frozen parameters, buffers, a parameter without gradient, and a size that no number of ranks divides."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.frozen = nn.Linear(4, 5)
         self.frozen.requires_grad_(False)
-        self.norm = nn.BatchNorm1d(5)
+        self.norm = nn.BatchNorm1d(5) if dtype is torch.float32 else nn.LayerNorm(5)
         self.inner = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.ones(1))
 
@@ -127,12 +128,14 @@ class Partly(nn.Module):
 
 
 @contextmanager
-def run_of(seed: int, plugin: Any = None, **settings: Any) -> Iterator[tuple[Accelerator, Any, Any]]:
+def run_of(
+    seed: int, plugin: Any = None, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Iterator[tuple[Accelerator, Any, Any]]:
     warnings.simplefilter("ignore")
     plugins = {"fsdp_plugin": plugin} if isinstance(plugin, FullyShardedDataParallelPlugin) else {}
     plugins |= {"deepspeed_plugin": plugin} if isinstance(plugin, DeepSpeedPlugin) else {}
     accelerator = Accelerator(cpu=True, **plugins, **settings)
-    model = Partly(seed)
+    model = Partly(seed, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)  # with frozen parameters among them
     yield accelerator, *accelerator.prepare(model, optimizer)
     accelerator.free_memory()
@@ -179,18 +182,18 @@ def test_frozen_parameters_and_buffers_come_along(rank: int, world: int, tmp_pat
 @ranks(2, timeout=300.0)
 def test_float32_weights_of_a_bf16_run_come_along(rank: int, world: int, tmp_path: Path) -> None:
     bf16 = {"bf16": {"enabled": True}}
-    with run_of(0, zero(2, **bf16), mixed_precision="bf16") as (accelerator, *run):
+    with run_of(0, zero(2, **bf16), torch.bfloat16, mixed_precision="bf16") as (accelerator, *run):
         steps(accelerator, *run)
         accelerator.save_state(tmp_path / "bf16")
         expected = [value.clone() for value in run[1].optimizer.single_partition_of_fp32_groups]
         following = steps(accelerator, *run)
-    with run_of(1) as (accelerator, *run):
+    with run_of(1, None, torch.bfloat16) as (accelerator, *run):
         accelerator.load_state(tmp_path / "bf16")
         values = torch.cat([one.detach().flatten() for one in run[0].parameters() if one.requires_grad])
         accelerator.save_state(tmp_path / "float32")
     halves = accelerator.gather(expected[0])
     assert torch.equal(values, halves[: len(values)])
-    with run_of(2, zero(3, **bf16), mixed_precision="bf16") as (accelerator, *run):
+    with run_of(2, zero(3, **bf16), torch.bfloat16, mixed_precision="bf16") as (accelerator, *run):
         accelerator.load_state(tmp_path / "float32")
         assert steps(accelerator, *run) == pytest.approx(following, rel=1e-2)
 
@@ -215,7 +218,7 @@ def test_what_does_not_load_says_so_and_changes_nothing(rank: int, world: int, t
         steps(accelerator, *run)
         run[1].optimizer.state[run[0].module.scale]["step"] += 1
         accelerator.save_state(tmp_path / "uneven")
-    with run_of(0, FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="LOCAL_STATE_DICT")) as (
+    with run_of(0, FullyShardedDataParallelPlugin(**LOCAL)) as (
         accelerator,
         *_,
     ):

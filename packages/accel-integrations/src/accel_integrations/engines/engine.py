@@ -294,6 +294,14 @@ class Engine(ABC):
         """The full state dict of a model, without wrapper prefixes in names, on every rank that needs it."""
         return self.unwrap(model).state_dict()
 
+    def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The state dict of a model with this rank's shards as DTensors, under the names of `full_state_dict`.
+
+        Returns:
+            None where ranks hold something else, so that weights must be gathered to be saved.
+        """
+        return None
+
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict of an optimizer, as in a run of one process; all ranks must call this."""
         return optimizer.state_dict()
