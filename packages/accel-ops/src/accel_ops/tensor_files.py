@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,15 +128,31 @@ def write_tensors(file: Writable, tensors: Mapping[str, torch.Tensor], metadata:
         TypeError: As `check_tensors`.
     """
     check_tensors(tensors)
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all stay aligned
-    described = (
-        (name, DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, _num_bytes(tensors[name])) for name in order
-    )
-    file.write(encode_header(described, metadata))
-    for name in order:
+    header, places = file_layout(tensors, metadata)
+    file.write(header)
+    for name in places:
         tensor = tensors[name].detach().resolve_conj().resolve_neg().to("cpu").contiguous()
         if num_bytes := _num_bytes(tensor):
             file.write((ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr()))
+
+
+def file_layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The layout of a safetensors file.
+
+    Args:
+        tensors: Name to tensor, of dtypes that the format has; a DTensor counts with its full shape.
+        metadata: Strings for the header.
+
+    Returns:
+        The header, and the position of each tensor's first byte in the file, in the order of the file.
+    """
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so that all stay aligned
+    described = [
+        (name, DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, _num_bytes(tensors[name])) for name in order
+    ]
+    header = encode_header(described, metadata)
+    begins = accumulate((num_bytes for *_, num_bytes in described), initial=len(header))
+    return header, dict(zip(order, begins, strict=False))
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

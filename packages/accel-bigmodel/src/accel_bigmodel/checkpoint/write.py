@@ -138,37 +138,66 @@ def write_model_folder(
     if form.is_safetensors:
         check_tensors(state_dict)
         state_dict = clean_state_dict_for_safetensors(state_dict)
-    shards = split_into_shards(state_dict, max_shard_bytes)
-    if len(shards) == 1:
-        file_names = [form.weights_name]
-    else:
-        count = len(shards)
-        file_names = [form.pattern.format(suffix=f"-{i:05d}-of-{count:05d}") for i in range(1, count + 1)]
+    shards = name_shards(state_dict, max_shard_bytes, form)
+    file_names = list(shards)
 
     staged = StagedFolder(folder)
     try:
-        for file_name, names in zip(file_names, shards, strict=True):
+        for file_name, names in shards.items():
             with DurableFile(staged.path / file_name) as file:
                 serialize({name: state_dict[name] for name in names}, file, form.is_safetensors)
         if len(shards) > 1:
-            _write_index(staged.path / form.index_name, dict(zip(file_names, shards, strict=True)), state_dict)
+            with DurableFile(staged.path / form.index_name) as file:
+                file.write(index_content(shards, state_dict))
             file_names = [*file_names, form.index_name]
-        old = [name for name in _names(staged.target) if form.owns(name)]
-        staged.publish(replaces=old, last=file_names[-1])
+        publish_folder(staged, form, file_names[-1])
     except BaseException:
         staged.discard()
         raise
     return file_names
 
 
-def _write_index(path: Path, shards: Mapping[str, list[str]], state_dict: Mapping[str, torch.Tensor]) -> None:
+def publish_folder(staged: StagedFolder, form: FolderFormat, last: str) -> None:
+    """Publish a model folder in place of an earlier one in the same format.
+
+    Args:
+        staged: Holds the new files.
+        form: Their format.
+        last: The file that appears last, where they have to be moved one by one.
+    """
+    staged.publish(replaces=[name for name in _names(staged.target) if form.owns(name)], last=last)
+
+
+def name_shards(
+    state_dict: Mapping[str, torch.Tensor], max_shard_bytes: int, form: FolderFormat
+) -> dict[str, list[str]]:
+    """The files of a model folder, with the names of the tensors in each.
+
+    Args:
+        state_dict: As for `split_into_shards`; a DTensor counts with its full shape.
+        max_shard_bytes: Limit of the tensors of one file, in bytes.
+        form: The format.
+    """
+    shards = split_into_shards(state_dict, max_shard_bytes)
+    if len(shards) == 1:
+        return {form.weights_name: shards[0]}
+    count = len(shards)
+    return {form.pattern.format(suffix=f"-{i:05d}-of-{count:05d}"): names for i, names in enumerate(shards, 1)}
+
+
+def index_content(shards: Mapping[str, list[str]], state_dict: Mapping[str, torch.Tensor]) -> bytes:
+    """The index of a model folder with several files.
+
+    Args:
+        shards: From `name_shards`.
+        state_dict: The tensors.
+    """
     once = {id_tensor_storage(tensor): _num_bytes(tensor) for tensor in state_dict.values()}
     index = {
         "metadata": {"total_size": sum(once.values())},
         "weight_map": {name: file_name for file_name, names in shards.items() for name in names},
     }
-    with DurableFile(path) as file:
-        file.write((json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _names(folder: Path) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
@@ -98,6 +99,32 @@ def write_full_states(
         files.save(name, state)
 
 
+@dataclass(frozen=True)
+class FullStates:
+    """Full states in CPU memory.
+
+    Attributes:
+        weights: The state dict of each model.
+        optimizers: The state dict of each optimizer.
+    """
+
+    weights: list[dict[str, Any]]
+    optimizers: list[dict[str, Any]]
+
+
+def read_full_states(
+    checkpoint: CheckpointFiles, num_optimizers: int, location: torch.device, load_kwargs: Mapping[str, Any]
+) -> FullStates:
+    """Read the files with full states; see `FullStatesLoad`."""
+    weights = [
+        _read_weights(checkpoint, index, load_kwargs)
+        for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME))
+    ]
+    check_count(checkpoint, "optimizer", OPTIMIZER_FILE, num_optimizers)
+    names = [numbered(OPTIMIZER_FILE, index) for index in range(num_optimizers)]
+    return FullStates(weights, [read_dict(checkpoint, name, location, load_kwargs) for name in names])
+
+
 @final
 class FullStatesLoad(PendingLoad):
     """Full states of a checkpoint, read into CPU memory.
@@ -109,6 +136,7 @@ class FullStatesLoad(PendingLoad):
         owner: Selects the entries of an optimizer's state for this rank.
         load_kwargs: Further arguments of `torch.load`.
         model_kwargs: Further arguments of the models' `load_state_dict`.
+        contents: The states, where they were read already.
 
     Raises:
         ValueError: A file is damaged, holds more than plain data, or is missing for an optimizer.
@@ -122,21 +150,16 @@ class FullStatesLoad(PendingLoad):
         owner: OptimizerStates,
         load_kwargs: Mapping[str, Any],
         model_kwargs: Mapping[str, Any],
+        contents: FullStates | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._optimizers = optimizers
         self._owner = owner
         self._model_kwargs = model_kwargs
         self._models: Sequence[nn.Module] = ()
-        self._weights = [
-            _read_weights(checkpoint, index, load_kwargs)
-            for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME))
-        ]
-        check_count(checkpoint, "optimizer", OPTIMIZER_FILE, len(optimizers))
-        self._states = [
-            read_dict(checkpoint, numbered(OPTIMIZER_FILE, index), location, load_kwargs)
-            for index in range(len(optimizers))
-        ]
+        if contents is None:
+            contents = read_full_states(checkpoint, len(optimizers), location, load_kwargs)
+        self._weights, self._states = contents.weights, contents.optimizers
 
     def check(self) -> None:
         """Compare parameter groups and shapes of all optimizers."""

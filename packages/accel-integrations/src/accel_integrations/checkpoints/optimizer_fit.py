@@ -62,12 +62,7 @@ def check_optimizer(
         return
     groups, own_groups = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__
-    if (missing := _missing_hyperparameters(optimizer, groups)) is not None:
-        raise ValueError(
-            f"{where} holds the state of {_name_of(groups[0])}, but the optimizer of this run is {kind}, which needs "
-            f"{', '.join(map(repr, missing))}. Build the same optimizer as when the checkpoint was saved, or load a "
-            f"checkpoint of {kind}."
-        )
+    check_hyperparameters(optimizer, groups, where)
     if own_state is not None:
         state = own_state(state)
         groups = state["param_groups"]
@@ -88,6 +83,26 @@ def check_optimizer(
                     "checkpoint."
                 )
     _check_values(optimizer, state, where)
+
+
+def check_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Check that parameter groups are those of this kind of optimizer.
+
+    Args:
+        optimizer: A torch optimizer without wrappers.
+        groups: The saved parameter groups.
+        where: The file that they are from.
+
+    Raises:
+        ValueError: They lack hyperparameters that it needs.
+    """
+    kind = type(optimizer).__name__
+    if groups and (missing := _missing_hyperparameters(optimizer, groups)) is not None:
+        raise ValueError(
+            f"{where} holds the state of {_name_of(groups[0])}, but the optimizer of this run is {kind}, which needs "
+            f"{', '.join(map(repr, missing))}. Build the same optimizer as when the checkpoint was saved, or load a "
+            f"checkpoint of {kind}."
+        )
 
 
 def _check_form(state: Mapping[str, Any], where: str) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
-from accel_integrations.checkpoints.load_states import LoadedStates, read_states
+from accel_integrations.checkpoints.load_states import BuiltNames, LoadedStates, read_states
 from accel_integrations.checkpoints.pending import CheckpointFiles, FileWriter, PendingLoad, PendingSave
 from accel_integrations.checkpoints.state_forms import write_states
 from accel_ops.filenames import FSDP_MODEL_NAME, MODEL_NAME
@@ -43,18 +43,26 @@ class ShardedStatesSave(PendingSave):
 
 @final
 class ShardedStatesLoad(PendingLoad):
-    """States of which each rank reads its shards, saved by any number of ranks in any form but DeepSpeed's.
+    """States of which each rank reads its shards, saved by any number of ranks in any form.
 
     Args:
         checkpoint: The files of the checkpoint.
         prepared: The models and optimizers of this run.
         strict: Whether the names of weights must be the same on both sides.
+        built_names: As `Engine.built_names`.
     """
 
-    def __init__(self, checkpoint: CheckpointFiles, prepared: Prepared, strict: bool = True) -> None:
+    def __init__(
+        self,
+        checkpoint: CheckpointFiles,
+        prepared: Prepared,
+        strict: bool = True,
+        built_names: Callable[[Any], BuiltNames | None] = lambda _: None,
+    ) -> None:
         self._folder = checkpoint.folder
         self._prepared = prepared
         self._strict = strict
+        self._built_names = built_names
         self._states = LoadedStates()
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
@@ -62,7 +70,12 @@ class ShardedStatesLoad(PendingLoad):
         prepared = self._prepared
         chosen = prepared.wrapped_of(models)
         self._states = read_states(
-            self._folder, chosen, prepared.optimizers, owners=prepared.wrapped, strict=self._strict
+            self._folder,
+            chosen,
+            prepared.optimizers,
+            owners=prepared.wrapped,
+            strict=self._strict,
+            built_names=self._built_names,
         )
 
     def apply(self) -> None:
@@ -105,14 +118,6 @@ def holds_shards(names: Collection[str]) -> bool:
     return any(name.startswith(FSDP_MODEL_NAME) for name in names)
 
 
-def check_not_deepspeed(checkpoint: CheckpointFiles) -> None:
-    """Check that a checkpoint was not saved by DeepSpeed.
-
-    Raises:
-        ValueError: It was; the message says how it can be loaded.
-    """
-    if holds_deepspeed_states(checkpoint.names):
-        raise ValueError(
-            f"The checkpoint {checkpoint.folder} was saved with DeepSpeed, whose states only its own engine can load. "
-            "Load it with a DeepSpeedPlugin, or convert it to plain weights with the zero_to_fp32.py inside it."
-        )
+def is_by_name(names: Collection[str]) -> bool:
+    """Whether a checkpoint holds states by names of parameters, of which a rank reads what it needs."""
+    return holds_shards(names) or holds_deepspeed_states(names)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -14,61 +13,17 @@ import torch.distributed as dist
 from accel_integrations.checkpoints.sharded import read_shard
 from accel_integrations.checkpoints.sharded_metadata import METADATA_NAME, StoredObject, StoredTensor, read_contents
 from accel_integrations.checkpoints.state_forms import MODEL, OPTIMIZER, StateKind
+from accel_integrations.checkpoints.stored_state import CPU, Keys, StoredState
+from accel_integrations.checkpoints.zero_states import (
+    ZeroFiles,
+    engine_folder,
+    holds_engine,
+    zero_model_state,
+    zero_optimizer_state,
+)
 from accel_ops.files import load
 from accel_ops.modules import to_local
 from accel_ops.tensor_files import read_tensors
-
-Keys = tuple[str, ...]
-CPU = torch.device("cpu")
-
-
-class StoredState(ABC):
-    """A nested state in a file or folder.
-
-    Attributes:
-        where: Its file or folder.
-        shapes: Shape of every tensor, by the keys that lead to it.
-        objects: Keys of everything else.
-    """
-
-    def __init__(self, where: Path) -> None:
-        self.where = where
-        self.shapes: dict[Keys, tuple[int, ...]] = {}
-        self.objects: list[Keys] = []
-
-    @abstractmethod
-    def dtype(self, keys: Keys) -> torch.dtype:
-        """The dtype of a stored tensor."""
-
-    @abstractmethod
-    def read(self, keys: Keys, offsets: Sequence[int], sizes: Sequence[int], into: torch.Tensor) -> None:
-        """Copy the shard of a tensor that begins at `offsets` into `into`, a tensor of shape `sizes`."""
-
-    @abstractmethod
-    def read_object(self, keys: Keys) -> Any:
-        """Read an entry that is not a tensor, as plain data only."""
-
-    def fill(self, keys: Keys, like: torch.Tensor, device: torch.device = CPU) -> torch.Tensor:
-        """Read a tensor with the placements of another one; the dtype is the stored one.
-
-        Args:
-            keys: The keys of the stored tensor.
-            like: A tensor or DTensor of the same shape.
-            device: Where to; in CPU memory it takes nothing of that in which the model is, until it is loaded.
-        """
-        filled = torch.empty_like(like, dtype=self.dtype(keys), device=device)
-        part = to_local(filled)
-        if part is filled:
-            self.read(keys, (0,) * filled.dim(), tuple(filled.shape), filled)
-            return filled
-        for chunk in filled.__create_chunk_list__():  # type: ignore[attr-defined]
-            if part.numel():
-                self.read(keys, tuple(chunk.offsets), tuple(chunk.sizes), part)
-        return filled
-
-    def read_full(self, keys: Keys) -> torch.Tensor:
-        """Read a full tensor into CPU memory."""
-        return self.fill(keys, torch.empty(self.shapes[keys]))
 
 
 @final
@@ -243,6 +198,13 @@ def open_model_state(folder: Path, index: int) -> StoredState:
     Raises:
         ValueError: There is none, or it is damaged.
     """
+    if holds_engine(engine := engine_folder(folder, index)):
+        if beside := sorted(path.name for path in folder.glob("plain_model_*.bin")):
+            raise ValueError(
+                f"The checkpoint {folder} holds models that DeepSpeed trained and others ({', '.join(beside)}), and not "
+                "in which order they were prepared. Load it with a DeepSpeedPlugin."
+            )
+        return zero_model_state(ZeroFiles.read(engine))
     candidates = [MODEL.file_name(index)]
     candidates += [f"{stem}_{index}{suffix}" if index else f"{stem}{suffix}" for stem, suffix in OTHER_MODEL_FILES]
     return _open(folder, MODEL, index, candidates)
@@ -254,7 +216,25 @@ def open_optimizer_state(folder: Path, index: int) -> StoredState:
     Raises:
         ValueError: There is none, or it is damaged.
     """
+    if holds_engine(engine_folder(folder, 0)):
+        return zero_optimizer_state(_engine_with_optimizer(folder, index))
     return _open(folder, OPTIMIZER, index, [OPTIMIZER.file_name(index)])
+
+
+def _engine_with_optimizer(folder: Path, index: int) -> ZeroFiles:
+    """The engine of DeepSpeed that has the optimizer at `index`: some engines have none."""
+    found = engine = 0
+    while holds_engine(path := engine_folder(folder, engine)):
+        files = ZeroFiles.read(path)
+        if files.has_optimizer:
+            if found == index:
+                return files
+            found += 1
+        engine += 1
+    raise ValueError(
+        f"The checkpoint {folder} holds {found} optimizers, but more are prepared. Prepare the same objects as when it was "
+        "saved, in the same order."
+    )
 
 
 def _open(folder: Path, kind: StateKind, index: int, file_names: Sequence[str]) -> StoredState:

@@ -171,6 +171,11 @@ class DDPEngine(Engine):
         """The full state dict on every rank; DTensors are all-gathered into CPU memory, one at a time."""
         return unshard_state_dict(super().full_state_dict(model), self.context.keeps_full_states)
 
+    def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The shards of this rank, with tensor parallelism."""
+        inner = self.unwrap(model)
+        return inner.state_dict() if model_has_dtensor(inner) else None
+
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict of an optimizer, DTensors all-gathered into CPU memory; all ranks must call this."""
         return unshard_optimizer_state(optimizer, self.context.keeps_full_states)

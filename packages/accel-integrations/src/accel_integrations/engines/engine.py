@@ -18,9 +18,8 @@ from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad,
 from accel_integrations.checkpoints.sharded_states import (
     ShardedStatesLoad,
     ShardedStatesSave,
-    check_not_deepspeed,
     check_shared_folder,
-    holds_shards,
+    is_by_name,
     strict_of,
 )
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
@@ -295,6 +294,14 @@ class Engine(ABC):
         """The full state dict of a model, without wrapper prefixes in names, on every rank that needs it."""
         return self.unwrap(model).state_dict()
 
+    def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The state dict of a model with this rank's shards as DTensors, under the names of `full_state_dict`.
+
+        Returns:
+            None where ranks hold something else, so that weights must be gathered to be saved.
+        """
+        return None
+
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict of an optimizer, as in a run of one process; all ranks must call this."""
         return optimizer.state_dict()
@@ -310,6 +317,16 @@ class Engine(ABC):
             ValueError: The state is that of an optimizer with other parameter groups.
         """
         return state
+
+    def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
+        """Names of the parameters in each group of a plain optimizer as the program built it.
+
+        Full states store parameters by their place in this order.
+
+        Returns:
+            None where the optimizer still has these parameters, in this order.
+        """
+        return None
 
     def check_storage(self, sees_main: bool, folder: Path) -> None:
         """Check that this engine can write a checkpoint into a folder.
@@ -361,10 +378,9 @@ class Engine(ABC):
         Raises:
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
-        check_not_deepspeed(checkpoint)
         prepared = self.context.prepared
-        if self.sharded_form is not None or holds_shards(checkpoint.names):
-            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs))
+        if self.sharded_form is not None or is_by_name(checkpoint.names):
+            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs), self.built_names)
         return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs)
 
     def forget(self) -> None:

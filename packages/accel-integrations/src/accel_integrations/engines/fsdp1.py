@@ -21,6 +21,7 @@ from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_integrations.prepared.parameters import plain_name
+from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import modules_among
 from accel_ops.tied import ensure_weights_retied
 
@@ -231,6 +232,10 @@ class FSDP1Engine(Engine):
         """The `state_dict_type` of the plugin."""
         return self.plugin.state_dict_type
 
+    def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
+        """The names of the parameters that flat ones have replaced."""
+        return self._flat.built_names(optimizer)
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self._wrapped(model))
@@ -247,6 +252,9 @@ class FlatParameters:
 
     def __init__(self) -> None:
         self._flat_of: Any = WeakIdKeyDictionary()
+        self._name_of: Any = WeakIdKeyDictionary()
+        self._names_in: Any = WeakIdKeyDictionary()
+        self._built: Notes[torch.optim.Optimizer, list[list[str]]] = Notes()
 
     def __reduce__(self) -> Any:
         return type(self), ()  # a pickled copy has other parameters, none of them flattened
@@ -270,10 +278,12 @@ class FlatParameters:
                 continue
             prefix = plain_name(f"{name}." if name else "")
             flat: Any = module._handle.flat_param
+            self._names_in[flat] = [prefix + plain_name(inner) for inner in flat._fqns]
             for inner in flat._fqns:
                 reference = before.get(prefix + plain_name(inner))
                 if reference is not None and (old := reference()) is not None:
                     self._flat_of[old] = flat
+                    self._name_of[old] = prefix + plain_name(inner)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace parameters of an optimizer by the flat parameters that contain them.
@@ -283,6 +293,7 @@ class FlatParameters:
         """
         if not any(one in self._flat_of for group in optimizer.param_groups for one in group["params"]):
             return
+        built = [[self._name_of.get(one, "") for one in group["params"]] for group in optimizer.param_groups]
         owners: dict[int, int] = {}
         chosen = []
         for number, group in enumerate(optimizer.param_groups):
@@ -302,3 +313,13 @@ class FlatParameters:
             )
         for group, parameters in zip(optimizer.param_groups, chosen, strict=True):
             group["params"] = parameters
+        self._built[optimizer] = built
+
+    def built_names(self, optimizer: torch.optim.Optimizer) -> list[list[str]] | None:
+        """Names of the parameters in each group, before they were replaced; None where they were not."""
+        if optimizer in self._built:
+            return self._built[optimizer]
+        groups = [group["params"] for group in optimizer.param_groups]
+        if not any(one in self._names_in for group in groups for one in group):
+            return None
+        return [[name for one in group for name in self._names_in.get(one, ())] for group in groups]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state
+from accel_integrations.checkpoints.state_forms import full_model_state, model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
 from accel_integrations.engines.placing import move_model
@@ -95,6 +95,10 @@ class FSDP2Engine(Engine):
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self.unwrap(model))
+
+    def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+        """The shards of this rank."""
+        return model_state(self.unwrap(model))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
+from accel_integrations.checkpoints.full_states import FullStates, FullStatesLoad
+from accel_integrations.checkpoints.load_states import read_full_optimizer_state
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
+from accel_integrations.checkpoints.sharded_states import is_by_name
+from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
 from accel_integrations.parallel.full_state import load_full_optimizer_state
@@ -286,6 +291,54 @@ class PipelinedEngine(Engine):
         plain = _plain(optimizer)
         layout = self._optimizers.get(plain)
         return state if layout is None else layout.own_entries(state, plain, self._layouts)
+
+    def built_names(self, optimizer: torch.optim.Optimizer) -> Sequence[Sequence[str]] | None:
+        """The names of the unsplit model's parameters; made up for those that are in no split model."""
+        layout = self._optimizers.get(optimizer)
+        if layout is None:
+            return None
+        return [
+            [f"(parameter {number})" if name is None else name[1] for number, name in enumerate(names)]
+            for names in layout.param_groups
+        ]
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Read states; of those by names of parameters, only the values of this rank's stages."""
+        if not self._held or not is_by_name(checkpoint.names):
+            return super().open(checkpoint, location, load_kwargs, model_kwargs)
+        prepared = self.context.prepared
+        weights = [self._read_weights(checkpoint, index) for index in range(len(prepared.models))]
+        states = [self._read_state(checkpoint, index) for index in range(len(prepared.optimizers))]
+        contents = FullStates(weights, states)
+        return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs, contents)
+
+    def _read_weights(self, checkpoint: CheckpointFiles, index: int) -> dict[str, Any]:
+        """A model's weights; those of other ranks without values, for their names and shapes."""
+        stored = open_model_state(checkpoint.folder, index)
+        held = self._held.get(self.unwrap(self.context.prepared.models[index]))
+        wanted = {".".join(keys) for keys in stored.shapes}
+        if held is not None:
+            own = held.model.state_dict()
+            wanted = {*own, *(held.layout.first_names[name] for name in own if name in held.layout.first_names)}
+        found = {}
+        for keys, shape in stored.shapes.items():
+            name = ".".join(keys)
+            found[name] = stored.read_full(keys) if name in wanted else torch.empty(shape, device="meta")
+        return found | {".".join(keys): stored.read_object(keys) for keys in stored.objects}
+
+    def _read_state(self, checkpoint: CheckpointFiles, index: int) -> dict[str, Any]:
+        """The state of an optimizer; entries of this rank's parameters only."""
+        stored = open_optimizer_state(checkpoint.folder, index)
+        plain = _plain(self.context.prepared.optimizers[index])
+        built = self.built_names(plain) or ()
+        own = {name for held in self._held.values() for name in held.layout.own_parameters(held.model)}
+        return read_full_optimizer_state(stored, plain, built, own)
 
 
 def _plain(optimizer: Any) -> Any:

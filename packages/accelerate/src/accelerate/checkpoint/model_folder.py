@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
-from accelerate.checkpoint.agreement import Ranks, find_storage
+from accel_integrations.checkpoints.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
+from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ def save_model(
     if call is None or call.everyone:
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, folder)
+        weights = _shards(accelerator, model, ranks, storage) if safe_serialization and not on_each_node else None
+        if weights is not None:
+            _write_together(ranks, weights, folder, max_shard_size)
+            return
         is_writer = storage.writes_shared(on_each_node)
         with accelerator.engine.keeping_full_states(is_writer):
             state_dict = _full_state_dict(accelerator, model)
@@ -51,6 +56,41 @@ def save_model(
             write_model_folder(_full_state_dict(accelerator, model), folder, max_shard_size, safe_serialization)
 
 
+def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) -> dict[str, Any] | None:
+    """This rank's shards of the weights, where all ranks can write them into one folder; None where they cannot."""
+    replaced = getattr(accelerator.get_state_dict, "__module__", "") != "accelerate.accelerator"  # by other libraries
+    if ranks.count == 1 or replaced or accelerator.engine.is_replicated:
+        return None
+
+    def collect() -> dict[str, Any] | None:
+        weights = accelerator.engine.sharded_weights(model)
+        _check_values(weights or {}, model)
+        return weights
+
+    weights = ranks.each("collect the weights", collect)
+    possible = weights is not None and storage.owner == 0 and can_fill_in(weights)
+    return weights if all(ranks.together("take part", lambda: possible)) else None
+
+
+def _write_together(ranks: Ranks, weights: dict[str, Any], folder: Path, max_shard_size: int | str) -> None:
+    """Write the model folder on all ranks, each its byte ranges of every file."""
+    doing = f"write the model folder {folder}"
+    joint: list[JointFolder] = []
+
+    def begin() -> tuple[Path, dict[str, PlannedFile]]:
+        joint.append(JointFolder(folder, weights, max_shard_size))
+        return joint[0].path, joint[0].files
+
+    try:
+        path, files = ranks.on_main(doing, begin)
+        written = ranks.together(doing, lambda: fill_in(path, files, weights))
+        ranks.on_main(doing, lambda: joint[0].publish(sum(written)))
+    except BaseException:
+        for one in joint:
+            one.discard()
+        raise
+
+
 def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """The full state dict of a model.
 
@@ -58,9 +98,13 @@ def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
         RuntimeError: Some tensors are on the meta device.
     """
     state_dict = accelerator.get_state_dict(model)
+    _check_values(state_dict, model)
+    return state_dict
+
+
+def _check_values(state_dict: dict[str, Any], model: nn.Module) -> None:
     if empty := sorted(name for name, tensor in state_dict.items() if getattr(tensor, "is_meta", False)):
         raise RuntimeError(
             f"save_model() cannot save tensors on the meta device, which have no values: {', '.join(empty[:5])} of "
             f"{type(model).__name__}. Load a checkpoint into the model first."
         )
-    return state_dict

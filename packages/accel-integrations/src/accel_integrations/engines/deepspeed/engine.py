@@ -16,6 +16,7 @@ from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, fill_auto_values
+from accel_integrations.engines.deepspeed.named_states import NamedStatesLoad
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.prepare_arguments import (
     OF_DEEPSPEED,
@@ -30,7 +31,7 @@ from accel_integrations.engines.deepspeed.startup import (
     leave_processes,
     load_library,
 )
-from accel_integrations.engines.deepspeed.states import EnginesLoad, EnginesSave
+from accel_integrations.engines.deepspeed.states import EnginesLoad, EnginesSave, loads_as_saved
 from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
@@ -39,7 +40,8 @@ from accel_integrations.engines.deepspeed.wrappers import (
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
-from accel_integrations.prepared.prepared import keep
+from accel_integrations.prepared.parameters import plain_name
+from accel_integrations.prepared.prepared import Notes, keep
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -67,6 +69,7 @@ class DeepSpeedEngine(Engine):
         self._found = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
         self._attention: UlyssesAttention | None = None
+        self._names: Notes[Any, list[list[str]]] = Notes()
         self._warned_of_clipping = False
 
     # ---- before anything starts ---------------------------------------------------------------------------------
@@ -195,8 +198,11 @@ class DeepSpeedEngine(Engine):
         makes_scheduler = getattr(scheduler, "lr_scheduler_callable", None)
         if makes_scheduler is not None or type(scheduler).__name__ in OF_DEEPSPEED:
             arguments["lr_scheduler"] = makes_scheduler or scheduler
+        built = None if optimizer is None else _names_in(optimizer, model)
         with device_as_local_rank(state.device):
             engine, its_optimizer, _, its_scheduler = deepspeed.initialize(**arguments)
+        if built is not None:
+            self._names[engine] = built
         self._compile(engine)
         self._keep(engine)
         wrapped_optimizer = None if optimizer is None else DeepSpeedOptimizerWrapper(its_optimizer)
@@ -354,8 +360,11 @@ class DeepSpeedEngine(Engine):
         load_kwargs: Mapping[str, Any],
         model_kwargs: Mapping[str, Any],
     ) -> PendingLoad:
-        """Have DeepSpeed read them, as plain data only."""
-        return EnginesLoad(checkpoint, self._engines, self._others, self.context.prepared, model_kwargs)
+        """Have DeepSpeed read its own states, as plain data only; lay out those of others as it keeps them."""
+        engines, others, prepared = self._engines, self._others, self.context.prepared
+        if loads_as_saved(checkpoint, engines):
+            return EnginesLoad(checkpoint, engines, others, prepared, model_kwargs)
+        return NamedStatesLoad(checkpoint, engines, others, prepared, model_kwargs, self._names.get)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
@@ -378,6 +387,16 @@ class DeepSpeedEngine(Engine):
 
 def _trains(engine: Any) -> bool:
     return hasattr(engine.optimizer, "step")  # without an optimizer, stage 3 has another object there
+
+
+def _names_in(optimizer: Any, model: nn.Module) -> list[list[str]]:
+    """Names of the parameters in each group of an optimizer, which may be described by a `DummyOptim`."""
+    names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    groups = list(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    if isinstance(optimizer, DummyOptim):
+        optimizer.params = groups  # which may have been an iterator
+    members = [group["params"] for group in groups] if groups and isinstance(groups[0], dict) else [groups]
+    return [[names.get(one, "") for one in group] for group in members]
 
 
 def _is_engine(model: Any) -> bool:

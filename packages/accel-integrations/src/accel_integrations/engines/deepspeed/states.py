@@ -6,7 +6,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -23,6 +23,7 @@ from accel_integrations.checkpoints.pending import (
     warn_of_unused,
 )
 from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
+from accel_integrations.checkpoints.zero_states import ZeroFiles, engine_folder, has_known_files
 from accel_ops.filenames import MODEL_NAME
 from accel_ops.files import allowed_globals, load, save
 
@@ -97,9 +98,6 @@ class EnginesLoad(PendingLoad):
         others: Prepared models that are in no engine.
         prepared: The record of what was prepared.
         options: The extra keyword arguments of `load_state`, of which DeepSpeed takes `OPTIONS_OF_LOADING`.
-
-    Raises:
-        ValueError: The checkpoint was saved by another engine.
     """
 
     def __init__(
@@ -110,7 +108,6 @@ class EnginesLoad(PendingLoad):
         prepared: Prepared,
         options: Mapping[str, Any],
     ) -> None:
-        check_form(checkpoint.names, checkpoint.folder)
         self._folder = checkpoint.folder
         self._all_engines = engines
         self._all_others = others
@@ -177,17 +174,24 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
     return found
 
 
-def check_form(names: Collection[str], folder: Path) -> None:
-    """Check that a checkpoint has states of DeepSpeed.
+def loads_as_saved(checkpoint: CheckpointFiles, engines: Sequence[Any]) -> bool:
+    """Whether DeepSpeed itself can load its states from a checkpoint: of the same ZeRO stage, by as many ranks.
 
     Raises:
-        ValueError: It has not; the message says how to load it.
+        ValueError: The states of an engine are damaged.
     """
-    if not holds_deepspeed_states(names):
-        raise ValueError(
-            f"The checkpoint {folder} was not saved with DeepSpeed. Load it without DeepSpeed, or load its weights "
-            "into the model before it is prepared."
-        )
+    if not holds_deepspeed_states(checkpoint.names):
+        return False
+    for index, engine in enumerate(engines):
+        folder = engine_folder(checkpoint.folder, index)
+        if engine.load_universal_checkpoint() or not folder.is_dir() or not has_known_files(folder):
+            continue
+        saved = ZeroFiles.read(folder)
+        group = getattr(engine.optimizer, "dp_process_group", None)
+        num_ranks = dist.get_world_size(group) if group is not None else len(saved.shards)
+        if saved.stage != engine.zero_optimization_stage() or len(saved.shards) != num_ranks:
+            return False
+    return True
 
 
 def _check_num_shards(engine: Any, folder: Path, names: Sequence[str]) -> None:
