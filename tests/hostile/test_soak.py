@@ -64,6 +64,8 @@ print(json.dumps({**grown, "3,000 steps": resident() - before}))
 @pytest.mark.thorough
 def test_memory_does_not_grow() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    output = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment)
+    output = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, env=environment
+    )
     grown = json.loads(output.stdout)
     assert {what: amount for what, amount in grown.items() if amount > MEGABYTE} == {}
