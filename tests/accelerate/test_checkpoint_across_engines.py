@@ -155,7 +155,9 @@ def steps(accelerator: Accelerator, model: Any, optimizer: Any, count: int = 2) 
 
 
 def zero(stage: int, **sections: Any) -> DeepSpeedPlugin:
-    return DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage}, **MICRO_BATCH, **sections})
+    return DeepSpeedPlugin(
+        hf_ds_config={"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0, **MICRO_BATCH, **sections}
+    )
 
 
 @needs_deepspeed
@@ -206,7 +208,7 @@ def test_float32_weights_of_a_bf16_run_come_along(rank: int, world: int, tmp_pat
 def test_what_does_not_load_says_so_and_changes_nothing(rank: int, world: int, tmp_path: Path) -> None:
     def refused(accelerator: Accelerator, model: Any, folder: Path, message: str) -> None:
         before = [getattr(one, "ds_tensor", one).detach().clone() for one in model.parameters()]
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RuntimeError), match=message):  # of this rank, or another
             accelerator.load_state(folder)
         after = [getattr(one, "ds_tensor", one) for one in model.parameters()]
         assert all(map(torch.equal, before, after))
@@ -230,7 +232,7 @@ def test_what_does_not_load_says_so_and_changes_nothing(rank: int, world: int, t
 
     with run_of(1, zero(3)) as (accelerator, model, _):
         refused(accelerator, model, tmp_path / "uneven", "different values of 'step' for .*'scale'.*another engine")
-        refused(accelerator, model, tmp_path / "local", "holds a shard of .* Shard the model as when it was saved")
+        refused(accelerator, model, tmp_path / "local", "saved as LOCAL_STATE_DICT, which only FSDP on as many ranks")
         refused(accelerator, model, tmp_path / "lacking", "lacks files: it was saved by 2 ranks, but has .* of 1 ")
     with run_of(1) as (accelerator, model, _):
         refused(accelerator, model, tmp_path / "lacking", "lacks files: it was saved by 2 ranks, but has .* of 1 ")

@@ -14,7 +14,7 @@ from accel_integrations.checkpoints.optimizer_fit import check_optimizer
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
 from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
 from accel_integrations.checkpoints.stored_state import Keys, StoredState
-from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
+from accel_integrations.checkpoints.stored_states import LocalState, open_model_state, open_optimizer_state
 from accel_integrations.checkpoints.zero_states import ZeroFiles, engine_folder, zero_model_state, zero_optimizer_state
 from accel_integrations.engines.deepspeed.partitions import Partitions, full_shape, partitions_of
 from accel_integrations.engines.deepspeed.states import read_plain
@@ -128,7 +128,13 @@ class NamedStatesLoad(PendingLoad):
             )
         position = next(place for place, model in enumerate(self._prepared.wrapped) if model is engine)
         state = None if optimizer is None else open_optimizer_state(self._folder, optimizer)
-        return _Source(open_model_state(self._folder, position), state, {})
+        model = open_model_state(self._folder, position)
+        if isinstance(model, LocalState) or isinstance(state, LocalState):
+            raise ValueError(
+                f"The checkpoint {self._folder} was saved as LOCAL_STATE_DICT, which only FSDP on as many ranks can load. "
+                "Load it so, and save it as SHARDED_STATE_DICT."
+            )
+        return _Source(model, state, {})
 
     def _read(self, engine: Any, partitions: Partitions, source: _Source) -> _Waiting:
         if self._with_schedulers and engine.lr_scheduler is not None and not source.extras.get("lr_scheduler"):
