@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from accel_state.watch import watcher
 from accel_state.watch.calls import Call, GroupCalls, read_calls
 from accel_state.watch.judging import LEFT, Verdict, judge, may_conflict
-from accel_state.watch.notes import ENDED, RUNS, STANDS, Note
+from accel_state.watch.notes import ENDED, RUNS, STANDS, Note, lives, machine
 from tests.support.ranks import ranks
 
 LONG = 1000.0
@@ -90,6 +91,16 @@ def test_a_rank_that_has_left_proves_it_after_a_moment() -> None:
     assert verdict(stands(calls=alone), gone) is None, "it does not wait for that rank"
 
 
+def test_a_rank_that_may_compute_waits_only_for_what_it_has_called() -> None:
+    gone = Note(ENDED, "train.py:8 in main", LEFT, counts={"0": 3})
+    for kind in ("backward", "work", "inside"):
+        after = stands(call(3), kind=kind, group="", counts={"0": 3})
+        assert verdict(after, gone) is None, "all are done, and this one computes"
+        assert verdict(stands(call(4), kind=kind, group="", counts={"0": 4}), gone) is not None
+        assert verdict(stands(call(4), kind=kind, group="", counts={"0": 9}), gone) is None, "sends count, too"
+        assert verdict(after, replace(gone, counts={})) is None
+
+
 def test_ranks_that_wait_in_a_circle() -> None:
     a, b = calls(call(1)), calls()
     first = stands(calls={"A": a, "B": b}, group="A")
@@ -122,6 +133,12 @@ def test_ranks_with_one_row_share_a_line() -> None:
     text = str(Verdict("title", rows, "advice"))
     assert "0, 1, 2, 3, 4, 5, 6, 7 and 4 more  all_reduce  train.py:1 in main" in text
     assert len(text.splitlines()) == 7
+
+
+def test_processes_that_live() -> None:
+    assert lives(os.getpid())
+    assert not lives(2**30)
+    assert machine() == machine()
 
 
 def test_notes_survive_the_store() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,17 @@ def read_calls(since_nanoseconds: int) -> dict[str, GroupCalls]:
         name: GroupCalls(members[name], {number: calls[number] for number in sorted(calls)[-MOST_CALLS:]})
         for name, calls in found.items()
     }
+
+
+def count_calls() -> dict[str, int]:
+    """How many collectives, sends and recvs this process has called in each process group, by its name."""
+    from torch.distributed import distributed_c10d
+
+    found = {}
+    for group, name in list(distributed_c10d._world.pg_names.items()):
+        with contextlib.suppress(RuntimeError):  # a backend that does not count
+            found[str(name)] = int(group._get_sequence_number_for_group())
+    return found
 
 
 def _members() -> dict[str, tuple[int, ...]]:

@@ -27,7 +27,8 @@ SECONDS_AFTER_THE_END = 3.0  # a process takes a moment to exit, and the launche
 SECONDS_OF_INPUT = 3.0
 BYTES_PER_SECOND = 10e6  # a slow network
 MOST_ROWS = 24
-BLOCKING = frozenset({"collective", "peer", "backward"})
+WAITING = frozenset({"collective", "peer"})
+"""The kinds of operations in which a rank that stands does wait for others; in all others it may also compute."""
 
 FINISHED, LEFT, RAISED, DIED = "has ended", "has left the process group", "raised", "died"
 """How a rank ended: the first words of the operation of its note."""
@@ -107,9 +108,9 @@ def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mappin
     for rank, other in notes.items():
         if rank != me and (verdict := _different_calls(me, rank, notes)):
             return verdict
-        if rank != me and rank in _needed(own) and (verdict := _gone(me, rank, notes, since_end.get(rank, 0.0))):
+        if rank != me and _misses(own, rank, other) and (verdict := _gone(me, rank, notes, since_end.get(rank, 0.0))):
             return verdict
-        if other.reads_input and rank > 0 and rank in _needed(own) and waited > SECONDS_OF_INPUT:
+        if other.reads_input and rank > 0 and rank in _waits_with(own) and waited > SECONDS_OF_INPUT:
             return Verdict(
                 f"Rank {me} waits for rank {rank}, which waits for standard input",
                 _rows(notes) | {rank: ("reads standard input", other.place)},
@@ -172,7 +173,7 @@ def _has_stood(now: Note | None, before: Note | None) -> bool:
     """Whether a rank has stood at one point from one reading to the next, and said so both times."""
     if now is None or before is None or now.state != STANDS or before.state != STANDS:
         return False
-    return now.stand == before.stand and now.beat > before.beat and now.kind in BLOCKING
+    return now.stand == before.stand and now.beat > before.beat and now.kind in WAITING
 
 
 def _awaited(rank: int, notes: Notes) -> Collection[int]:
@@ -192,8 +193,22 @@ def _awaited(rank: int, notes: Notes) -> Collection[int]:
     return found
 
 
-def _needed(note: Note) -> Collection[int]:
-    """The ranks that take part in what a rank is in."""
+def _misses(own: Note, rank: int, other: Note) -> bool:
+    """Whether a rank that stands waits for one that has ended, if it has."""
+    if own.kind in WAITING:
+        return rank in _waits_with(own)
+    # it may compute, after all are done: it waits only if it has called more than the other one ever will
+    group = _group_of(own)
+    calls = (own.calls or {}).get(group)
+    if calls is None or rank not in calls.ranks or group not in other.counts:
+        return False
+    return own.counts.get(group) == calls.last > other.counts[group]  # sends and recvs would count as well
+
+
+def _waits_with(note: Note) -> Collection[int]:
+    """The ranks that take part in what a rank waits in."""
+    if note.kind not in WAITING:
+        return set()
     if note.peer is not None:
         return {note.peer}
     group = _group_of(note)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import select
 import socket
 import uuid
@@ -40,9 +41,10 @@ class Note:
         stand: Which stand this is, counted by the rank.
         beat: Counts how often the rank has said this.
         reads_input: Whether it waits for standard input.
-        host: The name of its machine.
+        host: Its machine, as in `machine`.
         process_id: Its process.
         calls: Its last collectives by process group, where they matter.
+        counts: How much it has called in each process group, as `count_calls` counts, where that matters.
     """
 
     state: str = RUNS
@@ -58,6 +60,7 @@ class Note:
     host: str = ""
     process_id: int = 0
     calls: Mapping[str, GroupCalls] | None = field(default=None, hash=False)
+    counts: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     def to_text(self) -> str:
         """The note as JSON."""
@@ -178,8 +181,20 @@ def find_name(store: Any) -> str | None:
     return str(store.get(FOLDER).decode()) if store.check([FOLDER]) else None
 
 
+def machine() -> str:
+    """A name that only processes share which see each other's process ids: containers may have one host name."""
+    words = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        words.append(os.readlink("/proc/self/ns/pid"))
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            words.append(file.read().strip())
+    return " ".join(words)
+
+
 def lives(process_id: int) -> bool:
-    """Whether a process of this machine lives."""
+    """Whether a process of this machine lives; True where the system does not tell."""
+    if not os.path.exists("/proc/self/stat"):
+        return True
     try:
         with open(f"/proc/{process_id}/stat", encoding="ascii", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] not in "ZX"

@@ -33,8 +33,8 @@ class Position:
     Attributes:
         place: The innermost line of the user's program.
         operation: The collective: our name for it, and torch's; empty outside of one.
-        kind: `"collective"`, `"peer"` (a send or recv), `"backward"`, `"work"` (seems to wait for an asynchronous collective),
-            or empty.
+        kind: `"collective"` or `"peer"` (a send or recv), which are waits for other ranks; `"backward"`, `"work"` (seems to
+            wait for an asynchronous collective) or `"inside"` (of torch.distributed), which may be; or empty.
         group: Name of the process group of the collective; empty if it is not known.
         peer: The rank that a send or recv needs, among all ranks.
         data: dtype and shape of the collective's tensor; empty if there is none.
@@ -86,7 +86,7 @@ def position(thread: int) -> Position:
     while frame is not None and not (COLLECTIVES_FILE.search(frame.f_code.co_filename) and _takes_group(frame)):
         frame = frame.f_back
     if frame is None:
-        return Position(place, operation, kind)
+        return Position(place, operation, "inside")
     values = frame.f_locals
     group, name = values.get("group"), frame.f_code.co_name
     is_peer = name in SENDER

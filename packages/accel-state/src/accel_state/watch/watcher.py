@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from accel_state import shutdown
 from accel_state.environment import parse_flag_from_env
 from accel_state.watch import ending, losses, stacks
-from accel_state.watch.calls import GroupCalls, read_calls
+from accel_state.watch.calls import GroupCalls, count_calls, read_calls
 from accel_state.watch.judging import DIED, FINISHED, LEFT, RAISED, Verdict, judge, may_conflict
 from accel_state.watch.notes import (
     ENDED,
@@ -37,6 +36,7 @@ from accel_state.watch.notes import (
     announce_name,
     find_name,
     lives,
+    machine,
     tcp_store,
 )
 
@@ -75,7 +75,7 @@ class Watcher:
         self._watched: int = threading.get_ident()
         self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
         self._board: Board | None = None
-        self._note = Note(host=socket.gethostname(), process_id=os.getpid())
+        self._note = Note(host=machine(), process_id=os.getpid())
         self._position: stacks.Position | None = None
         self._calls: dict[str, GroupCalls] | None = None
         self._may_read_calls_at = 0.0
@@ -236,6 +236,7 @@ class Watcher:
             beat=self._note.beat + 1,
             reads_input=not position.kind and stacks.reads_standard_input(self._native_id),
             calls=self._calls,
+            counts=count_calls() if self._calls is not None else {},
         )
         board.publish(self._note)
 
@@ -294,7 +295,9 @@ class Watcher:
         if time.monotonic() - self._asked_at < 2 * QUESTION_SECONDS:  # somebody stands, and may want to know
             with contextlib.suppress(Exception):
                 calls = read_calls(self._since)
-        self._note = replace(self._note, state=ENDED, operation=how, place=place, calls=calls, kind="", data="")
+        self._note = replace(
+            self._note, state=ENDED, operation=how, place=place, calls=calls, counts=count_calls(), kind="", data=""
+        )
         board.publish(self._note)
 
     # ---- the end ------------------------------------------------------------------------------------------------
