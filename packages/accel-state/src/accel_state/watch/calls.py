@@ -142,7 +142,8 @@ def count_calls() -> dict[str, int]:
     from torch.distributed import distributed_c10d
 
     found = {}
-    for group, name in list(distributed_c10d._world.pg_names.items()):
+    groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())
+    for group, name in groups:
         with contextlib.suppress(RuntimeError):  # a backend that does not count
             found[str(name)] = int(group._get_sequence_number_for_group())
     return found

@@ -150,14 +150,12 @@ class Board:
         self.check()
         return int(self._store.add("seen", number))
 
-    def wipe(self) -> None:
-        """Remove the note of this rank."""
+    def close(self) -> None:
+        """Remove what this rank has left, and close the connection."""
         with contextlib.suppress(StoreGoneError, RuntimeError):
             self.check()
-            self._store.delete_key(str(self._rank))
-
-    def close(self) -> None:
-        """Close the connection."""
+            for key in (str(self._rank), *(["questions"] if self._rank == 0 else [])):
+                self._store.delete_key(key)
         self._lifeline.close()
         self._store = None  # type: ignore[assignment]
 
@@ -169,16 +167,24 @@ def tcp_store(store: Any) -> Any | None:
     return store if isinstance(store, dist.TCPStore) and hasattr(store, "clone") else None
 
 
-def announce_name(store: Any) -> str:
-    """Choose the name of the board of a process group, on its rank 0."""
+def announce_name(store: Any, generation: int) -> str:
+    """Choose the name of the board of a process group, on its rank 0.
+
+    Args:
+        store: The store of the group.
+        generation: How many groups this process has been watched in before: an earlier one may have had this store.
+    """
     name = uuid.uuid4().hex
-    store.set(FOLDER, name)
+    store.set(f"{FOLDER}/{generation}", name)
+    if generation > 0:
+        store.delete_key(f"{FOLDER}/{generation - 1}")
     return name
 
 
-def find_name(store: Any) -> str | None:
+def find_name(store: Any, generation: int) -> str | None:
     """The name that rank 0 chose; None until it has."""
-    return str(store.get(FOLDER).decode()) if store.check([FOLDER]) else None
+    key = f"{FOLDER}/{generation}"
+    return str(store.get(key).decode()) if store.check([key]) else None
 
 
 def machine() -> str:

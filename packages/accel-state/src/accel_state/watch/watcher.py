@@ -59,10 +59,11 @@ class Watcher:
 
     Args:
         store: The store of the group.
+        generation: How many groups this process has been watched in before.
         since_nanoseconds: When the group was made, as in `time.time_ns`; 0 for the first one of this process.
     """
 
-    def __init__(self, store: Any, since_nanoseconds: int) -> None:
+    def __init__(self, store: Any, generation: int, since_nanoseconds: int) -> None:
         group: Any = dist.group.WORLD
         self.group_id = id(group)
         self._spins = "nccl" in str(dist.get_backend_config())  # the host then waits for the device with full load
@@ -71,6 +72,7 @@ class Watcher:
         self._store = store
         # who asks a store that has just ended prints warnings; only those who wait for its rank do not mind
         self._may_poll = self._rank == 0 or not losses.rank_0_has_the_store()
+        self.generation = generation
         self._since = since_nanoseconds
         self._watched: int = threading.get_ident()
         self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
@@ -92,7 +94,7 @@ class Watcher:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelerate_watch", daemon=True)
         if self._rank == 0:
-            self._name: str | None = announce_name(store)
+            self._name: str | None = announce_name(store, generation)
         else:
             self._name = None
 
@@ -119,10 +121,9 @@ class Watcher:
         """Stop, because the process group is being closed."""
         self.stop(LEFT, stacks.position(threading.get_ident()).place)
 
-    def wipe(self) -> None:
-        """Remove the note of this rank, and close the connection."""
+    def close(self) -> None:
+        """Remove the note of this rank: the next process group may have the same store."""
         if self._board is not None and not self._thread.is_alive():
-            self._board.wipe()
             self._board.close()
             self._board = None
 
@@ -167,7 +168,7 @@ class Watcher:
 
     def _connected(self) -> Board | None:
         """The notes of all ranks; None until rank 0 has named them."""
-        if self._board is None and (name := self._name or find_name(self._store)) is not None:
+        if self._board is None and (name := self._name or find_name(self._store, self.generation)) is not None:
             self._board = Board(tcp_store(self._store), name, self._rank, self._world)
             self._board.publish(self._note)
         return self._board
@@ -349,14 +350,15 @@ def begin(since_nanoseconds: int | None = None) -> None:
     store = dist.distributed_c10d._get_default_store()
     if tcp_store(store) is None:
         return
-    since = 0
+    since = generation = 0
     if _current is not None:
+        generation = _current.generation + 1
         since = time.time_ns() if since_nanoseconds is None else since_nanoseconds
         _current.stop(LEFT)
-        _current.wipe()
+        _current.close()
     _prepare_process()
     with contextlib.suppress(RuntimeError, OSError):  # no store: nothing to watch with
-        _current = Watcher(store, since)
+        _current = Watcher(store, generation, since)
         shutdown.on_close(_current.leave)
         _current.start()
 
