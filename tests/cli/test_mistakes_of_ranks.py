@@ -127,7 +127,7 @@ def test_right_programs_are_left_alone(name: str, outcomes: dict[str, Any]) -> N
 # ---- through launchers ------------------------------------------------------------------------------------------
 
 ACCELERATE = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def launch(*words: str) -> subprocess.CompletedProcess[str]:

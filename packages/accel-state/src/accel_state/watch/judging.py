@@ -23,7 +23,7 @@ Notes = Mapping[int, Note]
 SECONDS_ALIKE = 3.0  # how long ranks stand in what looks like one collective before their calls are compared
 SECONDS_IN_A_CIRCLE = 1.0
 SECONDS_AFTER_LEAVING = 0.4
-SECONDS_AFTER_THE_END = 3.0  # a process takes a moment to exit, and the launcher to see with which status or error
+SECONDS_AFTER_THE_END = 1.0  # the launcher sees with which exit code or error, and ends the others itself
 SECONDS_OF_INPUT = 3.0
 BYTES_PER_SECOND = 10e6  # a slow network
 MOST_ROWS = 24
@@ -99,7 +99,7 @@ def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mappin
         notes: The notes of all ranks, with its own.
         before: Those of the reading before.
         waited: For how many seconds this rank has stood.
-        since_end: For how many seconds this rank has known that others have ended.
+        since_end: For how many seconds this rank has known that others have left, or their processes have exited.
 
     Returns:
         The proof; None if there is none.

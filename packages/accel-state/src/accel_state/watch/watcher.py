@@ -52,6 +52,10 @@ CALLS_FRACTION = 0.02  # of the time, which reading the recorder may take
 IDLE_SECONDS = 1.0  # of a stand outside of collectives, before it is told
 GOODBYE_SECONDS = 1.2  # for all ranks to see the verdict
 SECONDS_TO_STOP = 2.0
+SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = (
+    15.0,
+    6.0,
+)  # of a rank that has ended: closing process groups takes up to 5
 
 
 class Watcher:
@@ -90,6 +94,7 @@ class Watcher:
         self._asked_at = 0.0
         self._last_place = ""
         self._before: dict[int, Note] = {}
+        self._ending_since: dict[int, float] = {}
         self._ended_at: dict[int, float] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelerate_watch", daemon=True)
@@ -248,9 +253,7 @@ class Watcher:
         if self._questions >= NEVER:
             self._end_with(board, board.verdict())
         others = self._with_deaths(board.read())
-        for rank, note in others.items():
-            if note.state == ENDED:
-                self._ended_at.setdefault(rank, time.monotonic())
+        self._note_ends(others)
         if self._calls is None and any(may_conflict(self._note, other, waited) for other in others.values()):
             self._read_calls()
             if self._calls is not None:
@@ -261,6 +264,18 @@ class Watcher:
         self._before = notes
         if verdict is not None and stacks.signature(self._watched) == self._signature:
             self._decide(board, verdict, notes)
+
+    def _note_ends(self, others: dict[int, Note]) -> None:
+        """Note since when ranks have ended: a process that exits gets the time that it takes, and its exit code counts."""
+        now = time.monotonic()
+        for rank, note in others.items():
+            if note.state != ENDED or rank in self._ended_at:
+                continue
+            begun = self._ending_since.setdefault(rank, now)
+            is_here = note.host == self._note.host
+            exits = lives(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
+            if note.operation == LEFT or not exits or now - begun > SECONDS_TO_EXIT:
+                self._ended_at[rank] = now
 
     def _with_deaths(self, others: dict[int, Note]) -> dict[int, Note]:
         """Mark the processes of this machine that no longer live, and have not said so."""
