@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
 from accel_state.warning import warn_user
+from accel_state.watch import watcher
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -295,6 +297,7 @@ class PartialState(ProcessPlace):
         kind = self._kind()
         rank_info = kind.own_place() or detect_cluster(os.environ)
         exists = dist.is_available() and dist.is_initialized()
+        began = None if exists else time.time_ns()
         if exists:
             rank_info = _rank_info_of_group(rank_info)
         if rank_info is not None:
@@ -308,6 +311,8 @@ class PartialState(ProcessPlace):
             self._start_group(kind, rank_info, options)
         else:
             self.set_device()
+        if self.backend is not None:
+            watcher.begin(began)
         if self.backend is not None or kind.always_distributed:
             self.distributed_type = self._distributed_type()
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):

@@ -19,6 +19,16 @@ VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
 # one that scripts do not use: SIGUSR1 and SIGUSR2 are theirs, to save a checkpoint when a scheduler sends them
 STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", None)
 
+REPORT = "ranks.report"
+"""The file that says why the ranks can never go on, which the launcher prints once."""
+
+SIGNS_OF_LOSS = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed",
+    "failed to recv", "Connection was likely closed", "NCCL communicator was aborted", "ncclRemoteError",
+    "The client socket has failed to connect", "Application timeout caused pair closure", "Read timeout",
+)  # fmt: skip
+"""Parts of messages of processes that have lost the connection to another one."""
+
 PR_SET_PDEATHSIG = 1
 
 counter: Any = None
@@ -46,6 +56,11 @@ def report_to_launcher(rank: int) -> None:
         sys.excepthook = _leave_traceback(rank, int(launcher), folder)
 
 
+def supervision_folder() -> str | None:
+    """The folder through which this process reports to the launcher; None without such a launcher."""
+    return os.environ[VARIABLE].partition(":")[2] if _kept else None
+
+
 def report_progress() -> None:
     """Count progress, so that a supervising launcher sees that the program does not hang.
 
@@ -69,6 +84,10 @@ def _begin(rank: int, launcher: int, folder: str) -> None:
     stacks = open(os.path.join(folder, f"{rank}.stacks"), "wb", buffering=0)  # noqa: SIM115 - open as long as we live
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # type: ignore[arg-type] # what is left when faulthandler lets go at exit
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)  # type: ignore[arg-type]
+    if not faulthandler.is_enabled():  # where a process is when compiled code aborts it
+        crash = open(os.path.join(folder, f"{rank}.crash"), "wb", buffering=0)  # noqa: SIM115
+        faulthandler.enable(file=crash, all_threads=True)
+        _kept.append(crash)
     _kept.extend([pages, stacks])
     if sys.platform.startswith("linux"):
         import ctypes
@@ -76,8 +95,9 @@ def _begin(rank: int, launcher: int, folder: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no process survives a launcher that is killed
         if os.getppid() != launcher:  # just now
             os._exit(1)
-    with suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, f"{rank}.error"))  # of a process that this one replaces
+    for name in (f"{rank}.error", REPORT):  # of a process that this one replaces
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
     write_atomically(folder, f"{rank}.pid", str(os.getpid()))
 
 

@@ -123,6 +123,19 @@ class LaunchSettings:
             metavar="SECONDS",
         ),
     )
+    watch_ranks: bool = _row(
+        RESOURCES,
+        Option(
+            "--no_watch_ranks",
+            "Let ranks that can never go on wait for the timeout, instead of ending the run with the reason.",
+            default=True,
+            kind=BOOLEAN,
+            action="store_false",
+            dest="watch_ranks",
+            environment="ACCELERATE_WATCH_RANKS",
+            spelled=lambda value: "" if value else "0",
+        ),
+    )
     enable_cpu_affinity: bool = _row(
         RESOURCES,
         switch(

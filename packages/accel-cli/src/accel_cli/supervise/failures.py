@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import dataclass
 
-# parts of messages of processes that have lost the connection to another one
-SIGNS_OF_LOSS = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed",
-    "failed to recv", "Connection was likely closed", "NCCL communicator was aborted", "ncclRemoteError",
-    "The client socket has failed to connect", "Application timeout caused pair closure", "Read timeout",
-)  # fmt: skip
+from accel_cli.supervise.stacks import parse
+from accel_state.supervision import SIGNS_OF_LOSS
+from accel_state.watch.stacks import place_of
+
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
+
 WORDS_OF_SIGNALS = {
     "SIGKILL": "the machine ran out of memory, or a user killed it",
     "SIGSEGV": "a segmentation fault in compiled code",
@@ -42,6 +43,12 @@ class Failure:
         return lines[-1] if lines else ""
 
     @property
+    def place(self) -> str:
+        """The innermost line of the user's program in the traceback; empty if there is none."""
+        lines = [(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(self.text)]
+        return place_of(lines[::-1]) if lines else ""
+
+    @property
     def follows_from_another(self) -> bool:
         """Whether it only reports a lost connection to another process."""
         return any(sign in self.text for sign in SIGNS_OF_LOSS)
@@ -57,6 +64,16 @@ def read_failures(folder: str) -> list[Failure]:
                 seconds, _, text = file.read().partition("\n")
             found.append(Failure(int(rank), float(seconds), text))
     return sorted(found, key=lambda failure: failure.seconds)
+
+
+def crash_place(folder: str, rank: int) -> str:
+    """Where a process was when compiled code crashed it, as `" at file:line"`; empty if it is not known."""
+    try:
+        with open(os.path.join(folder, f"{rank}.crash"), encoding="utf-8", errors="replace") as file:
+            stack = parse(file.read())
+    except OSError:
+        return ""
+    return f", in {stack.collective or 'the program'} at {stack.place}" if stack.frames else ""
 
 
 def describe_end(code: int) -> str:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from accel_state.watch.stacks import IN_DISTRIBUTED, collective_of, place_of
+
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
-WAITING = re.compile(r"torch[/\\]distributed[/\\](?!elastic|run)")
-LIBRARIES = re.compile(r"site-packages|dist-packages|[/\\]lib[/\\]python3|accel(erate|_[a-z]+)[/\\]|^<")
-OURS = re.compile(r"[/\\](accelerate|accel_[a-z]+)[/\\]")
-INNER_NAMES = ("wrapper", "verified", "chained")  # functions of decorators, which are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +37,21 @@ class Stack:
     @property
     def is_waiting(self) -> bool:
         """Whether it is inside a call of torch.distributed."""
-        return any(WAITING.search(frame.file) for frame in self.frames)
+        return any(IN_DISTRIBUTED.search(frame.file) for frame in self.frames)
 
     @property
     def collective(self) -> str:
         """The collective in which it waits: our name for it, and torch's; empty for none."""
-        torchs = [frame.function for frame in self.frames if WAITING.search(frame.file)]
-        torchs = [name for name in torchs if name not in INNER_NAMES]
-        if not torchs:
-            return ""
-        ours = [frame.function for frame in self.frames if OURS.search(frame.file)]
-        ours = [name for name in ours if name not in INNER_NAMES and not name.startswith(("_", "<"))]
-        return f"{ours[-1]} ({torchs[-1]})" if ours and ours[-1] != torchs[-1] else torchs[-1]
+        return collective_of(self._lines)[0]
 
     @property
     def place(self) -> str:
         """The innermost line of the user's program, or the innermost of all if there is none."""
-        own = [frame for frame in self.frames if not LIBRARIES.search(frame.file)]
-        return str(next(iter(own or self.frames), "nowhere in Python"))
+        return place_of(self._lines)
+
+    @property
+    def _lines(self) -> list[tuple[str, int, str]]:
+        return [(frame.file, frame.line, frame.function) for frame in self.frames]
 
 
 def parse(text: str) -> Stack:

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from accel_cli.supervise.failures import Failure, describe_end, read_failures
+from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
-from accel_state.supervision import STACK_SIGNAL, VARIABLE
+from accel_state.supervision import REPORT, STACK_SIGNAL, VARIABLE
 
 PREFIX = "accelerate_watch_"
 START_SECONDS = 60.0  # until a process must have reported
@@ -57,6 +57,8 @@ class Watch:
         self._ids: dict[int, int] = {}
         self._asked_at = self._began_at = time.monotonic()
         self._may_warn = True
+        self._is_reported = False
+        self.crash_places: dict[int, str] = {}  # where processes were that compiled code crashed; after `close`
 
     @property
     def variables(self) -> dict[str, str]:
@@ -88,6 +90,7 @@ class Watch:
         """Print the errors that were not printed yet, unless `tell` is False, and remove the folder."""
         if tell:
             self._tell_failures(ended or {}, final=True)
+        self.crash_places = {rank: crash_place(self.folder, rank) for rank in ended or {}}
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note_restarts(self) -> None:
@@ -95,12 +98,15 @@ class Watch:
         ids = self._running()
         if any(self._ids.get(rank, process_id) != process_id for rank, process_id in ids.items()):
             self._told.clear()
+            self._is_reported = False
             self._processes.clear()
         self._ids = ids
 
     # ---- errors -------------------------------------------------------------------------------------------------
 
     def _tell_failures(self, ended: dict[int, int], final: bool) -> None:
+        if self._tell_report():
+            return
         waiting = [failure for failure in read_failures(self.folder) if failure.rank not in self._told]
         killed = {rank: code for rank, code in ended.items() if code < 0 and rank not in self._told}
         if not self._told:
@@ -111,14 +117,24 @@ class Watch:
                 self._tell_in_full(waiting[0])
             elif waiting and killed:  # the others have lost it
                 rank, code = next(iter(killed.items()))
-                self._say(f"accelerate launch: rank {rank} {describe_end(code)}.\n")
+                self._say(f"accelerate launch: rank {rank} {describe_end(code)}{crash_place(self.folder, rank)}.\n")
                 self._told[rank] = Failure(rank, 0.0, "")
             else:
                 return
         for failure in waiting:
             if failure.rank not in self._told:
                 self._told[failure.rank] = failure
-                self._say(f"accelerate launch: rank {failure.rank} ended after it: {failure.headline}\n")
+                where = f", at {failure.place}" if failure.place else ""
+                self._say(f"accelerate launch: rank {failure.rank} ended after it{where}: {failure.headline}\n")
+
+    def _tell_report(self) -> bool:
+        """Print once why the ranks can never go on, if they found that out; the errors that follow say nothing more."""
+        path = os.path.join(self.folder, REPORT)
+        if not self._is_reported and os.path.exists(path):
+            self._is_reported = True
+            with open(path, encoding="utf-8") as file:
+                self._say(f"accelerate launch: the ranks can never go on. {file.read()}")
+        return self._is_reported
 
     def _tell_in_full(self, failure: Failure) -> None:
         self._told[failure.rank] = failure

@@ -193,9 +193,10 @@ class _Group:
         """Print in one line which process failed first, below its own error."""
         code = self.ended[rank]
         if not self.plan.quiet:
+            where = self.watch.crash_places.get(rank, "")
             print(
-                f"accelerate launch: process {rank} (pid {self.processes[rank].pid}) {describe_end(code)}; the others "
-                "were terminated.",
+                f"accelerate launch: process {rank} (pid {self.processes[rank].pid}) {describe_end(code)}{where}; the "
+                "others were terminated.",
                 file=sys.stderr,
             )
         return exit_status(code) or 1

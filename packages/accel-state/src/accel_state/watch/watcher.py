@@ -1,0 +1,413 @@
+"""A thread of each rank that looks where the main thread stands, and ends a run whose ranks can never go on.
+
+A training step passes nothing of it. The thread looks a few times a second whether the main thread has had CPU time; when
+it has stood at one point for a moment, it publishes a note and reads those of the other ranks. Which collectives a
+rank has called is read from torch's flight recorder, and only once notes of two ranks do not fit together.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_state import shutdown
+from accel_state.environment import parse_flag_from_env
+from accel_state.watch import ending, losses, stacks
+from accel_state.watch.calls import GroupCalls, count_calls, read_calls
+from accel_state.watch.judging import DIED, FINISHED, LEFT, RAISED, Verdict, judge, may_conflict
+from accel_state.watch.notes import (
+    ENDED,
+    NEVER,
+    RUNS,
+    STANDS,
+    Board,
+    Note,
+    StoreGoneError,
+    announce_name,
+    find_name,
+    lives,
+    machine,
+    tcp_store,
+)
+
+VARIABLE = "ACCELERATE_WATCH_RANKS"
+
+TICK_SECONDS = 0.15
+STANDING_SECONDS = 0.3
+FIRST_READ_SECONDS, LONGEST_READ_SECONDS = 0.3, 1.0  # between two readings of the notes, while this rank stands
+QUESTION_SECONDS = 1.0  # between two looks whether anybody asks
+READS_PER_SECOND = 10_000.0  # of notes, by all ranks together
+BUSY_FRACTION = 0.2  # of the time, from which on the main thread computes
+CALLS_FRACTION = 0.02  # of the time, which reading the recorder may take
+IDLE_SECONDS = 1.0  # of a stand outside of collectives, before it is told
+GOODBYE_SECONDS = 1.2  # for all ranks to see the verdict
+SECONDS_TO_STOP = 2.0
+SECONDS_TO_EXIT, SECONDS_TO_EXIT_ELSEWHERE = (
+    15.0,
+    6.0,
+)  # of a rank that has ended: closing process groups takes up to 5
+
+
+class Watcher:
+    """Watches the calling thread, which trains, as one rank of one default process group.
+
+    Args:
+        store: The store of the group.
+        generation: How many groups this process has been watched in before.
+        since_nanoseconds: When the group was made, as in `time.time_ns`; 0 for the first one of this process.
+    """
+
+    def __init__(self, store: Any, generation: int, since_nanoseconds: int) -> None:
+        group: Any = dist.group.WORLD
+        self.group_id = id(group)
+        self._spins = "nccl" in str(dist.get_backend_config())  # the host then waits for the device with full load
+        self._rank: int = group.rank()
+        self._world: int = group.size()
+        self._store = store
+        # who asks a store that has just ended prints warnings; only those who wait for its rank do not mind
+        self._may_poll = self._rank == 0 or not losses.rank_0_has_the_store()
+        self.generation = generation
+        self._since = since_nanoseconds
+        self._watched: int = threading.get_ident()
+        self._native_id = threading.get_native_id()  # not the thread's own, which is wrong after a fork
+        self._board: Board | None = None
+        self._note = Note(host=machine(), process_id=os.getpid())
+        self._position: stacks.Position | None = None
+        self._calls: dict[str, GroupCalls] | None = None
+        self._may_read_calls_at = 0.0
+        self._signature: tuple[int, ...] = ()
+        self._cpu_seconds = 0.0
+        self._looked_at = self._stands_since = time.monotonic()
+        self._next_read = self._next_question = 0.0
+        self._pause = FIRST_READ_SECONDS
+        self._questions = 0
+        self._asked_at = 0.0
+        self._last_place = ""
+        self._before: dict[int, Note] = {}
+        self._ending_since: dict[int, float] = {}
+        self._ended_at: dict[int, float] = {}
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="accelerate_watch", daemon=True)
+        if self._rank == 0:
+            self._name: str | None = announce_name(store, generation)
+        else:
+            self._name = None
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, how: str, place: str = "") -> None:
+        """Stop the thread, and tell the others that this rank calls no more collectives.
+
+        Args:
+            how: One of the words of `judging`, and what belongs to it.
+            place: The line of the program.
+        """
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._thread.join(SECONDS_TO_STOP)
+        if not self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self._publish_end(how, place or self._last_place)
+
+    def leave(self) -> None:
+        """Stop, because the process group is being closed."""
+        self.stop(LEFT, stacks.position(threading.get_ident()).place)
+
+    def close(self) -> None:
+        """Remove the note of this rank: the next process group may have the same store."""
+        if self._board is not None and not self._thread.is_alive():
+            self._board.close()
+            self._board = None
+
+    def explain(self, seconds: float) -> str:
+        """Find out which ranks have ended, for an error that follows from it.
+
+        Args:
+            seconds: How long to wait for ranks that are about to end.
+
+        Returns:
+            A sentence; empty if none is known to have ended.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                if (board := self._connected()) is None:
+                    return ""
+                notes = self._with_deaths(board.read())
+            except StoreGoneError:
+                return losses.WITHOUT_STORE if self._rank > 0 and losses.rank_0_has_the_store() else ""
+            except Exception:
+                return ""
+            gone = {rank: note for rank, note in notes.items() if note.state == ENDED}
+            if gone or time.monotonic() > deadline:
+                return losses.sentence(gone)
+            time.sleep(TICK_SECONDS)
+
+    # ---- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):  # without a store nothing can be watched; a run never fails because of us
+            while not self._has_left():
+                board = self._connected()
+                if board is not None:
+                    self._tick(board)
+                if self._stopping.wait(TICK_SECONDS):
+                    return
+            self._publish_end(LEFT, self._last_place)
+
+    def _has_left(self) -> bool:
+        return not dist.is_initialized() or id(dist.group.WORLD) != self.group_id
+
+    def _connected(self) -> Board | None:
+        """The notes of all ranks; None until rank 0 has named them."""
+        if self._board is None and (name := self._name or find_name(self._store, self.generation)) is not None:
+            self._board = Board(tcp_store(self._store), name, self._rank, self._world)
+            self._board.publish(self._note)
+        return self._board
+
+    def _tick(self, board: Board) -> None:
+        now = time.monotonic()
+        waited = self._waited(now)
+        if now >= self._next_question:
+            self._next_question = now + max(QUESTION_SECONDS, self._world / 1000)
+            if place := stacks.own_place(self._watched):
+                self._last_place = f"{place}, or later"
+            if self._may_poll:
+                self._answer(board, board.questions(), waited)
+        if waited < STANDING_SECONDS:
+            self._position, self._calls, self._pause = None, None, FIRST_READ_SECONDS
+            return
+        if self._position is None:
+            self._position = stacks.position(self._watched)
+            self._note = replace(self._note, stand=self._note.stand + 1)
+            self._next_read = now
+        if now < self._next_read:
+            return
+        if self._position.kind:
+            self._consult(board, waited)
+        elif self._rank > 0 and waited > IDLE_SECONDS and stacks.reads_standard_input(self._native_id):
+            self._publish(board)
+            self._answer(board, board.questions(), waited)
+        fewest = self._world * self._world / READS_PER_SECOND
+        self._next_read = time.monotonic() + max(self._pause, fewest)
+        self._pause = min(self._pause * 1.3, LONGEST_READ_SECONDS)
+
+    def _waited(self, now: float) -> float:
+        """For how many seconds the main thread has stood at one point without CPU time."""
+        cpu_seconds = stacks.cpu_seconds(self._watched) or 0.0
+        computes = cpu_seconds - self._cpu_seconds > BUSY_FRACTION * (now - self._looked_at) and not self._spins
+        signature = () if computes else stacks.signature(self._watched)
+        if computes or signature != self._signature:
+            self._stands_since = now
+        self._signature, self._cpu_seconds, self._looked_at = signature, cpu_seconds, now
+        return now - self._stands_since
+
+    # ---- notes --------------------------------------------------------------------------------------------------
+
+    def _answer(self, board: Board, questions: int, waited: float) -> None:
+        if questions >= NEVER:
+            self._end_with(board, board.verdict())
+        if questions == self._questions:
+            return
+        self._questions, self._asked_at = questions, time.monotonic()
+        if self._position is not None and not self._position.kind and waited > IDLE_SECONDS:
+            self._look_for_asynchronous_calls()
+        self._publish(board)
+
+    def _publish(self, board: Board) -> None:
+        """Publish where this rank is now."""
+        position = self._position or stacks.position(self._watched)
+        self._note = replace(
+            self._note,
+            state=STANDS if self._position is not None else RUNS,
+            place=position.place,
+            operation=position.operation,
+            kind=position.kind,
+            group=position.group,
+            peer=position.peer,
+            data=position.data,
+            beat=self._note.beat + 1,
+            reads_input=not position.kind and stacks.reads_standard_input(self._native_id),
+            calls=self._calls,
+            counts=count_calls() if self._calls is not None else {},
+        )
+        board.publish(self._note)
+
+    def _consult(self, board: Board, waited: float) -> None:
+        """Read the notes of the others, and look for a proof."""
+        self._publish(board)
+        self._questions = board.ask()
+        if self._questions >= NEVER:
+            self._end_with(board, board.verdict())
+        others = self._with_deaths(board.read())
+        self._note_ends(others)
+        if self._calls is None and any(may_conflict(self._note, other, waited) for other in others.values()):
+            self._read_calls()
+            if self._calls is not None:
+                self._publish(board)
+        notes = {**others, self._rank: self._note}
+        since_end = {rank: time.monotonic() - at for rank, at in self._ended_at.items()}
+        verdict = judge(self._rank, notes, self._before, waited, since_end)
+        self._before = notes
+        if verdict is not None and stacks.signature(self._watched) == self._signature:
+            self._decide(board, verdict, notes)
+
+    def _note_ends(self, others: dict[int, Note]) -> None:
+        """Note since when ranks have ended: a process that exits gets the time that it takes, and its exit code counts."""
+        now = time.monotonic()
+        for rank, note in others.items():
+            if note.state != ENDED or rank in self._ended_at:
+                continue
+            begun = self._ending_since.setdefault(rank, now)
+            is_here = note.host == self._note.host
+            exits = lives(note.process_id) if is_here else now - begun < SECONDS_TO_EXIT_ELSEWHERE
+            if note.operation == LEFT or not exits or now - begun > SECONDS_TO_EXIT:
+                self._ended_at[rank] = now
+
+    def _with_deaths(self, others: dict[int, Note]) -> dict[int, Note]:
+        """Mark the processes of this machine that no longer live, and have not said so."""
+        return {
+            rank: replace(note, state=ENDED, operation=f"{DIED} (pid {note.process_id})")
+            if note.state != ENDED and note.host == self._note.host and not lives(note.process_id)
+            else note
+            for rank, note in others.items()
+        }
+
+    def _read_calls(self) -> None:
+        begin = time.monotonic()
+        if begin < self._may_read_calls_at:
+            return
+        self._calls = read_calls(self._since)
+        now = time.monotonic()
+        self._may_read_calls_at = now + (now - begin) / CALLS_FRACTION
+
+    def _look_for_asynchronous_calls(self) -> None:
+        """Take a stand for waiting when a collective on an accelerator, which was called before, is not completed."""
+        assert self._position is not None
+        if not self._spins:
+            return
+        self._read_calls()
+        for name, calls in (self._calls or {}).items():
+            if calls.calls and not (last := calls.calls[calls.last]).is_done and len(calls.ranks) > 1:
+                self._position = replace(self._position, kind="work", group=name, operation=last.name)
+
+    def _publish_end(self, how: str, place: str) -> None:
+        if (board := self._connected()) is None:
+            return
+        calls = None
+        if time.monotonic() - self._asked_at < 2 * QUESTION_SECONDS:  # somebody stands, and may want to know
+            with contextlib.suppress(Exception):
+                calls = read_calls(self._since)
+        self._note = replace(
+            self._note, state=ENDED, operation=how, place=place, calls=calls, counts=count_calls(), kind="", data=""
+        )
+        board.publish(self._note)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def _decide(self, board: Board, verdict: Verdict, notes: dict[int, Note]) -> None:
+        alive = sum(note.state != ENDED for note in notes.values())
+        text = json.dumps({"text": str(verdict), "host": self._note.host, "alive": alive})
+        if board.decide(text):
+            ending.show(str(verdict))
+        self._end_with(board, board.verdict())
+
+    def _end_with(self, board: Board, verdict: str) -> None:
+        """End this process, together with the others."""
+        losses.stay_silent()
+        said = json.loads(verdict)
+        if said["host"] != self._note.host and os.environ.get("LOCAL_RANK", "0") == "0":
+            ending.show(said["text"])
+        deadline = time.monotonic() + GOODBYE_SECONDS
+        with contextlib.suppress(Exception):
+            board.acknowledge()
+            while board.acknowledge(0) < said["alive"] and time.monotonic() < deadline:
+                time.sleep(0.005)
+            if self._rank == 0:  # its process may hold the store
+                time.sleep(0.05)
+        ending.end()
+
+
+# ---- of this process ------------------------------------------------------------------------------------------------
+
+_current: Watcher | None = None
+_is_prepared = False
+
+
+def begin(since_nanoseconds: int | None = None) -> None:
+    """Watch this rank of the default process group, unless `ACCELERATE_WATCH_RANKS` says no; may be called again.
+
+    Args:
+        since_nanoseconds: When the group began to be made, as in `time.time_ns`; None where the program made it.
+
+    Groups of one rank, and those whose store is not reached through TCP, are not watched.
+    """
+    global _current
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return
+    if not parse_flag_from_env(VARIABLE, default=True):
+        return
+    if _current is not None and _current.group_id == id(dist.group.WORLD):
+        return
+    store = dist.distributed_c10d._get_default_store()
+    if tcp_store(store) is None:
+        return
+    since = generation = 0
+    if _current is not None:
+        generation = _current.generation + 1
+        since = time.time_ns() if since_nanoseconds is None else since_nanoseconds
+        _current.stop(LEFT)
+        _current.close()
+    _prepare_process()
+    with contextlib.suppress(RuntimeError, OSError):  # no store: nothing to watch with
+        _current = Watcher(store, generation, since)
+        shutdown.on_close(_current.leave)
+        _current.start()
+
+
+def explain(seconds: float = 1.0) -> str:
+    """Say which ranks have ended, for an error that follows from it; empty if none is known to have."""
+    return _current.explain(seconds) if _current is not None else ""
+
+
+def _prepare_process() -> None:
+    global _is_prepared
+    if not _is_prepared:
+        _is_prepared = True
+        atexit.register(_at_exit)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=_forget)
+        losses.explain_errors(explain)
+
+
+def _at_exit() -> None:
+    if _current is None:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is None:
+        _current.stop(FINISHED)
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
+    _current.stop(f"{RAISED} {type(error).__name__}", stacks.place_of(lines))
+
+
+def _forget() -> None:
+    """In a forked child: the thread is not there, and the connection is the parent's."""
+    global _current
+    if _current is not None:
+        shutdown._keep_for_ever(_current)
+        _current = None
