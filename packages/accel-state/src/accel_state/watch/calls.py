@@ -18,6 +18,8 @@ DUMPS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 EQUAL_ELEMENTS = frozenset({"all_reduce", "allreduce", "reduce", "all_gather", "allgather"})
 """Collectives in which each rank gives equally many elements of one dtype."""
 EQUAL_BYTES = frozenset({"broadcast"})
+UNEVEN = frozenset({"nccl:all_gather"})
+"""Collectives of a backend that take different sizes on different ranks."""
 NEAR_NAMES = {
     "_all_gather_base": "all_gather",
     "_allgather_base": "all_gather",
@@ -171,9 +173,10 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 
 def _call(entry: Mapping[str, Any]) -> Call:
-    name = str(entry["profiling_name"]).rpartition(":")[2]
+    full_name = str(entry["profiling_name"])
+    name = full_name.rpartition(":")[2]
     name = NEAR_NAMES.get(name, name)
-    sizes = tuple(tuple(shape) for shape in entry["input_sizes"])
+    sizes = () if full_name in UNEVEN else tuple(tuple(shape) for shape in entry["input_sizes"])
     is_done = entry.get("state") == "completed"
     number, at = int(entry["collective_seq_id"]), int(entry["time_created_ns"])
     return Call(number, name, tuple(entry["input_dtypes"]), sizes, at, is_done)

@@ -127,7 +127,7 @@ def _different_calls(me: int, rank: int, notes: Notes) -> Verdict | None:
             continue
         for number in sorted(mine[name].calls.keys() & others[name].calls.keys()):
             one, other = mine[name].calls[number], others[name].calls[number]
-            if not one.matches(other):
+            if not (one.is_done or other.is_done or one.matches(other)):
                 return _verdict_on(me, rank, name, one, other, notes)
     return None
 
