@@ -323,6 +323,7 @@ def read_full_optimizer_state(
         ValueError: It is the state of another model.
     """
     groups = read_groups(stored)
+    check_hyperparameters(optimizer, groups, str(stored.where))
     names = names_by_number(groups, built)
     state: dict[str, dict[str, Any]] = {}
     for keys in (*stored.shapes, *stored.objects):
@@ -349,9 +350,8 @@ def _check_names(names: Iterable[str], own: Collection[str], stored: StoredState
 
 def _check_fit(optimizer: torch.optim.Optimizer, model: nn.Module, state: Mapping[str, Any], where: str) -> None:
     """Check that a state is one of this kind of optimizer."""
-    if _is_version_1(model):
-        check_hyperparameters(optimizer, state["param_groups"], where)
-    else:
+    check_hyperparameters(optimizer, state["param_groups"], where)
+    if not _is_version_1(model):
         check_optimizer(
             optimizer, number_state(state, optimizer.param_groups, _present_names(optimizer, model)), where
         )

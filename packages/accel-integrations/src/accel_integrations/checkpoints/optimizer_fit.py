@@ -96,6 +96,8 @@ def check_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]], w
     Raises:
         ValueError: They lack hyperparameters that it needs.
     """
+    if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
     kind = type(optimizer).__name__
     if groups and (missing := _missing_hyperparameters(optimizer, groups)) is not None:
         raise ValueError(

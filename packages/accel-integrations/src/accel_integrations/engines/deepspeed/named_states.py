@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_integrations.checkpoints.load_states import BuiltNames, match_model, names_by_number, read_groups
-from accel_integrations.checkpoints.optimizer_fit import check_optimizer
+from accel_integrations.checkpoints.optimizer_fit import check_hyperparameters, check_optimizer
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
 from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
 from accel_integrations.checkpoints.stored_state import Keys, StoredState
@@ -177,6 +177,8 @@ def _read_optimizer(stored: StoredState, partitions: Partitions, built: BuiltNam
         ValueError: It is that of another model or optimizer, or cannot be joined into flat buffers.
     """
     groups = read_groups(stored)
+    if not type(partitions.optimizer).__module__.startswith("deepspeed."):  # whose Adam has other options than torch's
+        check_hyperparameters(partitions.optimizer, groups, str(stored.where))
     names = names_by_number(groups, built)
     entries: dict[str, dict[str, Keys]] = {}
     for keys in (*stored.shapes, *stored.objects):
