@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from accel_state.watch import watcher
 from accelerate import Accelerator
 
 PATIENCE = float(os.environ.get("MISTAKEN_PATIENCE", "45"))  # seconds, after which a program counts as hanging
@@ -155,6 +156,8 @@ def raises(accelerator, rank):
 
 
 def killed(accelerator, rank):
+    while watcher._current._board is None:  # a process that dies before its first note leaves none
+        time.sleep(0.01)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     accelerator.gather(x())
