@@ -185,6 +185,7 @@ class DeepSpeedEngine(Engine):
         plugin, state = self.plugin, self.context.state
         plugin.set_moe_leaf_modules(model)
         model = self.precision.wrap_forward(self.precision.convert(model))
+        built = None if optimizer is None else _names_in(optimizer, model)
         arguments: dict[str, Any] = {"model": model, "config_params": plugin.deepspeed_config}
         if (config := state.parallelism_config) is not None and uses_ulysses(config):
             self._restore_attention()
@@ -198,7 +199,6 @@ class DeepSpeedEngine(Engine):
         makes_scheduler = getattr(scheduler, "lr_scheduler_callable", None)
         if makes_scheduler is not None or type(scheduler).__name__ in OF_DEEPSPEED:
             arguments["lr_scheduler"] = makes_scheduler or scheduler
-        built = None if optimizer is None else _names_in(optimizer, model)
         with device_as_local_rank(state.device):
             engine, its_optimizer, _, its_scheduler = deepspeed.initialize(**arguments)
         if built is not None:
