@@ -36,12 +36,11 @@ def settings(kind: str) -> dict[str, Any]:
         "fsdp2": {},
         "tp": {"tp_size": 2},
         "hsdp": {"dp_replicate_size": 2, "dp_shard_size": 2},
-        "fsdp2+tp": {"dp_shard_size": 2, "tp_size": 2},
         "ddp+tp": {"dp_replicate_size": 2, "tp_size": 2},
     }[kind]
     handler = TorchTensorParallelConfig(plan=TP_PLAN) if "tp_size" in sizes else None
     made: dict[str, Any] = {"parallelism_config": ParallelismConfig(**sizes, tp_handler=handler) if sizes else None}
-    if kind in ("fsdp2", "hsdp", "fsdp2+tp"):
+    if kind in ("fsdp2", "hsdp"):
         made["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
     return made
 
@@ -65,8 +64,7 @@ def same_as_one_process(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPat
             write_model_folder(make().state_dict(), tmp_path / f"alone{rank}", size)
             model = accelerator.prepare(make())
             with monkeypatch.context() as patch:
-                if kind != "fsdp2+tp":  # which shards one dimension twice
-                    patch.setattr(DTensor, "full_tensor", no_gathering)
+                patch.setattr(DTensor, "full_tensor", no_gathering)
                 accelerator.save_model(model, tmp_path / "joint", max_shard_size=size)
             accelerator.wait_for_everyone()
             assert contents(tmp_path / "joint") == contents(tmp_path / f"alone{rank}")
@@ -84,7 +82,7 @@ def test_files_are_those_of_one_process(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["hsdp", "fsdp2+tp", "ddp+tp"])
+@pytest.mark.parametrize("kind", ["hsdp", "ddp+tp"])
 @ranks(4)
 def test_replicas_write_once(
     rank: int, world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
