@@ -161,7 +161,7 @@ def test_checkpoints_are_left_to_their_keeper(monkeypatch: pytest.MonkeyPatch) -
     accelerator.register_save_state_pre_hook(print)
     accelerator.register_load_state_pre_hook(print)
     assert calls == [
-        ("save_state", ("out", False), {"exclude": 1}),
+        ("save_state", ("out", False), {"async_save": False, "exclude": 1}),
         ("load_state", ("out", {"a": 1}), {"include": 2}),
         ("register_save_state_pre_hook", (print,), {}),
         ("register_load_state_pre_hook", (print,), {}),

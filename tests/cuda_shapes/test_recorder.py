@@ -12,7 +12,8 @@ HARMLESS = {"to the device, not pinned", "pinned", "masked fill", "set by mask",
 
 
 def test_training_has_the_losses_of_a_cpu(machine: GpuMachine) -> None:
-    assert machine.run("planted_waits", "losses", "cuda:5") == machine.run("planted_waits", "losses", "cpu")
+    expected = machine.run("planted_waits", "losses", "cpu")  # by other kernels of the CPU
+    assert machine.run("planted_waits", "losses", "cuda:5") == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", list(CALLS))
