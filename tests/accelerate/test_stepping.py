@@ -102,6 +102,7 @@ def test_accumulate_without_prepare_is_refused() -> None:
     assert accelerator.step == 0
 
 
+@pytest.mark.filterwarnings("ignore:This Accelerator sets gradient_accumulation_steps=1 for all")
 def test_models_may_come_in_a_list_be_unprepared_beside_an_optimizer_or_be_prepared_elsewhere() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     quantised = nn.Linear(1, 1)  # left on its devices, as models with adapters are
