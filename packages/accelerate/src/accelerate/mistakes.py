@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
@@ -37,7 +38,7 @@ class FirstStepCheck:
         self._engine = engine
         self._prepared = prepared
         self.has_gone_backward = False
-        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watched: Notes[Any, bool] = Notes()
 
     def before_first_backward(self) -> None:
         """Warn if several ranks train a model that was not prepared."""
@@ -54,7 +55,7 @@ class FirstStepCheck:
         register: Any = getattr(optimizer.optimizer, "register_step_pre_hook", None)
         if register is None or not self._engine.accumulates_in_grad or optimizer.optimizer in self._watched:
             return
-        self._watched.add(optimizer.optimizer)
+        self._watched[optimizer.optimizer] = True
 
         def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
             handle.remove()

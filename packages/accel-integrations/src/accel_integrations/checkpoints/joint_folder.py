@@ -69,6 +69,11 @@ class JointFolder:
             self.discard()
             raise
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of weights in all files."""
+        return sum(planned.num_bytes - len(planned.header) for planned in self.files.values())
+
     def publish(self, num_bytes: int) -> None:
         """Publish the folder.
 
@@ -78,10 +83,9 @@ class JointFolder:
         Raises:
             RuntimeError: Some byte ranges are missing, or were written twice.
         """
-        wanted = sum(planned.num_bytes - len(planned.header) for planned in self.files.values())
-        if num_bytes != wanted:
+        if num_bytes != self.num_bytes:
             raise RuntimeError(
-                f"The ranks wrote {num_bytes} bytes of weights, but the model has {wanted}. Save with "
+                f"The ranks wrote {num_bytes} bytes of weights, but the model has {self.num_bytes}. Save with "
                 "safe_serialization=False, which gathers the weights on the main process."
             )
         last = SAFETENSORS.index_name if self._index is not None else next(iter(self.files))
