@@ -19,8 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One program for all scenarios, because importing torch costs more than the kills."""
+    return last_line_of("tests.hostile.killed_saves", str(tmp_path_factory.mktemp("kills")))
+
+
+def last_line_of(program: str, *words: str) -> dict[str, Any]:
+    """Run a module of these tests; returns the JSON of its last line."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.killed_saves", str(tmp_path_factory.mktemp("kills"))],
+        [sys.executable, "-m", program, *words],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -28,7 +33,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.thorough
@@ -42,15 +48,6 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(scenario: str, outcomes: d
 
 @pytest.mark.thorough
 def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.killed_while_saving", str(tmp_path), "20"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = last_line_of("tests.hostile.killed_while_saving", str(tmp_path), "20")
     assert found["problems"] == []
     assert found["in a save"] > 0

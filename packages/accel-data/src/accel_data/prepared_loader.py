@@ -156,9 +156,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sampler = None if isinstance(self.dataset, IterableDataset) else batch_sampler_of(self.source)
         if self._reading and isinstance(sampler, SkipBatchSampler):
             sampler.before_first = self._restore_reading
-        draws_here = (
-            self.num_workers == 0 and not self.use_stateful_dataloader
-        )  # torchdata draws the order and reads in one
+        # torchdata draws the order and reads in one call
+        draws_here = self.num_workers == 0 and not self.use_stateful_dataloader
         return ReadAhead(batches, self.epoch_order, draws_here=draws_here)
 
     def _restore_reading(self) -> None:

@@ -20,7 +20,7 @@ from accel_state.watch.notes import ENDED, STANDS, Note, first
 
 Notes = Mapping[int, Note]
 
-SECONDS_ALIKE = 3.0  # how long ranks stand in what looks like one collective before their calls are compared
+SECONDS_EQUAL = 3.0  # how long ranks stand in what looks like one collective before their calls are compared
 SECONDS_IN_A_CIRCLE = 1.0
 SECONDS_AFTER_LEAVING = 0.4
 SECONDS_AFTER_THE_END = 1.0  # the launcher sees with which exit code or error, and ends the others itself
@@ -87,8 +87,13 @@ def may_conflict(own: Note, other: Note, waited: float) -> bool:
         return True
     if other.state != STANDS or not other.kind:
         return False
-    alike = (own.kind, own.group, own.operation, own.data) == (other.kind, other.group, other.operation, other.data)
-    return not alike or waited > SECONDS_ALIKE
+    looks_equal = (own.kind, own.group, own.operation, own.data) == (
+        other.kind,
+        other.group,
+        other.operation,
+        other.data,
+    )
+    return not looks_equal or waited > SECONDS_EQUAL
 
 
 def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mapping[int, float]) -> Verdict | None:
