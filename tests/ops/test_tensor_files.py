@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from accel_ops.tensor_files import (
     DTYPE_NAMES,
@@ -82,6 +83,12 @@ def test_only_the_very_same_tensor_is_tied() -> None:
     assert find_shared_names(state) == [["a", "b"]]
     meta = torch.empty(2, device="meta")
     assert not find_shared_names({"a": meta, "b": torch.empty(2, device="meta")})
+
+
+def test_tensors_that_wrap_others_are_told_apart_by_what_they_wrap() -> None:
+    weight, other = (TwoTensor(torch.ones(2), torch.zeros(2)) for _ in range(2))
+    state = {"a": weight, "b": other, "c": weight.detach()}  # of its own storage torch gives no address
+    assert find_shared_names(state) == [["a", "c"]]
 
 
 def test_a_cleaned_state_dict_is_contiguous_and_has_every_tensor_once() -> None:

@@ -38,9 +38,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # all devices that torch knows
     for kind in _generators():
-        seed_all = getattr(kind.rng_module(), "manual_seed_all", None)
-        if seed_all is not None:
-            seed_all(seed)
+        kind.seed(seed)
     _COMMON_SEEDS.clear()
     if seed != common:
         _COMMON_SEEDS[torch.initial_seed()] = common
@@ -86,9 +84,11 @@ def synchronize_rng_state(rng_type: RNGType | None = None, generator: torch.Gene
         return
     owner = _owner(name, generator)
     shared = owner.get_state() if isinstance(owner, torch.Generator) else owner.get_rng_state()
-    shared = shared if isinstance(shared, torch.Tensor) else torch.tensor(shared)
+    is_number = not isinstance(shared, torch.Tensor)  # XLA's state is its seed
+    shared = torch.tensor(shared) if is_number else shared
     device = shared.device
     shared = broadcast(shared.to(state.device)).to(device)
+    shared = shared.item() if is_number else shared
     if isinstance(owner, torch.Generator):
         owner.set_state(shared)
     else:
@@ -155,10 +155,10 @@ def capture_cpu_rng_state() -> dict[str, Any]:
 
 def same_rng_states(first: Any, second: Any) -> bool:
     """Whether two states of one generator are equal: tensors, arrays, and tuples of them and of numbers."""
-    if isinstance(first, tuple):
-        return len(first) == len(second) and all(map(same_rng_states, first, second))
     if isinstance(first, torch.Tensor):
         return torch.equal(first, second)
+    if isinstance(first, tuple) and not all(isinstance(part, (int, float, tuple, str, type(None))) for part in first):
+        return len(first) == len(second) and all(map(same_rng_states, first, second))
     equal = first == second
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
 

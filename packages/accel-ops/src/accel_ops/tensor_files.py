@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ops.mapped import MappedShard
 from accel_ops.modules import to_local
@@ -33,11 +35,17 @@ logger = logging.getLogger("accelerate.utils.other")
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """An id of a tensor's storage, equal for tensors that share it: device, address and length in bytes.
 
-    For a DTensor, it is that of the local shard.
+    For a DTensor, it is that of the local shard; for another tensor that wraps tensors (torchao's, for one), that of the
+    first of them.
     """
     tensor = to_local(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return id_tensor_storage(getattr(tensor, names[0]))
     if tensor.device.type == "meta":
         return tensor.device, id(tensor), 0  # without memory nothing can be shared
+    if tensor.device.type == "xla":  # its memory has no address that Python could see
+        return tensor.device, sys.modules["torch_xla"]._XLAC._xla_get_tensor_id(tensor), tensor.nbytes
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
