@@ -125,6 +125,17 @@ def test_a_resumed_run_is_the_one_that_never_stopped(world: int, tmp_path: Path)
 
 @pytest.mark.skipif("coverage" in sys.modules, reason="forked workers now and then die under coverage")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("way", ["default", "stateful"])
-def test_workers_make_no_difference(way: str, tmp_path: Path) -> None:
-    assert differences(Cell("shuffled", 2, "shard", "mid", way), tmp_path) == ""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("shuffled", 2, "shard", "mid", "default"),
+        Cell("shuffled", 2, "shard", "mid", "stateful"),
+        Cell("augmented", 2, "dispatch", "second", "alone"),
+        Cell("stream", 2, "shard", "boundary", "alone", persistent=True),
+        Cell("augmented", 2, "split", "last_batch", "default", persistent=True),
+    ],
+    ids=str,
+)
+def test_workers_make_no_difference(cell: Cell, tmp_path: Path) -> None:
+    assert differences(cell, tmp_path) == ""

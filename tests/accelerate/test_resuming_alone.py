@@ -226,7 +226,7 @@ def read_elastically(world: int, folder: str, begins: bool, ends: bool, dispatch
         accelerator.load_state(folder)
     found = []
     for index, batch in enumerate(loader):
-        accelerator.backward(model(batch.float().unsqueeze(1)).square().mean())
+        accelerator.backward(model(batch.float().unsqueeze(1) / 96).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         found.append(gather_object(batch.tolist()))
@@ -234,20 +234,25 @@ def read_elastically(world: int, folder: str, begins: bool, ends: bool, dispatch
             accelerator.save_state(folder)
             break
     if accelerator.is_main_process:
-        Path(folder, f"{seed}.json").write_text(json.dumps(found))
+        weights = [parameter.item() for parameter in model.parameters()]
+        Path(folder, f"{seed}.json").write_text(json.dumps({"batches": found, "weights": weights}))
 
 
 read_elastically.body = read_elastically  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was saved with num_processes")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_the_number_of_processes_changes_and_the_global_order_does_not(dispatch: bool, tmp_path: Path) -> None:
-    orders = []
-    for worlds in ((2, 1, 3, 2), (2, 2, 2, 2)):
+@pytest.mark.parametrize("changing", [(2, 1, 3, 2), (4, 2, 3, 1)])
+def test_the_number_of_processes_changes_and_the_global_order_does_not(
+    changing: tuple[int, ...], dispatch: bool, tmp_path: Path
+) -> None:
+    orders, weights = [], []
+    for worlds in (changing, (changing[0],) * 4):
         folder = tmp_path / str(worlds[1])
         folder.mkdir()
-        found = []
+        found: list[list[int]] = []
         for index, world in enumerate(worlds):
             values = {
                 "folder": str(folder),
@@ -257,7 +262,51 @@ def test_the_number_of_processes_changes_and_the_global_order_does_not(dispatch:
                 "seed": 1 + index,
             }
             POOL.run(read_elastically, world, values, 60)
-            found += json.loads((folder / f"{1 + index}.json").read_text())
+            run = json.loads((folder / f"{1 + index}.json").read_text())
+            found += run["batches"]
         orders.append(found)
+        weights.append(run["weights"])
     assert orders[0] == orders[1]
+    assert weights[0] == pytest.approx(weights[1], rel=1e-6, abs=1e-6)
     assert sorted(sum(orders[0], [])) == list(range(96))
+
+
+def skip_by_hand(rank: int, folder: str, dispatch: bool) -> None:
+    """A run that is saved within its epoch, and one that loads it and drops batches itself."""
+    from accelerate import DataLoaderConfiguration
+
+    orders: list[list[list[int]]] = []
+    for seed in (1, 2):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+        set_seed(seed)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(range(42), 2, shuffle=True))
+        if seed == 2:
+            accelerator.load_state(folder)
+        found = []
+        for step, batch in enumerate(loader):
+            if seed == 2 and step < SAVED_AFTER:
+                continue
+            accelerator.backward(model(batch.float().unsqueeze(1) / 42).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step >= SAVED_AFTER:
+                found.append(batch.tolist())
+            elif step + 1 == SAVED_AFTER:
+                accelerator.save_state(folder)
+        orders.append(found)
+    Path(folder, f"order_{rank}.json").write_text(json.dumps(orders))
+
+
+skip_by_hand.body = skip_by_hand  # type: ignore[attr-defined]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_skipping_by_hand_on_two_ranks(dispatch: bool, tmp_path: Path) -> None:
+    POOL.run(skip_by_hand, 2, {"folder": str(tmp_path), "dispatch": dispatch}, 60)
+    for rank in range(2):
+        whole, resumed = json.loads((tmp_path / f"order_{rank}.json").read_text())
+        assert len(whole) == 11 - SAVED_AFTER
+        assert resumed == whole

@@ -58,9 +58,11 @@ class Cell:
     sharing: str = "shard"
     moment: str = "mid"
     way: str = "default"
+    persistent: bool = False
 
     def __str__(self) -> str:
-        return f"{self.way} {self.kind} {self.sharing} {self.moment} workers={self.workers}"
+        workers = f"workers={self.workers}" + ",persistent" * self.persistent
+        return f"{self.way} {self.kind} {self.sharing} {self.moment} {workers}"
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -138,7 +140,7 @@ class Drawing(Sampler[int]):
 def make_loader(cell: Cell, per_process: int, world: int) -> DataLoader[Any]:
     """The loader as a program builds it."""
     size = per_process * (world if cell.sharing == "split" else 1)
-    options: dict[str, Any] = {"num_workers": cell.workers}
+    options: dict[str, Any] = {"num_workers": cell.workers, "persistent_workers": cell.persistent}
     if cell.kind == "batches":
         sampler: Any = BatchSampler(Drawing(), size, drop_last=False)
         return DataLoader(Numbers(), batch_sampler=sampler, **options)
@@ -214,6 +216,12 @@ class Run:
             for batch in loader:
                 self._step(epoch, batch)
 
+    def end(self) -> None:
+        """End persistent workers; workers forked later would otherwise try to."""
+        iterator = getattr(self.loader.base_dataloader, "_iterator", None)
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+
     def _set_epoch(self, epoch: int) -> None:
         if self.cell.way == "seedable":  # the documented way; the others do without
             self.loader.set_epoch(epoch)
@@ -240,9 +248,11 @@ def differences(cell: Cell, folder: Path) -> str:
     """What differs between the two runs of a cell on this process; nothing where they are the same, bit for bit."""
     whole = Run(cell, folder, seed=1)
     whole.train()
+    whole.end()
     random_numbers = torch.get_rng_state()
     resumed = Run(cell, folder, seed=2)
     resumed.resume()
+    resumed.end()
     found = []
     if [sample for _, sample in whole.seen] != [sample for _, sample in resumed.seen]:
         found.append(f"samples {whole.seen} != {resumed.seen}")
@@ -256,8 +266,13 @@ def differences(cell: Cell, folder: Path) -> str:
 
 def all_cells() -> list[Cell]:
     """The whole matrix."""
-    cells = itertools.starmap(Cell, itertools.product(KINDS, (0, 2), SHARINGS, MOMENTS, WAYS))
-    return list(cells)
+    workers = ((0, False), (2, False), (2, True))
+    return [
+        Cell(kind, count, sharing, moment, way, persistent)
+        for kind, (count, persistent), sharing, moment, way in itertools.product(
+            KINDS, workers, SHARINGS, MOMENTS, WAYS
+        )
+    ]
 
 
 def look_at(cells: list[dict[str, Any]], folder: str, rank: int) -> None:

@@ -179,7 +179,7 @@ class DataLoaderDispatcher(PreparedLoader):
         """The batches that make up each global batch."""
         num_batches = self.reads_per_batch
         waiting: list[Any] = []
-        for batch in self.source:
+        for batch in self._opened():
             self._update_state_dict(finished=False)
             waiting.append(batch)
             if len(waiting) == num_batches:

@@ -19,6 +19,7 @@ from torch.utils.data import (
 
 from accel_data.resuming import Position, Resumption
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, index_sampler, innermost
+from accel_data.worker_reading import STATES_KEY, WorkerStates
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 
 TORCH_SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler, SubsetRandomSampler, SeedableRandomSampler)
@@ -60,7 +61,8 @@ class EpochOrder:
         at_end: True after the last batch of the epoch was yielded.
         batches: Batches of the epoch that were yielded on this process; None while no loader is being iterated.
         reading: The random states from which the batch after the last one yielded was, or is to be, read; empty where
-            reading draws no random numbers.
+            reading draws no random numbers, or workers read.
+        workers: The random states of the workers of a loader that has some.
         first_samples: The leaves of the first samples of the epoch, where this process pads the last batch of all with
             them.
         resumption: After loading a checkpoint made while the loader was iterated, until it is iterated again.
@@ -73,6 +75,7 @@ class EpochOrder:
         self.at_end = False
         self.batches: int | None = None
         self.reading: dict[str, Any] = {}
+        self.workers = WorkerStates()
         self.first_samples: list[torch.Tensor] | None = None
         self.resumption: Resumption | None = None
 
@@ -124,13 +127,27 @@ class EpochOrder:
         state: dict[str, Any] = {"iteration": loader.iteration, "generators": generator_states(loader)}
         if self.start is not None:
             state["epoch_start"] = {**self.start, "epoch": self.epoch}
-            if self.first_samples is not None and (self.reading or isinstance(loader.dataset, IterableDataset)):
+            draws = self.reading or self.workers.have_drawn or isinstance(loader.dataset, IterableDataset)
+            if self.first_samples is not None and draws:
                 state["first_samples"] = self.first_samples  # which reading again would not give
             if self.at_end and loader.iteration == self.epoch:  # nothing is left of it: the next one begins
                 state["iteration"] += 1
             elif self.batches and not loader.use_stateful_dataloader:  # which keeps its position itself
                 state["position"] = Position.of(loader, self.batches).state_dict()
         return state
+
+    def reading_state(self) -> dict[str, Any]:
+        """The random states from which this process and its workers read on; plain data, empty where they do not matter."""
+        within = bool(self.batches)
+        found = dict(self.reading) if within else {}
+        workers = self.workers.state_dict(None if self.at_end else self.batches)
+        return {**found, STATES_KEY: workers} if workers else found
+
+    def restore_reading(self, states: dict[str, Any]) -> None:
+        """Restore `reading_state`, after `restore`."""
+        self.reading = {name: state for name, state in states.items() if name != STATES_KEY}
+        if STATES_KEY in states:
+            self.workers = WorkerStates.from_state(states[STATES_KEY])
 
     @classmethod
     def restore(cls, loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:

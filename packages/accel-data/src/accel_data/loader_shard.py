@@ -78,7 +78,7 @@ class DataLoaderShard(PreparedLoader):
     def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
         device, non_blocking = self.device, self._non_blocking
         uneven = isinstance(self.dataset, SplitStream)
-        batches: Iterator[Any] = iter(self.source)
+        batches: Iterator[Any] = self._opened()
         if uneven:
             batches = UnevenBatches(batches)
         reader, nothing = self._reader(batches), object()

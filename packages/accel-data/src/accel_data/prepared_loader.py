@@ -95,6 +95,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.set_epoch(self.iteration)
         self.begin()
         order.batches = start.num_skipped + skipped
+        order.workers.begin(self.base_dataloader, continues_after=order.batches if is_restored else None)
         try:
             with self._without_first(skipped):
                 batches = self._counted(self._batches(restore_rng))
@@ -142,6 +143,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def source(self) -> Any:
         """What batches are read from: the wrapped loader, or one of the rest of a continued epoch."""
         return self.base_dataloader if self._source is None else self._source
+
+    def _opened(self) -> Iterator[Any]:
+        """The batches of `source`, noting the random states of workers that read them."""
+        source = self.source
+        has_workers = self.num_workers and not self.use_stateful_dataloader  # torchdata keeps their states itself
+        return self.epoch_order.workers.read(source) if has_workers else iter(source)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         order = self.epoch_order

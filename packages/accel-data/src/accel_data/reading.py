@@ -1,5 +1,7 @@
 """The random states that a batch is read from in this process, for datasets that draw random numbers (augmentation).
 
+See `worker_reading` for those of workers.
+
 A loader reads one batch ahead. A checkpoint that is saved meanwhile has the states after that, so a resumed run would draw
 other numbers for that batch: those before it are stored besides.
 """
@@ -17,7 +19,7 @@ from accel_ops.random import capture_cpu_rng_state, same_rng_states
 CHEAP = "torch_manual_seed"
 """The state that is captured before every batch, because that takes 1 us; the others take 40."""
 COMPARED_AT_START = 2
-COMPARED_EVERY = 256
+COMPARED_EVERY = 16
 """At the first batches and at every so-many-th, all states are compared, to find out which ones reading changes."""
 
 
@@ -39,6 +41,7 @@ class ReadAhead:
 
     def next(self, default: Any) -> Any:
         """The next batch, or `default` at the end."""
+        self._order.workers.settle()
         if not self._draws_here:
             return next(self._batches, default)
         compares = self._count < COMPARED_AT_START or self._count % COMPARED_EVERY == 0

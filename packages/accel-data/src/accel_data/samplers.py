@@ -57,6 +57,8 @@ class SkipBatchSampler(BatchSampler):
     num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
     before_first: Callable[[], object] | None = None
     """Called once, before the first batch that is not skipped."""
+    empty_first = 0
+    """So many empty batches come first, once: workers take turns, and these pass to the next one."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -74,6 +76,8 @@ class SkipBatchSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.kept = []
+        empty, self.empty_first = self.empty_first, 0
+        yield from ([] for _ in range(empty))
         for index, batch in enumerate(self.batch_sampler):
             if index < self.num_kept:
                 self.kept.append(list(batch))

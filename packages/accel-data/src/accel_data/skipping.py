@@ -69,6 +69,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: the number of batches to skip must be 0 or more.")
+    if hasattr(dataloader, "without_first"):  # it wraps a prepared loader
+        return dataloader.without_first(num_batches)
     kwargs = copied_arguments(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
     kind = _kind(dataloader)

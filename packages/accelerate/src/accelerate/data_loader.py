@@ -1,5 +1,7 @@
 """Compatibility path for data loaders."""
 
+from typing import Any
+
 from accel_data.adapter import DataLoaderAdapter as DataLoaderAdapter
 from accel_data.adapter import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_data.batch_shard import BatchSamplerShard as BatchSamplerShard
@@ -12,6 +14,15 @@ from accel_data.samplers import SkipBatchSampler as SkipBatchSampler
 from accel_data.samplers import get_sampler as get_sampler
 from accel_data.skipping import SkipDataLoader as SkipDataLoader
 from accel_data.skipping import skip_first_batches as skip_first_batches
+from accel_state.libraries import is_torch_xla_available
 from accelerate.compat.legacy import legacy_getattr
 
-__getattr__ = legacy_getattr(__name__)  # what programs import from here
+_legacy_name = legacy_getattr(__name__)
+
+
+def __getattr__(name: str) -> Any:  # what programs import from here
+    if name == "MpDeviceLoaderWrapper" and is_torch_xla_available():  # its class is torch_xla's
+        from accel_integrations.engines.xla_loader import MpDeviceLoaderWrapper
+
+        return MpDeviceLoaderWrapper
+    return _legacy_name(name)

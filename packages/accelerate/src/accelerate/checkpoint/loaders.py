@@ -38,19 +38,16 @@ def order_state(loader: Any) -> dict[str, Any] | None:
 
 
 def reading_states(loaders: Iterable[Any]) -> dict[int, dict[str, Any]]:
-    """The random states from which this process read the batch that each loader has read ahead, by index."""
+    """The random states from which this process and its workers read on in each loader, by index."""
     orders = {index: getattr(loader, "epoch_order", None) for index, loader in enumerate(loaders)}
-    return {
-        index: order.reading
-        for index, order in orders.items()
-        if order is not None and order.batches and order.reading
-    }
+    states = {index: order.reading_state() for index, order in orders.items() if order is not None}
+    return {index: state for index, state in states.items() if state}
 
 
 def restore_reading(loader: Any, states: dict[str, Any]) -> None:
     """Have the first batch of the continued epoch read from these states."""
     if getattr(loader, "epoch_order", None) is not None:
-        loader.epoch_order.reading = states
+        loader.epoch_order.restore_reading(states)
 
 
 def restore_order(loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:

@@ -1,0 +1,212 @@
+"""The random states of a loader's workers, for datasets that draw random numbers (augmentation).
+
+A worker that reads on in a resumed epoch must draw what it would have drawn. So each worker sends its random states with a
+batch, once reading changes them; a checkpoint stores those after the batches that were yielded, and the workers of the
+resumed epoch begin with them, in the same turn. A stream is read again from its start, with the states from there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from accel_data.samplers import SkipBatchSampler
+from accel_ops.random import capture_cpu_rng_state, restore_rng_state, same_rng_states
+
+RAISED_IN_WORKER = "in DataLoader worker process"
+"""What torch writes into errors of datasets and collators."""
+STATES_KEY = "workers"
+"""Of the random states that a batch is read from, as a checkpoint has them."""
+
+
+class WorkerStates:
+    """In the process of the program: the random states of each worker after the batches that were yielded.
+
+    Attributes:
+        states: Worker to its random states, by generator; of generators that reading changed.
+        next_worker: Which worker has the next turn.
+        num_workers: How many there are; 0 before any was started.
+        are_alive: Whether persistent workers were started, which the next epoch goes on with.
+        were_alive: The same when the epoch under way began.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[int, dict[str, Any]] = {}
+        self.next_worker = 0
+        self.num_workers = 0
+        self.are_alive = self.were_alive = False
+        self._batches: int | None = None  # after which the states are those of a checkpoint
+        self._at_start: dict[int, dict[str, Any]] = {}
+        self._replays = False
+        self._told: dict[int, bytes] = {}
+        self._ahead: list[tuple[int, bytes | None]] = []
+
+    @property
+    def have_drawn(self) -> bool:
+        """Whether reading has drawn random numbers in any of them."""
+        return bool(self.states or self._told)
+
+    def begin(self, source: Any, continues_after: int | None) -> None:
+        """Begin an epoch, or continue one from a checkpoint.
+
+        Args:
+            source: The loader that is read.
+            continues_after: How many batches of the epoch were yielded before; None for an epoch that begins.
+        """
+        self.settle()  # of an epoch that was left
+        saved_after, self._batches = self._batches, None
+        if continues_after is None:
+            self.were_alive = self.are_alive
+        self._replays = isinstance(source.dataset, IterableDataset)
+        self._decode()
+        if continues_after is None or continues_after != saved_after:
+            self.next_worker = 0
+            if not source.persistent_workers or continues_after is not None:
+                self.states = {}
+        self._at_start = self.states
+
+    def note(self, worker: int, told: bytes | None) -> None:
+        """Note what a worker sent with a batch that is read ahead."""
+        self._ahead.append((worker, told))
+
+    def settle(self) -> None:
+        """What was read ahead is yielded."""
+        for worker, told in self._ahead:
+            self.next_worker = (worker + 1) % self.num_workers
+            if told is not None:
+                self._told[worker] = told
+        self._ahead = []
+
+    def state_dict(self, batches: int | None) -> dict[str, Any]:
+        """Plain data; empty where nothing needs to be restored.
+
+        Args:
+            batches: How many batches of the epoch were yielded; None (or 0) where the next epoch begins with those workers
+                that stay alive.
+        """
+        self._decode()
+        if not self.num_workers or not (batches or self.are_alive):
+            return {}
+        return {
+            "batches": batches,
+            "states": self._at_start if batches and self._replays else self.states,
+            "next_worker": self.next_worker if batches and not self._replays else 0,
+            "num_workers": self.num_workers,
+            "were_alive": self.were_alive if batches else self.are_alive,
+        }
+
+    def _decode(self) -> None:
+        self.states = self.states | {worker: pickle.loads(told) for worker, told in self._told.items()}
+        self._told = {}
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> WorkerStates:
+        """What `state_dict` described, for workers that are to be started."""
+        found = cls()
+        found.states = dict(state["states"])
+        found.next_worker, found.num_workers = state["next_worker"], state["num_workers"]
+        found.were_alive = found.are_alive = state["were_alive"]
+        found._batches = state["batches"]
+        return found
+
+    def read(self, source: Any) -> Iterator[Any]:
+        """Iterate a loader with workers, and note what they send with each batch.
+
+        Args:
+            source: A `torch.utils.data.DataLoader` with workers.
+
+        Yields:
+            Its batches.
+        """
+        self._decode()
+        fits = self.num_workers == source.num_workers
+        states = self.states if fits else {}
+        sampler = source.batch_sampler if source.batch_sampler is not None else source.sampler
+        turns = 0
+        if fits and isinstance(sampler, SkipBatchSampler) and getattr(source, "in_order", True):
+            turns = sampler.empty_first = self.next_worker
+        self.num_workers = source.num_workers
+        with _telling_workers(source, states, draws_no_seed=self.were_alive):
+            batches = iter(source)
+        self.are_alive = bool(source.persistent_workers)
+        for _ in range(turns):
+            _drop_empty(batches)
+        for batch, worker, told in batches:
+            self.note(worker, told)
+            yield batch
+
+
+def _drop_empty(batches: Iterator[Any]) -> None:
+    """Drop an empty batch, or the error of a dataset that cannot read one; a worker that died is no such error."""
+    try:
+        next(batches, None)
+    except Exception as error:
+        if RAISED_IN_WORKER not in str(error):
+            raise
+
+
+class TellingWorker:
+    """In a worker: reads as it would, and sends its random states with each batch once reading has changed them.
+
+    Args:
+        collate_fn: That of the loader.
+        worker_init_fn: Likewise.
+        states: Worker to the random states that it begins with.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        worker_init_fn: Callable[[int], None] | None,
+        states: dict[int, dict[str, Any]],
+    ) -> None:
+        self._collate_fn = collate_fn
+        self._worker_init_fn = worker_init_fn
+        self._states = states
+        self._start: dict[str, Any] = {}
+        self._drawn: set[str] = set()
+
+    def begin(self, worker: int) -> None:
+        """Takes the place of `worker_init_fn`."""
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(worker)
+        states = self._states.get(worker, {})
+        restore_rng_state(states)
+        self._start, self._drawn = capture_cpu_rng_state(), set(states)
+
+    def collate(self, samples: Any) -> tuple[Any, int, bytes | None]:
+        """Takes the place of `collate_fn`: the batch, the worker, and its pickled random states; None for no change."""
+        batch = self._collate_fn(samples)
+        info = get_worker_info()
+        assert info is not None
+        now = capture_cpu_rng_state()
+        unknown = now.keys() - self._drawn
+        self._drawn |= {name for name in unknown if not same_rng_states(self._start[name], now[name])}
+        drawn = {name: now[name] for name in self._drawn}
+        return batch, info.id, pickle.dumps(drawn) if drawn else None
+
+
+@contextmanager
+def _telling_workers(source: Any, states: dict[int, dict[str, Any]], *, draws_no_seed: bool) -> Iterator[None]:
+    """A context in which the workers of a loader are started as `TellingWorker`.
+
+    Args:
+        source: The loader.
+        states: Worker to the random states that it begins with.
+        draws_no_seed: Leave the random numbers of this process alone: in the run that is continued these workers were alive,
+            and torch draws a seed whenever it starts some.
+    """
+    own = source.collate_fn, source.worker_init_fn, source.generator
+    worker = TellingWorker(own[0], own[1], states)
+    source.collate_fn, source.worker_init_fn = worker.collate, worker.begin
+    if draws_no_seed and getattr(source, "_iterator", None) is None:
+        source.generator = torch.Generator()
+    try:
+        yield
+    finally:
+        source.collate_fn, source.worker_init_fn, source.generator = own
