@@ -11,8 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from accel_state import devices, hardware, libraries
-from accel_state.devices import DEVICE_KINDS, default_device, detect_device_kind, device_kind, resolve_device
+from accel_ops.random import capture_rng_state, restore_rng_state, set_seed
+from accel_state import devices, hardware, libraries, xla_runtime
+from accel_state.devices import (
+    DEVICE_KINDS,
+    XlaKind,
+    default_device,
+    detect_device_kind,
+    device_kind,
+    resolve_device,
+)
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState
 
@@ -78,6 +86,9 @@ def xla(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     model.rendezvous = model.tags.append  # type: ignore[attr-defined]
     for module in (package, runtime, core, model):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.delenv("XLA_USE_SPMD", raising=False)
+    monkeypatch.setattr(devices, "_SPMD_AT_START", [])
     caches = (libraries.is_torch_xla_available, devices._load)
     for cached in caches:
         cached.cache_clear()
@@ -273,6 +284,42 @@ def test_xla_counts_its_own_processes(xla: Any) -> None:
     assert not hardware.is_bf16_available(ignore_tpu=True)
     with pytest.raises(ValueError, match="check_is_tpu and check_is_gpu are both True"):
         libraries.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_torch_xla_that_only_found_a_cpu_is_not_used(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    monkeypatch.setattr(xla_runtime, "_chosen", [None])  # it was torch_xla that has set it
+    monkeypatch.setattr(xla_runtime, "_has_tpu", lambda: False)
+    assert detect_device_kind().name == "cpu"
+    monkeypatch.setattr(xla_runtime, "_chosen", ["CPU"])
+    assert detect_device_kind().name == "xla"
+    monkeypatch.delenv("PJRT_DEVICE")
+    assert detect_device_kind().name == "cpu"
+    monkeypatch.setenv("XLA_USE_SPMD", "1")
+    assert detect_device_kind().name == "xla"
+    monkeypatch.setattr(libraries, "USE_TORCH_XLA", False)
+    libraries.is_torch_xla_available.cache_clear()
+    assert detect_device_kind().name == "cpu"
+
+
+def test_xla_has_one_state_of_random_numbers_a_seed(xla: Any) -> None:
+    seeds: list[int] = []
+    xla.set_rng_state, xla.get_rng_state = seeds.append, lambda: seeds[-1]
+    set_seed(7)
+    assert seeds == [7]
+    assert capture_rng_state()["xm_seed"] == 7
+    restore_rng_state({"xm_seed": 9})
+    assert seeds == [7, 9]
+
+
+def test_spmd_is_chosen_before_the_device_is(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = detect_device_kind()
+    assert isinstance(kind, XlaKind)
+    kind.device()
+    assert not kind.is_spmd()
+    monkeypatch.setenv("XLA_USE_SPMD", "1")
+    with pytest.raises(RuntimeError, match=r"use_spmd\(\) was called after .* XLA_USE_SPMD=1"):
+        kind.is_spmd()
 
 
 def test_xla_can_be_forbidden(xla: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,11 +83,12 @@ def test_rich_must_be_asked_for(site: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert libraries.is_rich_available()
 
 
-def test_megatron_core_alone_is_not_megatron_lm(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site / "megatron" / "core").mkdir(parents=True)
+def test_megatron_core_is_needed_and_asked_for(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (site / "megatron" / "energy").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(site)])  # where no other part of the package is installed
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     assert not libraries.is_megatron_lm_available()
-    (site / "megatron" / "training").mkdir()
+    (site / "megatron" / "core").mkdir()
     assert libraries.is_megatron_lm_available()
     monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "false")
     assert not libraries.is_megatron_lm_available()

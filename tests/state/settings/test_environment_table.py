@@ -81,7 +81,7 @@ ROWS: list[tuple[str, str, str, Any, str, Any]] = [
     ("megatron", "MEGATRON_LM_ATTENTION_DROPOUT", "attention_dropout", 0.0, "0.5", 0.5),
     ("megatron", "MEGATRON_LM_ATTENTION_SOFTMAX_IN_FP32", "attention_softmax_in_fp32", True, "false", False),
     ("megatron", "MEGATRON_LM_CALCULATE_PER_TOKEN_LOSS", "calculate_per_token_loss", True, "false", False),
-    ("megatron", "MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "context_parallel_size", 2, "1", 1),
+    ("megatron", "MEGATRON_LM_CONTEXT_PARALLEL_SIZE", "context_parallel_size", 1, "2", 2),
     (
         "megatron",
         "MEGATRON_LM_DECODER_LAST_PIPELINE_NUM_LAYERS",

@@ -8,7 +8,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state.enums import DistributedType, DynamoBackend, PrecisionType
-from accel_state.environment import parse_choice_from_env
+from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.errors import missing_library
 from accel_state.guessing import closest
 from accel_state.kernel import check_os_kernel
@@ -149,7 +149,9 @@ class AcceleratorState(ProcessPlace):
             self._check_parallelism(parallelism_config)
             self.device_mesh = parallelism_config.get_device_mesh(self.device.type)
         if self.distributed_type == DistributedType.XLA and self._mixed_precision == "bf16":
-            self._use_xla_bf16()
+            self.downcast_bfloat = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
+            if self.downcast_bfloat:  # otherwise autocast computes in it, and parameters stay float32
+                os.environ["XLA_DOWNCAST_BF16"] = "1"
         if self.device.type == "cuda" and self._mixed_precision == "no" and self._compiles:
             import torch
 
@@ -181,6 +183,8 @@ class AcceleratorState(ProcessPlace):
                         f"{', '.join(sorted(plugin.works_on))}."
                     )
         for argument, plugin in engines.items():
+            if kind_of(self.device).name in plugin.left_to_device:
+                continue
             if self.backend is None and not plugin.starts_own_group:
                 warn_user(
                     f"{argument} has no effect: it needs several processes, and this run has one. "
@@ -198,14 +202,10 @@ class AcceleratorState(ProcessPlace):
                 plugin.select(_from_accelerator_state=True)
 
     def _check_parallelism(self, config: ParallelismConfig) -> None:
+        kind_of(self.device).check_mesh_dims(config.active_mesh_dims)
         config.check_world_size(self.num_processes)
         if self.plugin is not None:
             self.plugin.check_mesh(config)
-
-    def _use_xla_bf16(self) -> None:
-        self.downcast_bfloat = bool(os.environ.get("ACCELERATE_DOWNCAST_BF16"))
-        os.environ["XLA_USE_BF16"] = str(int(not self.downcast_bfloat))
-        os.environ["XLA_DOWNCAST_BF16"] = str(int(self.downcast_bfloat))
 
     def _check_same(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -17,8 +17,8 @@ import torch
 from accel_state.clusters import ClusterPlace
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
-from accel_state.libraries import is_torch_xla_available
 from accel_state.nvidia import avoid_unsupported_transfers, check_cuda_fp8_capability
+from accel_state.xla_runtime import is_spmd, is_wanted
 
 
 @functools.cache
@@ -164,7 +164,26 @@ class DeviceKind:
         module = self.module()
         return module if hasattr(module, "get_rng_state") else None
 
+    def seed(self, seed: int) -> None:
+        """Seed the generators of all its devices."""
+        seed_all = getattr(self.rng_module(), "manual_seed_all", None)
+        if seed_all is not None:
+            seed_all(seed)
+
+    def synchronize(self) -> None:
+        """Wait until this process's device has done all work, where it works on its own."""
+        wait = getattr(self.module(), "synchronize", None)
+        if wait is not None:
+            wait()
+
     # ---- processes ----------------------------------------------------------------------------------------------
+
+    def check_mesh_dims(self, active: Sequence[str]) -> None:
+        """Raise an error for dimensions of a device mesh along which it cannot train.
+
+        Args:
+            active: The names of the dimensions in use.
+        """
 
     def load_backend(self) -> None:
         """Import the library that registers the backend with `torch.distributed`, where there is one."""
@@ -193,19 +212,54 @@ class XlaKind(DeviceKind):
         return importlib.import_module("torch_xla.core.xla_model") if _load("torch_xla") else None
 
     def is_available(self) -> bool:
-        """Whether torch_xla is installed and `USE_TORCH_XLA` does not forbid it."""
-        return is_torch_xla_available() and _load("torch_xla")
+        """Whether torch_xla is installed, its devices are wanted, and `USE_TORCH_XLA` does not forbid it."""
+        return is_wanted() and _load("torch_xla")
 
     def device_count(self) -> int:
         """The number of devices of all processes together."""
         return int(self._runtime().global_runtime_device_count()) if self.is_available() else 0
 
     def device(self, index: int | None = None) -> torch.device:
-        """The device of this process, whatever the number."""
+        """The device of this process, whatever the number; from now on, `torch_xla.runtime.use_spmd()` comes too late."""
+        if not _SPMD_AT_START:
+            _SPMD_AT_START.append(is_spmd())
         return importlib.import_module("torch_xla").device()
+
+    def is_spmd(self) -> bool:
+        """Whether this process drives all devices.
+
+        Raises:
+            RuntimeError: When `torch_xla.runtime.use_spmd()` was called after the device of this process was chosen.
+        """
+        if _SPMD_AT_START and is_spmd() != _SPMD_AT_START[0]:
+            raise RuntimeError(
+                "torch_xla.runtime.use_spmd() was called after the first PartialState, Accelerator or TrainingArguments "
+                "had chosen one device. Call it at the start of the program, or set XLA_USE_SPMD=1."
+            )
+        return is_spmd()
 
     def empty_cache(self) -> None:
         """Nothing to do: the compiler plans the memory."""
+
+    def seed(self, seed: int) -> None:
+        """Seed the generator of this process's device, which has no other state than its seed."""
+        self.module().set_rng_state(seed)
+
+    def synchronize(self) -> None:
+        """Run what was recorded, and wait for it."""
+        importlib.import_module("torch_xla").sync(wait=True)
+
+    def check_mesh_dims(self, active: Sequence[str]) -> None:
+        """Raise an error for all of them: torch_xla has a mesh of its own.
+
+        Raises:
+            ValueError: Naming them.
+        """
+        if active:
+            raise ValueError(
+                f"ParallelismConfig uses {', '.join(active)}, but XLA devices are arranged by torch_xla: leave it out, call "
+                "torch_xla.runtime.use_spmd() and, to shard parameters, pass FullyShardedDataParallelPlugin(fsdp_version=2)."
+            )
 
     def own_place(self) -> ClusterPlace | None:
         """Rank and world size as the XLA runtime sets them."""
@@ -227,6 +281,9 @@ class XlaKind(DeviceKind):
         return importlib.import_module("torch_xla.runtime")
 
 
+_SPMD_AT_START: list[bool] = []
+"""Whether one process drove all devices when the device of this process was chosen."""
+
 # In the order of preference: the first kind that is available is used. CPU comes last and always is.
 DEVICE_KINDS: tuple[DeviceKind, ...] = (
     XlaKind(
@@ -238,6 +295,9 @@ DEVICE_KINDS: tuple[DeviceKind, ...] = (
         backend_library="torch_xla.distributed.xla_backend",
         numbered=False,
         bf16=True,
+        fp16=False,
+        fp8=False,
+        instead_of_fp8="bf16",
         always_distributed=True,
     ),
     DeviceKind(

@@ -200,12 +200,12 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """True when `ACCELERATE_USE_MEGATRON_LM` asks for Megatron-LM and its training package is installed."""
+    """True when `ACCELERATE_USE_MEGATRON_LM` asks for Megatron-LM and megatron-core is installed."""
     if not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
         return False
     spec = find_spec("megatron")
     folders = spec.submodule_search_locations if spec else None
-    return any(os.path.isdir(os.path.join(folder, "training")) for folder in folders or ())  # megatron-core lacks it
+    return any(os.path.isdir(os.path.join(folder, "core")) for folder in folders or ())
 
 
 def is_pippy_available() -> bool:

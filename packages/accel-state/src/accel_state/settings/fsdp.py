@@ -140,7 +140,8 @@ class FullyShardedDataParallelPlugin(Plugin):
     """
 
     distributed_type: ClassVar[DistributedType] = DistributedType.FSDP
-    works_on: ClassVar[frozenset[str]] = VENDOR_KINDS | {"cpu"}
+    works_on: ClassVar[frozenset[str]] = VENDOR_KINDS | {"cpu", "xla"}
+    left_to_device: ClassVar[frozenset[str]] = frozenset({"xla"})
 
     fsdp_version: int = option(
         None,

@@ -26,7 +26,7 @@ from accel_state.settings.option import (
     resolve_options,
     suggested,
 )
-from accel_state.settings.plugin import Plugin, RunSoFar
+from accel_state.settings.plugin import VENDOR_KINDS, Plugin, RunSoFar
 from accel_state.warning import warn_user
 
 NOT_NEGATIVE = Kind(
@@ -167,6 +167,7 @@ class MegatronLMPlugin(Plugin):
     """
 
     distributed_type: ClassVar[DistributedType] = DistributedType.MEGATRON_LM
+    works_on: ClassVar[frozenset[str]] = VENDOR_KINDS | {"cpu"}
     main_process: ClassVar[Literal["first", "last"]] = "last"  # only the last pipeline stage has the loss
 
     tp_degree: int = _launched("tp_degree", SIZE, 1, "Tensor parallel size.")
@@ -207,7 +208,7 @@ class MegatronLMPlugin(Plugin):
         "attention_backend", BOOLEAN, True, "Let Megatron choose the attention implementation."
     )
     expert_model_parallel_size: int = _if_given("expert_model_parallel_size", SIZE, 1, "Expert parallel size.")
-    context_parallel_size: int = _if_given("context_parallel_size", SIZE, 2, "Context parallel size.")
+    context_parallel_size: int = _if_given("context_parallel_size", SIZE, 1, "Context parallel size.")
     attention_dropout: float = _if_given("attention_dropout", PROBABILITY, 0.0, "Attention dropout.")
     hidden_dropout: float = _if_given("hidden_dropout", PROBABILITY, 0.0, "Hidden dropout.")
     attention_softmax_in_fp32: bool = _if_given(

@@ -46,6 +46,8 @@ class Plugin:
     """The distributed type of a run with it; None when the plugin does not change it."""
     works_on: ClassVar[frozenset[str]] = VENDOR_KINDS
     """Names of the device kinds it can train on."""
+    left_to_device: ClassVar[frozenset[str]] = frozenset()
+    """Names of those device kinds whose own engine reads it, so that it does not change the distributed type."""
     main_process: ClassVar[Literal["first", "last"]] = "first"
     """Whether the process of the first or of the last rank is the main process."""
     starts_own_group: ClassVar[bool] = False
