@@ -14,6 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
+XLA = ROOT / ".venv-xla"
+XLA_PYTHON, XLA_VERSIONS = "3.11", ("torch==2.9.0", "torch_xla==2.9.0", "transformers>=5.0")
 LOWEST = ROOT / ".venv-lowest"
 LOWEST_PYTHON = "3.11"
 SAGEMAKER = "sagemaker>=2.232,<3"
@@ -160,6 +162,27 @@ def quantization(arguments: list[str]) -> int:
     return apart("quantization", tests, arguments)
 
 
+def megatron(arguments: list[str]) -> int:
+    """Train with Megatron-LM on the real megatron-core, on the CPU, in an environment of its own."""
+    return apart("megatron", ["tests/megatron"], arguments)
+
+
+def xla(arguments: list[str]) -> int:
+    """Try training through the real torch_xla, on its CPU runtime, in an environment of its own.
+
+    It is not in the lock: torch_xla needs an older torch.
+    """
+    python = str(XLA / "bin" / "python")
+    ours = [part for name in sorted(PACKAGES.iterdir()) for part in ("-e", str(name))]
+    install = ["uv", "pip", "install", "-q", "--no-config", "--python", python, *ours, *XLA_VERSIONS]
+    code = run("uv", "venv", "-q", "--allow-existing", "--python", XLA_PYTHON, str(XLA)) or run(
+        *install, "--group", "dev", "setuptools"
+    )
+    return code or run(
+        python, "-m", "pytest", "tests/xla", *arguments, OMP_NUM_THREADS="1", VIRTUAL_ENV="", LIBRARIES_REQUIRED="1"
+    )
+
+
 def sagemaker(arguments: list[str]) -> int:
     """Start a job with the real SDK of Amazon SageMaker, whose answers are made up, in an environment of its own.
 
@@ -202,6 +225,8 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         test,
         trackers,
         quantization,
+        megatron,
+        xla,
         sagemaker,
         cover,
         lint,

@@ -29,7 +29,7 @@ PACKAGES = (
     "accel_cli",
     "accelerate.compat",
 )
-LOADED_BY_HAND = ("deepspeed", "transformer", "torchao", "fleet", "__main__")
+LOADED_BY_HAND = ("deepspeed", "xla_loader", "transformer", "torchao", "fleet", "__main__")
 NEEDS_LIBRARIES = {"AORecipeKwargs", "FullyShardedDataParallelPlugin", "TorchTensorParallelPlugin"}
 """Settings whose types are those of libraries, or parts of torch, that are imported only in use."""
 

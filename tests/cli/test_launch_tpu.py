@@ -65,10 +65,12 @@ def test_a_function_of_the_script_is_called(torch_xla: dict[str, str]) -> None:
     count, said = done.stdout.splitlines()
     assert count == "nprocs None"  # torch_xla takes all cores
     assert json.loads(said) == {
-        "argv": ["--lr", "1"], "XLA_USE_BF16": "1", "ACCELERATE_MIXED_PRECISION": "bf16", "FORK_LAUNCHED": "1",
+        "argv": ["--lr", "1"], "XLA_USE_BF16": None, "ACCELERATE_MIXED_PRECISION": "bf16", "FORK_LAUNCHED": "1",
     }  # fmt: skip
     words = ["--num_processes", "1", "--main_training_function", "train", "-m", "train"]
     assert launch(*words, environ=torch_xla).stdout.splitlines() == ["nprocs 1", "train"]
+    alone = launch(*words, environ=torch_xla | {"XLA_USE_SPMD": "1"})
+    assert alone.stdout.splitlines() == ["train"], alone.stderr  # SPMD: this process drives all cores
     done = launch("--main_training_function", "trian", "train.py", environ=torch_xla)
     assert done.returncode == 2
     assert "'train.py' has no function 'trian'" in done.stderr
@@ -87,7 +89,7 @@ def test_without_torch_xla(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 @pytest.mark.parametrize(
     ("words", "variables"),
     [
-        (["--mixed_precision", "bf16"], {"XLA_USE_BF16": "1"}),
+        (["--mixed_precision", "bf16"], {}),  # autocast does it, and keeps parameters in float32
         (
             ["--mixed_precision", "bf16", "--downcast_bf16"],
             {"XLA_DOWNCAST_BF16": "1", "ACCELERATE_DOWNCAST_BF16": "true"},
@@ -111,7 +113,7 @@ def test_a_pod() -> None:
     plan = plan_of("--config_file", file, "train.py", "--lr", "1")
     assert plan.runner == "tpu_pod"
     assert " ".join(plan.argv[1:]) == (
-        "-m torch_xla.distributed.xla_dist --tpu pod --vm a --vm b --env Q=2 --env XLA_USE_BF16=1 "
+        "-m torch_xla.distributed.xla_dist --tpu pod --vm a --vm b --env Q=2 "
         "--env ACCELERATE_IN_TPU_POD=1 --env ACCELERATE_DEBUG_MODE=true --restart-tpuvm-pod-server -- "
         "sudo accelerate-launch --tpu --no_tpu_cluster --num_machines 1 --mixed_precision bf16 --dynamo_backend no "
         "--num_processes 8 --main_training_function train train.py --lr 1"
@@ -156,7 +158,7 @@ def test_functions_for_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     args = launch_command_parser().parse_args(["--tpu", "--mixed_precision", "bf16", "--debug", "train.py"])
     given = {"Q": "1"}
     assert old_utils.prepare_tpu(args, given) == (args, given)
-    assert given == {"Q": "1", "XLA_USE_BF16": "1", "ACCELERATE_DEBUG_MODE": "true"}
+    assert given == {"Q": "1", "ACCELERATE_DEBUG_MODE": "true"}
     args.tpu_vm, args.tpu_name = ["a"], "pod"
     old_utils.prepare_tpu(args, {}, True)
     assert (args.vm, args.tpu) == (["a"], "pod")

@@ -174,6 +174,9 @@ def test_tied_weights_stay_tied(rank: int, world: int) -> None:
         optimizer.zero_grad()
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     assert model.head.weight is model.embedding.weight
+    state = accelerator.get_state_dict(model)
+    assert bool(state) == (rank == 0)
+    assert not state or state["head.weight"] is state["embedding.weight"]  # one copy, in memory and in files
     twin = make_model(tied=True)
     stepper = torch.optim.SGD(twin.parameters(), lr=0.1)
     for expected in losses:

@@ -113,7 +113,7 @@ def test_tied_parameters_stay_one() -> None:
     model = accelerator_with().prepare(make_model(tied=True))
     assert model.embedding.weight is model.head.weight
     tokens = torch.arange(8).view(1, 8)
-    assert torch.allclose(model(tokens), make_model(tied=True)(tokens), atol=1e-6)
+    assert torch.allclose(model(tokens), make_model(tied=True)(tokens), atol=1e-5)
 
 
 @ranks(2)

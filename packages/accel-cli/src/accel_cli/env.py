@@ -145,6 +145,19 @@ def _accelerators() -> str:
     return f"{kind.device_count()} x {kind.name} {name}".rstrip()
 
 
+def _device_libraries() -> str:
+    """The libraries of other vendors' devices that are installed, and whether they have found one."""
+    from accel_state.devices import DEVICE_KINDS
+    from accel_state.libraries import is_installed
+
+    found = []
+    for kind in DEVICE_KINDS:
+        if kind.library is not None and is_installed(package := kind.library.partition(".")[0]):
+            count = kind.device_count()
+            found.append(f"{package} ({f'{count} x {kind.name}' if count else 'no device'})")
+    return ", ".join(found) or "none"
+
+
 FACTS: dict[str, Callable[[], str]] = {
     "`Accelerate` version": lambda: _version("accelerate"),
     "Platform": _platform,
@@ -152,6 +165,7 @@ FACTS: dict[str, Callable[[], str]] = {
     "Python version": _python,
     "PyTorch version": _torch,
     "PyTorch accelerators": _accelerators,
+    "Device libraries": _device_libraries,
     "CPU cores": lambda: str(os.cpu_count()),
     "System RAM": _memory,
 }

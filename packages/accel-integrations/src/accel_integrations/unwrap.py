@@ -16,7 +16,9 @@ WRAPPERS = {
     "torch.nn.parallel.data_parallel": "DataParallel",
     "torch.distributed.fsdp": "FullyShardedDataParallel",
     "deepspeed": "DeepSpeedEngine",
+    "torch_xla.experimental.spmd_fully_sharded_data_parallel": "SpmdFullyShardedDataParallel",
     "accel_integrations.parallel.pipeline.model": "PipelinedModel",
+    "accel_integrations.engines.megatron.model": "MegatronEngine",
 }
 
 

@@ -969,7 +969,9 @@ class Accelerator:
                 metric.add(predictions, targets)
             ```
         """
-        return gather_for_metrics(input_data, use_gather_object, self.gradient_state, self.parallelism_config)
+        return gather_for_metrics(
+            input_data, use_gather_object, self.gradient_state, self.parallelism_config, self.engine.readers
+        )
 
     def reduce(
         self, tensor: Any, reduction: Literal["sum", "mean", "none", "max", "min"] = "sum", scale: float = 1.0

@@ -26,7 +26,11 @@ logger = get_logger(__name__)
 
 
 def gather_for_metrics(
-    input_data: Any, use_gather_object: bool, state: GradientState, config: ParallelismConfig | None = None
+    input_data: Any,
+    use_gather_object: bool,
+    state: GradientState,
+    config: ParallelismConfig | None = None,
+    readers: Any = None,
 ) -> Any:
     """Gather a batch's results and drop those of samples that only padded the last batch.
 
@@ -37,6 +41,7 @@ def gather_for_metrics(
         use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
         state: Has the data loader that is being iterated, or was left at its last batch.
         config: Says which ranks have the same batch; None if all have different ones.
+        readers: The process group of ranks with different batches, where the engine has one of its own.
 
     Returns:
         Tensors in the same nested structure, concatenated over processes; objects as one list.
@@ -45,7 +50,11 @@ def gather_for_metrics(
     if real is not None:  # this rank's shard of a stream has ended before others', and repeats samples as padding
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
-    gathered = _gather_batches(input_data, as_objects, config)
+    gathered = (
+        _gather_batches(input_data, as_objects, config)
+        if readers is None
+        else _gather_over(input_data, as_objects, readers)
+    )
     left = None if state.in_dataloader else state.left_dataloader
     if left is not None:
         remainder = left.remainder if _is_last_round(gathered, left) else 0
@@ -83,10 +92,13 @@ def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | Non
     mesh = config.axis_mesh("dp")
     if mesh is None:  # all ranks have the same batch
         return data if as_objects else recursively_apply(torch.atleast_1d, data)
-    group = mesh.get_group()
+    return _gather_over(data, as_objects, mesh.get_group())
+
+
+def _gather_over(data: Any, as_objects: bool, group: Any) -> Any:
     if not as_objects:
         return gather_leaves(data, "gather_for_metrics", PartialState(), group)
-    found: list[Any] = [None] * mesh.size()
+    found: list[Any] = [None] * dist.get_world_size(group)
     report_progress()
     dist.all_gather_object(found, data, group=host_group(group) or group)
     return [item for items in found for item in items]

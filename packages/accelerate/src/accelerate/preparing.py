@@ -157,15 +157,16 @@ class Preparer:
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
             place, settings = self.engine.data_place(), self.loader_settings
+            dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
             data_loader = prepare_data_loader(
-                data_loader,
+                self.engine.start_loader(data_loader, settings),
                 self.state.device,
                 num_processes=place.count,
                 process_index=place.index,
                 split_batches=settings.split_batches,
                 put_on_device=self._placed(device_placement),
                 rng_types=list(self.rng_types),
-                dispatch_batches=settings.dispatch_batches,
+                dispatch_batches=dispatches,
                 even_batches=settings.even_batches,
                 slice_fn_for_dispatch=slice_fn_for_dispatch,
                 use_seedable_sampler=settings.use_seedable_sampler,

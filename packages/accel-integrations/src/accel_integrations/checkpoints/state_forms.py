@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_integrations.checkpoints.pending import FileWriter
+from accel_integrations.parallel.full_state import unshard_state_dict
 from accel_integrations.prepared.parameters import plain_name
 from accel_ops.filenames import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_ops.files import check_loadable
@@ -84,10 +85,13 @@ def without_compilation(model: Any) -> nn.Module:
 def full_model_state(model: nn.Module) -> dict[str, Any]:
     """A model's full state dict in CPU memory on the main process, an empty one on other ranks; all ranks call this.
 
-    Tensors are all-gathered one at a time; only the main process keeps them.
+    Tensors are all-gathered one at a time; only the main process keeps them. Tied parameters are one tensor.
     """
-    state: dict[str, Any] = gather_on_first(model_state(model))
-    return state
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    state = unshard_state_dict(model_state(model), keep=is_first)
+    if not is_first:
+        return {}
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def gather_on_first(value: Any) -> Any:

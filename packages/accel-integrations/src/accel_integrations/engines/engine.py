@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
+    from torch.utils.data import DataLoader
 
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient_state import GradientState
     from accel_state.settings.compile import TorchDynamoPlugin
+    from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.handlers import Handlers
 
 
@@ -76,6 +78,8 @@ class Engine(ABC):
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     accumulates_in_grad: ClassVar[bool] = False
     """True where the gradients of an open accumulation window are in `.grad`, so that checkpoints may hold them."""
+    dispatches_streams: ClassVar[bool] = True
+    """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
     compiles_in_place: ClassVar[bool] = False
     """True where repeated blocks must be compiled in place, because the engine keeps references to these modules."""
 
@@ -121,6 +125,11 @@ class Engine(ABC):
         if state.parallelism_config is not None:
             return state.parallelism_config.data_place(state.process_index, state.num_processes)
         return DataPlace(state.process_index, state.num_processes)
+
+    @property
+    def readers(self) -> Any:
+        """The process group of ranks that read different batches, where `parallelism_config` does not say it; else None."""
+        return None
 
     def make_step_average(self) -> StepAverage:
         """How losses are divided where every micro-batch has the same weight."""
@@ -183,6 +192,18 @@ class Engine(ABC):
             step_with_optimizer=self.context.step_scheduler_with_optimizer,
             split_batches=self.context.split_batches,
         )
+
+    def start_loader(self, loader: DataLoader[Any], settings: DataLoaderConfiguration) -> DataLoader[Any]:
+        """The data loader of which this process reads its shard, before it is prepared.
+
+        Args:
+            loader: The user's.
+            settings: How data loaders shard their data over the ranks.
+
+        Raises:
+            ValueError: It cannot be read so.
+        """
+        return loader
 
     def finish_loader(self, loader: Any) -> Any:
         """Finish a prepared data loader: each rank yields its shard of the sequences along the "sp" mesh dimension."""

@@ -14,7 +14,7 @@ from accel_state.enums import DistributedType
 
 DATA_PARALLEL = "accel_integrations.engines.ddp:DDPEngine"
 
-ENGINES: dict[str, str | None] = {
+ENGINES: dict[str, str] = {
     "NO": "accel_integrations.engines.single:SingleEngine",
     "MULTI_CPU": DATA_PARALLEL,
     "MULTI_GPU": DATA_PARALLEL,
@@ -28,11 +28,11 @@ ENGINES: dict[str, str | None] = {
     "FSDP": "accel_integrations.engines.fsdp1:FSDP1Engine",
     "FSDP2": "accel_integrations.engines.fsdp2:FSDP2Engine",
     "DEEPSPEED": "accel_integrations.engines.deepspeed.engine:DeepSpeedEngine",
-    "MEGATRON_LM": None,
-    "XLA": None,
+    "MEGATRON_LM": "accel_integrations.engines.megatron.engine:MegatronLMEngine",
+    "XLA": "accel_integrations.engines.xla:XlaEngine",
 }
-"""Engine class by distributed type (FSDP has one per version); None for those of a later release. Other names are
-looked up among the `accelerate.engines` entry points of installed packages.
+"""Engine class by distributed type (FSDP has one per version). Other names are looked up among the `accelerate.engines` entry
+points of installed packages.
 """
 
 ENTRY_POINTS = "accelerate.engines"
@@ -53,10 +53,8 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     for entry in entry_points(group=ENTRY_POINTS, name=name):
         loaded: type[Engine] = entry.load()
         return loaded
-    known = ", ".join(name for name, where in ENGINES.items() if where is not None)
-    problem = "comes with a later release" if name in ENGINES else "is not known"
     raise NotImplementedError(
-        f"The engine for distributed_type={name!r} {problem}; there are engines for {known}. Leave out the plugin or "
+        f"The engine for distributed_type={name!r} is not known; there are engines for {', '.join(ENGINES)}. Leave out the plugin or "
         f"flag that asks for {name}, or install a package that registers an engine of this name in the entry point "
         f"group {ENTRY_POINTS!r}."
     )

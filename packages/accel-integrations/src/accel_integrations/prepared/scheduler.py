@@ -33,6 +33,8 @@ class AcceleratedScheduler:
     gradient_state: GradientState
 
     has_own_file = True
+    num_devices: int = 1
+    """How many devices of each process compute on different batches."""
 
     def __init__(
         self, scheduler: Any, optimizers: Any, step_with_optimizer: bool = True, split_batches: bool = False
@@ -45,7 +47,12 @@ class AcceleratedScheduler:
 
     def _join_this_process(self) -> None:
         self.gradient_state = GradientState()
-        self._steps_per_call = 1 if self.split_batches else _num_batches_at_a_time()
+        self._steps_per_call = 1 if self.split_batches else _num_batches_at_a_time() * self.num_devices
+
+    def count_devices(self, num_devices: int) -> None:
+        """Step for the batches of that many devices of each process."""
+        self.num_devices = num_devices
+        self._join_this_process()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy, in the state of this process."""

@@ -1,4 +1,4 @@
-"""Compatibility path for names for Megatron-LM; there is no engine for it yet."""
+"""Compatibility path for names for Megatron-LM."""
 
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler as AcceleratedScheduler

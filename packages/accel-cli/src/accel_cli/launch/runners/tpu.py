@@ -13,6 +13,7 @@ from accel_cli.errors import UsageError, did_you_mean
 from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.plan import Plan, environment
 from accel_cli.launch.settings import ROWS, LaunchSettings
+from accel_state.xla_runtime import is_spmd
 
 DEFAULT_FUNCTION = "main"
 IN_POD = "ACCELERATE_IN_TPU_POD"
@@ -72,9 +73,9 @@ def _value(settings: LaunchSettings, name: str) -> Any:
 
 def xla_variables(settings: LaunchSettings) -> dict[str, str]:
     """Return the environment variables of torch_xla."""
-    if str(settings.mixed_precision).lower() != "bf16":
-        return {}
-    return {"XLA_DOWNCAST_BF16" if settings.downcast_bf16 else "XLA_USE_BF16": "1"}
+    # not XLA_USE_BF16, which would round parameters too: autocast computes in bfloat16
+    downcasts = str(settings.mixed_precision).lower() == "bf16" and settings.downcast_bf16
+    return {"XLA_DOWNCAST_BF16": "1"} if downcasts else {}
 
 
 def load_function(script: str, name: str, *, is_module: bool) -> Callable[..., Any]:
@@ -134,12 +135,19 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _call_here(function: Callable[..., Any], args: tuple[Any, ...], **options: Any) -> None:
+    """Call a function in this process, which drives all cores: torch_xla starts no others under SPMD."""
+    function(0, *args)
+
+
 def spawner() -> Callable[..., Any]:
     """Find the function of torch_xla that starts a process on every core.
 
     Raises:
         ValueError: torch_xla cannot be imported.
     """
+    if is_spmd():
+        return _call_here
     try:
         return import_module("torch_xla.distributed.xla_multiprocessing").spawn
     except ImportError as error:

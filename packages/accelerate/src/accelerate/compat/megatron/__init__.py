@@ -1,1 +1,1 @@
-"""Shims for names that programs for Megatron-LM import. What needs its training package raises `NotImplementedError`."""
+"""Names that programs for Megatron-LM import. What needs the package megatron.training raises `NotImplementedError`."""

@@ -1,0 +1,1 @@
+"""The engine for Megatron-LM, on megatron-core."""

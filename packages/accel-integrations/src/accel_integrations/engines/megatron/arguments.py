@@ -1,0 +1,153 @@
+"""The model, optimizer and scheduler among the arguments of `prepare`, and whether Megatron-LM can train them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_integrations.megatron_dummies import NO_DATASETS, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+from accel_integrations.prepared.prepared import is_prepared
+from accel_integrations.prepared.scheduler import AcceleratedScheduler
+
+
+@dataclass
+class Arguments:
+    """Positions of what is prepared together; None where there is none."""
+
+    model: int | None = None
+    optimizer: int | None = None
+    scheduler: int | None = None
+
+    @classmethod
+    def find(cls, objects: Sequence[Any], has_model: bool) -> Arguments:
+        """Find them.
+
+        Args:
+            objects: The arguments of `prepare`.
+            has_model: Whether a model was prepared before.
+
+        Raises:
+            ValueError: For two of a kind, or an optimizer without its model.
+            NotImplementedError: For a `MegatronLMDummyDataLoader`.
+        """
+        found = cls()
+        for index, item in enumerate(objects):
+            if isinstance(item, MegatronLMDummyDataLoader):
+                raise NotImplementedError(NO_DATASETS)
+            kind = _kind_of(item)
+            if kind is None:
+                continue
+            if getattr(found, kind) is not None or (kind == "model" and has_model):
+                names = [type(one).__name__ for one in objects if _kind_of(one) == kind]
+                raise ValueError(
+                    f"prepare() got a second {kind} ({', '.join(names)}), but Megatron-LM trains one model with one optimizer "
+                    "and one scheduler. Train the other one in a program of its own."
+                )
+            setattr(found, kind, index)
+        if found.optimizer is not None and found.model is None:
+            raise ValueError(
+                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model, but Megatron-LM "
+                "gives it other parameters. Pass model, optimizer and scheduler to one call of prepare()."
+            )
+        return found
+
+    def pick(self, objects: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """Model, optimizer and scheduler; None where there is none."""
+
+        def at(index: int | None) -> Any:
+            return None if index is None else objects[index]
+
+        return at(self.model), at(self.optimizer), at(self.scheduler)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The positions that are not None."""
+        return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
+
+
+def _kind_of(item: Any) -> str | None:
+    if is_prepared(item):
+        return None
+    if isinstance(item, nn.Module):
+        return "model"
+    if isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer):
+        return "optimizer"
+    if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, MegatronLMDummyScheduler)) and not isinstance(
+        item, AcceleratedScheduler
+    ):
+        return "scheduler"
+    return None
+
+
+def names_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    """The names of the parameters in each group of an optimizer.
+
+    Raises:
+        ValueError: It has parameters that are not the model's, or has taken steps already.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = [[names.get(one, "") for one in group["params"]] for group in optimizer.param_groups]
+    if foreign := sum(name == "" for group in groups for name in group):
+        raise ValueError(
+            f"{foreign} parameters of the optimizer {type(optimizer).__name__} do not belong to the model "
+            f"{type(model).__name__} that is prepared with it. Create the optimizer from model.parameters()."
+        )
+    if optimizer.state:
+        raise ValueError(
+            f"The optimizer {type(optimizer).__name__} has a state already, which belongs to parameters that Megatron-LM "
+            "replaces. Prepare it before its first step; to continue a run, call load_state()."
+        )
+    return groups
+
+
+def make_scheduler(dummy: MegatronLMDummyScheduler, optimizer: torch.optim.Optimizer, plugin: Any, count: int) -> Any:
+    """The scheduler that a `MegatronLMDummyScheduler` stands for.
+
+    Args:
+        dummy: Has the number of steps, counted over all data-parallel processes.
+        optimizer: The optimizer, of torch.
+        plugin: Has the shape of the schedule, and perhaps its length.
+        count: The number of data-parallel processes.
+
+    Raises:
+        ValueError: The length is not known, or the shape is not one of Megatron-LM's.
+    """
+    plugin.set_scheduler_args(dummy)
+    steps, warmup, style = (
+        plugin.lr_decay_iters or plugin.train_iters,
+        plugin.lr_warmup_iters or 0,
+        plugin.lr_decay_style,
+    )
+    if style not in DECAYS:
+        raise ValueError(f"lr_decay_style={style!r} is not known. Choose one of {', '.join(map(repr, DECAYS))}.")
+    highest = max(group["lr"] for group in optimizer.param_groups) or 1.0
+    lowest = plugin.min_lr / highest
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return step / warmup
+        if style == "inverse-square-root":
+            return max(lowest, (max(warmup, 1) / max(step, 1)) ** 0.5)
+        done = min(1.0, (step - warmup) / max(1, steps - warmup))
+        return lowest + (1 - lowest) * DECAYS[style](done)
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step // count))
+
+
+def _cosine(done: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+DECAYS: dict[str, Any] = {
+    "linear": lambda done: 1 - done,
+    "cosine": _cosine,
+    "constant": lambda done: 1.0,
+    "inverse-square-root": None,
+}
+"""How much of the learning rate is left after a part of the decay, 0..1, by `lr_decay_style`."""

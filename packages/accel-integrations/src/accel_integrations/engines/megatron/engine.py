@@ -1,0 +1,416 @@
+"""The Megatron-LM engine: tensor, sequence and pipeline parallelism of megatron-core for models of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_data.adapter import copied_arguments
+from accel_integrations.averaging import StepAverage
+from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
+from accel_integrations.checkpoints.sharded_states import check_shared_folder
+from accel_integrations.engines.engine import Engine, EngineContext
+from accel_integrations.engines.megatron.arguments import Arguments, make_scheduler, names_in
+from accel_integrations.engines.megatron.batches import Limits
+from accel_integrations.engines.megatron.build import build, make_config, wrap
+from accel_integrations.engines.megatron.cpu import on_device
+from accel_integrations.engines.megatron.families import shape_of
+from accel_integrations.engines.megatron.groups import (
+    Degrees,
+    data_place,
+    drop_groups,
+    make_groups,
+    start_random_numbers,
+)
+from accel_integrations.engines.megatron.library import check_installed, load, quiet
+from accel_integrations.engines.megatron.model import MegatronEngine, Parts
+from accel_integrations.engines.megatron.optimizer_states import full_optimizer_state, own_optimizer_state
+from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
+from accel_integrations.engines.megatron.original import drop_values, stored_buffers
+from accel_integrations.engines.megatron.schedule import Schedule
+from accel_integrations.engines.megatron.states import MegatronLoad
+from accel_integrations.engines.megatron.weights import ShardedWeights
+from accel_integrations.engines.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
+from accel_integrations.precision.registry import make_precision
+from accel_integrations.prepared.prepared import keep
+from accel_state.enums import DynamoBackend
+from accel_state.mesh import DataPlace
+from accel_state.supervision import report_progress
+from accel_state.warning import warn_user
+
+if TYPE_CHECKING:
+    from accel_integrations.engines.megatron.shape import ModelShape
+    from accel_integrations.precision.precision import Precision
+    from accel_integrations.prepared.optimizer import AcceleratedOptimizer
+    from accel_state.settings.data import DataLoaderConfiguration
+    from accel_state.settings.megatron import MegatronLMPlugin
+
+LEFT_OUT = {
+    "use_custom_fsdp": "Use FSDP for sharded parameters.",
+    "optimizer_cpu_offload": "Use DeepSpeed or FSDP for offloading.",
+    "overlap_cpu_optimizer_d2h_h2d": "Use DeepSpeed or FSDP for offloading.",
+    "use_precision_aware_optimizer": "Optimizer states have the dtype of the model.",
+    "eod_mask_loss": "Give these tokens the label -100.",
+    "megatron_dataset_flag": "Pass an ordinary DataLoader to prepare().",
+    "custom_model_provider_function": "Models are built from those of transformers.",
+    "custom_prepare_model_function": "Models are built from those of transformers.",
+    "custom_megatron_datasets_provider_function": "Pass an ordinary DataLoader to prepare().",
+    "pipeline_model_parallel_split_rank": "It is for models with an encoder, which are not mapped.",
+    "no_wd_decay_cond": "Make parameter groups of the optimizer.",
+    "scale_lr_cond": "Make parameter groups of the optimizer.",
+    "custom_train_step_class": "Set custom_loss_function for another loss, and change batches before the model is called.",
+    "custom_get_batch_function": "Change batches before the model is called.",
+}
+"""Fields of the plugin that are refused, with what to do instead."""
+
+
+@final
+class MegatronLMEngine(Engine):
+    """megatron-core: the call of the prepared model takes a whole training step."""
+
+    name = "megatron-lm"
+    accepts_transforms = False
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(context)
+        self.degrees = Degrees(1, 1, 1)
+        self.trained: MegatronEngine | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._found = Arguments()
+        self._objects: tuple[Any, Any, Any] | None = None
+        self._warned_of_clipping = False
+
+    # ---- before anything starts ---------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Check the settings, then make the process groups of megatron-core.
+
+        Raises:
+            ValueError: For degrees that do not divide the number of processes, and settings that cannot be combined.
+            NotImplementedError: For settings that this engine does not have.
+            MissingLibraryError: megatron-core is not installed.
+        """
+        state = self.context.state
+        check_installed()
+        self._check_plugin()
+        degrees = Degrees.of(self.plugin, state.num_processes)
+        if state.parallelism_config is not None and state.parallelism_config.active_mesh_dims:
+            raise ValueError(
+                "ParallelismConfig cannot be combined with Megatron-LM, which has degrees of its own. Set tp_degree and "
+                "pp_degree of MegatronLMPlugin."
+            )
+        if self.gradient_state.num_steps > 1 or self.averaging.is_by_window:
+            raise ValueError(
+                f"gradient_accumulation_steps={self.gradient_state.num_steps} cannot be combined with Megatron-LM, which takes "
+                "a step in each call of the model. Set num_micro_batches of MegatronLMPlugin."
+            )
+        if state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise ValueError(
+                f"dynamo_backend={state.dynamo_plugin.backend.value!r} would compile megatron-core's schedule. Leave it out."
+            )
+        make_groups(degrees)
+        start_random_numbers(state.device)
+        self.degrees = degrees
+
+    def _check_plugin(self) -> None:
+        for name, instead in LEFT_OUT.items():
+            if (value := getattr(self.plugin, name)) not in (None, False):
+                raise NotImplementedError(f"MegatronLMPlugin.{name}={value!r} is not supported. {instead}")
+
+    def make_precision(self, wanted: str) -> Precision:
+        """Full precision: with "bf16" megatron-core computes on a bfloat16 copy of the parameters.
+
+        Raises:
+            NotImplementedError: For any other precision.
+        """
+        if wanted not in ("no", "bf16"):
+            raise NotImplementedError(
+                f"mixed_precision={wanted!r} is not supported with Megatron-LM. Choose 'bf16' or 'no'."
+            )
+        return make_precision("no", self.context.state.device.type, self.context.handlers, sharded=False)
+
+    def make_step_average(self) -> StepAverage:
+        """Losses are averaged within the call of the model."""
+        return StepAverage(self.gradient_state, divides=False)
+
+    def data_place(self) -> DataPlace:
+        """Ranks of one replica read the same samples."""
+        return data_place()
+
+    @property
+    def readers(self) -> Any:
+        """The ranks that hold the same shards of different replicas."""
+        return self.averaging_group
+
+    @property
+    def plugin(self) -> MegatronLMPlugin:
+        """The settings in use."""
+        found: MegatronLMPlugin = self.context.state.megatron_lm_plugin
+        return found
+
+    # ---- preparing ----------------------------------------------------------------------------------------------
+
+    def before_prepare(self, objects: Sequence[Any]) -> list[Any]:
+        """Find the model, its optimizer and its scheduler, and check that they can be trained.
+
+        Raises:
+            ValueError: They cannot; the message says why.
+        """
+        self._objects = None
+        self._found = found = Arguments.find(objects, self.trained is not None)
+        loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size is not None]
+        if sizes := [int(loader.batch_size or 1) for loader in loaders]:
+            smallest = self.plugin.is_train_batch_min
+            self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.degrees.data)
+        if found.model is None:
+            return list(objects)
+        model, optimizer, scheduler = self._objects = found.pick(objects)
+        self._shape(model)
+        if optimizer is not None:
+            names_in(optimizer, model)
+        if isinstance(scheduler, MegatronLMDummyScheduler) and optimizer is None:
+            raise ValueError("prepare() got a MegatronLMDummyScheduler without an optimizer. Pass both to one call.")
+        return [None if index in found.positions else item for index, item in enumerate(objects)]
+
+    def after_prepare(self, results: list[Any]) -> list[Any]:
+        """Build the model from what `before_prepare` found."""
+        found, objects = self._found, self._objects
+        self._objects = None
+        if objects is None:
+            return results
+        record, (model, optimizer, scheduler) = self.context.prepared, objects
+        made = self._build(model, optimizer)
+        if scheduler is not None:
+            if isinstance(scheduler, MegatronLMDummyScheduler):
+                scheduler = make_scheduler(scheduler, optimizer, self.plugin, self.degrees.data)
+            made.scheduler = keep(record.schedulers, self.prepare_scheduler(scheduler))
+        record.keep_model(model, made)
+        for index, one in zip(
+            (found.model, found.optimizer, found.scheduler), (made, made.optimizer, made.scheduler), strict=True
+        ):
+            if index is not None:
+                results[index] = one
+        return results
+
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        """Build a model that is prepared on its own, for evaluation.
+
+        Raises:
+            ValueError: Another model was prepared already, or this one cannot be trained by Megatron-LM.
+        """
+        Arguments.find([model], self.trained is not None)
+        self._shape(model)
+        return self._build(model, None)
+
+    def _shape(self, model: nn.Module) -> ModelShape:
+        shape, plugin = shape_of(model), self.plugin
+        chunk = plugin.num_layers_per_virtual_pipeline_stage if self.degrees.pipeline > 1 else None
+        shape.check(self.degrees, chunk, plugin.decoder_last_pipeline_num_layers)
+        is_interleaved = chunk is not None and chunk * self.degrees.pipeline < shape.num_layers
+        if is_interleaved and plugin.num_micro_batches % self.degrees.pipeline:
+            raise ValueError(
+                f"num_micro_batches={plugin.num_micro_batches} must be a multiple of pp_degree={self.degrees.pipeline} with "
+                "num_layers_per_virtual_pipeline_stage."
+            )
+        return shape
+
+    def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MegatronEngine:
+        state, plugin, degrees = self.context.state, self.plugin, self.degrees
+        shape, device = self._shape(model), state.device
+        names = None if optimizer is None else names_in(optimizer, model)
+        stored = next(model.parameters()).dtype
+        dtype = torch.bfloat16 if state.mixed_precision == "bf16" else stored
+        with on_device(device), quiet():
+            config = make_config(shape, plugin, degrees, dtype, device)
+            modules = build(shape, config, degrees, device)
+            listed = shape.weights(shape, shape.num_rows(degrees))
+            trained = {name: one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
+            found = wrap(config, modules)
+            weights = ShardedWeights(listed, found.named_parameters(), stored)
+            weights.frozen(trained.__getitem__)
+            weights.load(dict(model.named_parameters(remove_duplicate=False)))
+        self._buffers = stored_buffers(model)
+        drop_values(model)
+        multiple = degrees.tensor if config.sequence_parallel else 1
+        parts = Parts(
+            original=model,
+            chunks=found,
+            weights=weights,
+            schedule=Schedule(found, shape.num_tokens, device, plugin.custom_loss_function),
+            limits=Limits(
+                shape.max_length,
+                shape.window,
+                "rope" not in shape.model.values(),
+                multiple,
+                plugin.num_micro_batches,
+            ),
+            device=device,
+            max_norm=plugin.gradient_clipping,
+            return_logits=plugin.return_logits,
+            after_step=self._after_step,
+        )
+        made = MegatronEngine(None, parts, None, None)
+        made.train(model.training)
+        if optimizer is not None and names is not None:
+            made.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer)
+            made.optimizer = keep(self.context.prepared.optimizers, MegatronLMOptimizerWrapper(optimizer))
+        self.trained = made
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which steps when the model is called, unless the program steps it itself."""
+        if not self.context.step_scheduler_with_optimizer:
+            return super().prepare_scheduler(scheduler)
+        wrapped = MegatronLMSchedulerWrapper(scheduler, self.context.prepared.optimizers)
+        wrapped.split_batches = self.context.split_batches
+        wrapped._steps_per_call = 1 if wrapped.split_batches else self.degrees.data
+        return wrapped
+
+    def start_loader(self, loader: DataLoader[Any], settings: DataLoaderConfiguration) -> DataLoader[Any]:
+        """A loader that reads all micro-batches of a step at once; the batches of the given one are micro-batches."""
+        count = self.plugin.num_micro_batches
+        if count == 1:
+            return loader
+        arguments = copied_arguments(loader)
+        if loader.batch_size is not None:
+            order: dict[str, Any] = {"batch_size": loader.batch_size * count, "drop_last": loader.drop_last}
+            if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
+                order["sampler"] = loader.sampler
+            return DataLoader(loader.dataset, **arguments, **order)
+        batches = copy.copy(loader.batch_sampler)
+        if not isinstance(getattr(batches, "batch_size", None), int):
+            return loader  # the program decides what a batch is
+        batches.batch_size *= count  # type: ignore[union-attr]
+        return DataLoader(loader.dataset, **arguments, batch_sampler=batches)
+
+    def _after_step(self) -> None:
+        report_progress()
+        for scheduler in self.context.prepared.schedulers:
+            if isinstance(scheduler, MegatronLMSchedulerWrapper):
+                scheduler.step_after_optimizer()
+
+    # ---- stepping -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Do nothing: the call of the model has done it."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect: gradients are averaged once per call of the model."""
+        return nullcontext()
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor | None:
+        """The gradient norm before the last step, at which gradients were clipped as the plugin says."""
+        bound = self.plugin.gradient_clipping
+        if max_norm != bound and not self._warned_of_clipping:
+            self._warned_of_clipping = True
+            warn_user(
+                f"clip_grad_norm_(max_norm={max_norm}) has no effect with Megatron-LM: the call of the model has taken the "
+                f"step, with gradient_clipping={bound}. Set MegatronLMPlugin(gradient_clipping={max_norm})."
+            )
+        return None if self.trained is None else self.trained.grad_norm
+
+    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
+        """Not supported: the call of the model has taken the step.
+
+        Raises:
+            ValueError: Always; the message says what to use instead.
+        """
+        raise ValueError(
+            "clip_grad_value_() is not supported with Megatron-LM, where the call of the model takes the step. Set "
+            "gradient_clipping of MegatronLMPlugin, which clips by norm."
+        )
+
+    @property
+    def num_averaged(self) -> int:
+        """The number of replicas."""
+        return self.degrees.data
+
+    @property
+    def averaging_group(self) -> Any:
+        """The ranks that hold the same shards of different replicas."""
+        return load("parallel_state").get_data_parallel_group()
+
+    # ---- storing ------------------------------------------------------------------------------------------------
+
+    def model_of(self, model: nn.Module) -> MegatronEngine | None:
+        """The prepared model; None for any other."""
+        made = self.trained
+        return made if made is not None and model in (made, made.parts.original) else None
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """The full state dict by the names of the model that was prepared; all ranks call this."""
+        made = self.model_of(model)
+        if made is None:
+            return super().full_state_dict(model)
+        keep_values = self.context.keeps_full_states
+        found = made.parts.weights.full(keep_values) | self._buffers
+        if not keep_values:
+            return {}
+        by_parameter = {
+            parameter: name
+            for name, parameter in reversed(list(made.parts.original.named_parameters()))
+            if name in found
+        }
+        for name, parameter in made.parts.original.named_parameters(remove_duplicate=False):
+            found.setdefault(name, found[by_parameter[parameter]])  # tied
+        return {name: found[name] for name in made.parts.original.state_dict()}
+
+    def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
+        """The full state dict, as in a run of one process; all ranks call this."""
+        sharded, weights = self._sharded(optimizer)
+        return full_optimizer_state(sharded, weights, self.context.keeps_full_states)
+
+    def names_in(self, optimizer: AcceleratedOptimizer) -> list[list[str]]:
+        """The names of the model's parameters in each group of an optimizer."""
+        return self._sharded(optimizer)[0].names
+
+    def own_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """The part of a full state that belongs to this rank's shards."""
+        return own_optimizer_state(*self._sharded(optimizer), state)
+
+    def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
+        """Load what `full_optimizer_state` returned, in this run or in one with other degrees."""
+        optimizer.optimizer.load_state_dict(self.own_optimizer_state(optimizer, state))
+
+    def _sharded(self, optimizer: Any) -> tuple[ShardedOptimizer, ShardedWeights]:
+        made = self.trained
+        if made is None or made.sharded is None or optimizer not in (made.optimizer, made.sharded.optimizer):
+            raise ValueError(
+                "The optimizer was not prepared by this accelerator. Pass it to prepare() with its model."
+            )
+        return made.sharded, made.parts.weights
+
+    def check_storage(self, sees_main: bool, folder: Path) -> None:
+        """All ranks read one folder."""
+        check_shared_folder(sees_main, folder)
+
+    def open(
+        self,
+        checkpoint: CheckpointFiles,
+        location: torch.device,
+        load_kwargs: Mapping[str, Any],
+        model_kwargs: Mapping[str, Any],
+    ) -> PendingLoad:
+        """Read full states, or states by names of parameters; every rank takes its shards."""
+        return MegatronLoad(checkpoint, self.context.prepared, self, location, load_kwargs, model_kwargs)
+
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Drop the model."""
+        self.trained = None
+        self._buffers = {}
+
+    def close(self) -> None:
+        """Forget the process groups of megatron-core, which are about to be destroyed."""
+        drop_groups()

@@ -1,0 +1,133 @@
+"""Parallelism degrees, the process groups of megatron-core, and the random seeds that belong to them."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_integrations.engines.megatron.library import load
+from accel_state.mesh import DataPlace
+
+if TYPE_CHECKING:
+    from accel_state.settings.megatron import MegatronLMPlugin
+
+_made_on: weakref.ref[Any] | None = None  # the process group from which those of megatron-core were made
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """How ranks are shared out.
+
+    Args:
+        tensor: Ranks over which each layer is sharded.
+        pipeline: Ranks over which layers are distributed.
+        data: Replicas, which read different data.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+
+    @classmethod
+    def of(cls, plugin: MegatronLMPlugin, world: int) -> Degrees:
+        """The degrees of a run.
+
+        Args:
+            plugin: Has those of tensor and pipeline parallelism.
+            world: The number of ranks.
+
+        Raises:
+            ValueError: The ranks cannot be shared out so.
+            NotImplementedError: For context or expert parallelism.
+        """
+        for name, instead in (
+            ("context_parallel_size", "Use ParallelismConfig(cp_size=...) without Megatron-LM for long sequences."),
+            ("expert_model_parallel_size", "Models with experts are not mapped to Megatron-LM."),
+            ("expert_tensor_parallel_size", "Models with experts are not mapped to Megatron-LM."),
+        ):
+            if (size := getattr(plugin, name)) > 1:
+                raise NotImplementedError(
+                    f"MegatronLMPlugin.{name}={size} is not supported: megatron-core's attention and experts without "
+                    f"Transformer Engine work on one rank only. Set it to 1. {instead}"
+                )
+        tensor, pipeline = plugin.tp_degree, plugin.pp_degree
+        if world % (tensor * pipeline):
+            raise ValueError(
+                f"tp_degree={tensor} x pp_degree={pipeline} = {tensor * pipeline} does not divide the {world} processes "
+                f"of this run. Start a multiple of {tensor * pipeline} processes, or choose smaller degrees."
+            )
+        return cls(tensor, pipeline, world // (tensor * pipeline))
+
+
+def make_groups(degrees: Degrees) -> None:
+    """Make the process groups of megatron-core, or use those that exist already.
+
+    Raises:
+        ValueError: The program has made groups of other degrees.
+    """
+    global _made_on
+    parallel = load("parallel_state")
+    world: Any = dist.group.WORLD
+    if parallel.model_parallel_is_initialized():
+        ours = _made_on is not None
+        if ours and _made_on is not None and _made_on() is not world:
+            parallel.destroy_model_parallel()  # of a process group that is gone
+        elif _sizes(parallel) == (degrees.tensor, degrees.pipeline):
+            return
+        elif ours:
+            parallel.destroy_model_parallel()
+        else:
+            tensor, pipeline = _sizes(parallel)
+            raise ValueError(
+                f"The program has initialized megatron-core with tensor_model_parallel_size={tensor} and "
+                f"pipeline_model_parallel_size={pipeline}, but MegatronLMPlugin has tp_degree={degrees.tensor} and "
+                f"pp_degree={degrees.pipeline}. Use the same."
+            )
+    parallel.initialize_model_parallel(
+        tensor_model_parallel_size=degrees.tensor,
+        pipeline_model_parallel_size=degrees.pipeline,
+        create_gloo_process_groups=False,
+    )
+    _made_on = weakref.ref(world)
+
+
+def drop_groups() -> None:
+    """Forget the process groups that `make_groups` made."""
+    global _made_on
+    if _made_on is not None:
+        load("parallel_state").destroy_model_parallel()
+        _made_on = None
+
+
+def _sizes(parallel: Any) -> tuple[int, int]:
+    return parallel.get_tensor_model_parallel_world_size(), parallel.get_pipeline_model_parallel_world_size()
+
+
+def data_place() -> DataPlace:
+    """The slice of the data that this rank reads: ranks of one replica read the same."""
+    parallel = load("parallel_state")
+    return DataPlace(parallel.get_data_parallel_rank(), parallel.get_data_parallel_world_size())
+
+
+def start_random_numbers(device: torch.device) -> None:
+    """Make ranks that hold shards of one layer draw the same numbers for what they all compute.
+
+    On the CPU they go on from one state of torch's generator; on CUDA megatron-core keeps a second state for sharded
+    activations.
+    """
+    parallel, random = load("parallel_state"), load("tensor_parallel.random")
+    group = parallel.get_tensor_model_parallel_group()
+    first = dist.get_global_rank(group, 0)
+    if device.type == "cpu":
+        random.initialize_rng_tracker(inference_rng_tracker=True)
+        state = torch.get_rng_state()
+        dist.broadcast(state, first, group=group)
+        torch.set_rng_state(state)
+        return
+    seed = torch.tensor([torch.initial_seed() % 2**31], device=device)
+    dist.broadcast(seed, first, group=group)
+    random.model_parallel_cuda_manual_seed(int(seed) + 100 * parallel.get_pipeline_model_parallel_rank())

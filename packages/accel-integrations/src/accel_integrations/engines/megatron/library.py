@@ -1,0 +1,41 @@
+"""Importing megatron-core, with one error where it is missing."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from accel_state.errors import missing_library
+
+
+def check_installed() -> None:
+    """Check that megatron-core is installed, without importing it, which takes seconds.
+
+    Raises:
+        MissingLibraryError: It is not.
+    """
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise missing_library("megatron-core", why="MegatronLMPlugin")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which megatron-core's warnings are not shown, which are about its own defaults and about GPUs."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"megatron\.")
+        yield
+
+
+def load(module: str) -> Any:
+    """Import a module of megatron-core, whose remarks about other libraries that are absent are not shown.
+
+    Args:
+        module: Its name below `megatron.core`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(f"megatron.core.{module}")

@@ -1,0 +1,100 @@
+"""`ModelShape`: what megatron-core has to know about a Hugging Face model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_integrations.engines.megatron.layouts import Layout
+
+if TYPE_CHECKING:
+    from accel_integrations.engines.megatron.groups import Degrees
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of megatron-core.
+
+    Args:
+        name: Its name, with the number of the layer in the full model.
+        sources: The names of the tensors of the Hugging Face model that it consists of.
+        layout: How it consists of them.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes and kinds of layers of a model.
+
+    Args:
+        num_layers, hidden_size, heads, groups, head_size, mlp_size, num_tokens, max_length: Sizes; `groups` are the
+            heads of keys and values, `num_tokens` is the vocabulary, `max_length` the longest sequence in tokens.
+        tied: Whether input and output embeddings are one tensor.
+        attention_dropout, hidden_dropout: Probabilities.
+        window: How many tokens back attention reaches; None for all.
+        activation: The function of the MLP.
+        layers: Further arguments of `TransformerConfig`.
+        model: Further arguments of `GPTModel`.
+        weights: Makes the list of parameters for a number of rows of the embeddings.
+    """
+
+    num_layers: int
+    hidden_size: int
+    heads: int
+    groups: int
+    head_size: int
+    mlp_size: int
+    num_tokens: int
+    max_length: int
+    tied: bool
+    attention_dropout: float
+    hidden_dropout: float
+    window: int | None
+    activation: Callable[..., Any]
+    weights: Callable[[ModelShape, int], list[Weight]]
+    layers: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def num_rows(self, degrees: Degrees) -> int:
+        """Rows of the embeddings, which all tensor-parallel ranks share evenly."""
+        return -(-self.num_tokens // degrees.tensor) * degrees.tensor
+
+    def check(self, degrees: Degrees, layers_per_chunk: int | None, last_layers: int | None) -> None:
+        """Check that the model can be shared out.
+
+        Args:
+            degrees: The parallelism degrees.
+            layers_per_chunk: Layers of one virtual pipeline stage; None without these.
+            last_layers: Layers of the last pipeline stage where it has another number than the others.
+
+        Raises:
+            ValueError: It cannot; the message says what does not divide what.
+        """
+        for size, what in (
+            (self.heads, "attention heads"),
+            (self.groups, "heads of keys and values"),
+            (self.mlp_size, "columns of the MLP"),
+        ):
+            if size % degrees.tensor:
+                raise ValueError(
+                    f"tp_degree={degrees.tensor} does not divide the model's {size} {what}. Choose a degree that does."
+                )
+        shared, stages = self.num_layers, degrees.pipeline
+        if last_layers is not None and degrees.pipeline > 1:
+            shared, stages = self.num_layers - last_layers, degrees.pipeline - 1
+        if shared < 1 or shared % stages:
+            rest = "" if last_layers is None else f" ({last_layers} of them in the last stage)"
+            raise ValueError(
+                f"pp_degree={degrees.pipeline} does not divide the model's {self.num_layers} layers{rest}. Choose a degree "
+                "that does, or set decoder_last_pipeline_num_layers."
+            )
+        if layers_per_chunk is not None and self.num_layers % (layers_per_chunk * degrees.pipeline):
+            raise ValueError(
+                f"num_layers_per_virtual_pipeline_stage={layers_per_chunk} with pp_degree={degrees.pipeline} does not "
+                f"divide the model's {self.num_layers} layers. Choose a number that does."
+            )

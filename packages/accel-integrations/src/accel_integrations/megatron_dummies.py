@@ -1,0 +1,66 @@
+"""Placeholders that a program passes to `Accelerator.prepare` for objects that Megatron-LM builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_state.public_names import known_as
+
+NO_DATASETS = (
+    "Megatron-LM's indexed datasets are not supported: their readers and samplers are part of megatron.training, which is "
+    "on no package index for all supported versions. Pass an ordinary DataLoader to prepare()."
+)
+
+
+@known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
+class MegatronLMDummyDataLoader:
+    """Placeholder for the data loaders that Megatron-LM builds from its indexed datasets; `prepare` refuses it.
+
+    Args:
+        dataset_kwargs: Megatron-LM's arguments about data.
+
+    Attributes:
+        dataset_args: The arguments, with `megatron_dataset_flag`.
+    """
+
+    dataset_args: dict[str, Any]
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
+
+    def set_megatron_data_args(self) -> None:
+        """Refuse: indexed datasets are not supported."""
+        raise NotImplementedError(NO_DATASETS)
+
+    def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
+        """Refuse: indexed datasets are not supported."""
+        raise NotImplementedError(NO_DATASETS)
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
+        """Refuse: indexed datasets are not supported."""
+        raise NotImplementedError(NO_DATASETS)
+
+
+@known_as("accelerate.utils.megatron_lm.MegatronLMDummyScheduler")
+class MegatronLMDummyScheduler:
+    """Placeholder for a scheduler that is made as `MegatronLMPlugin` says: warmup, then decay of `lr_decay_style`.
+
+    Args:
+        optimizer: The optimizer.
+        total_num_steps (`int`, *optional*): Steps of the whole run, counted over all data-parallel processes.
+        warmup_num_steps (`int`): Steps in which the learning rate rises, counted likewise.
+        kwargs: Further settings.
+    """
+
+    optimizer: Any
+    total_num_steps: int | None
+    warmup_num_steps: int
+    kwargs: dict[str, Any]
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs

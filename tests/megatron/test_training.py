@@ -1,0 +1,82 @@
+"""Megatron-LM, real, on the CPU: the same losses and gradient norms as one process of plain PyTorch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+from accelerate.utils import MegatronLMPlugin
+from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+
+STEPS = 5
+BATCH = 8  # samples of a step, over all replicas and micro-batches
+
+
+def compare(layout: dict[str, Any], world: int, kind: str, masked: bool = False, **options: Any) -> None:
+    """Train a model both ways."""
+    replicas = world // (layout.get("tp_degree", 1) * layout.get("pp_degree", 1))
+    micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
+    rows = new_rows(STEPS * BATCH, masked)
+    expected = plain_training(new_model(kind, **options), rows, BATCH)
+    with run_with(MegatronLMPlugin(**layout)) as accelerator:
+        found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
+    assert len(found) == STEPS
+    for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert ours == pytest.approx(theirs, rel=1e-5), (layout, kind, step, ours, theirs)
+
+
+DP2: dict[str, Any] = {}
+TP2 = {"tp_degree": 2}
+PP2 = {"pp_degree": 2, "num_micro_batches": 4}
+SP2 = {"tp_degree": 2, "sequence_parallelism": True, "num_micro_batches": 2}
+VPP2 = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipeline_stage": 1}
+TIED = {"tie_word_embeddings": True}
+NOT_TIED = {"tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "masked", "options"),
+    [
+        (DP2, "Llama", True, TIED),
+        (DP2 | {"num_micro_batches": 2}, "GPT2", True, {}),
+        (TP2, "Llama", True, NOT_TIED),
+        (TP2, "GPT2", False, {}),
+        (TP2, "Qwen2", False, TIED),
+        (PP2, "Llama", True, TIED),
+        (PP2, "Mistral", False, NOT_TIED),
+        (PP2, "GPT2", True, NOT_TIED),
+        (VPP2, "Llama", True, TIED),
+        (VPP2, "GPT2", False, {}),
+        (SP2, "Llama", True, NOT_TIED),
+        (SP2, "GPT2", False, {}),
+        (TP2, "Qwen3", True, {"head_dim": 8}),
+        (TP2, "Llama", False, {"attention_bias": True, "mlp_bias": True}),
+        (TP2 | {"recompute_activations": True}, "Llama", True, TIED),
+        (PP2 | {"recompute_activations": True, "recompute_granularity": "selective"}, "GPT2", False, {}),
+        (PP2 | {"decoder_last_pipeline_num_layers": 1}, "Llama", False, NOT_TIED),
+        ({"use_distributed_optimizer": True, "num_micro_batches": 2}, "Llama", True, NOT_TIED),
+        ({"calculate_per_token_loss": False, "num_micro_batches": 2}, "Llama", False, TIED),
+    ],
+    ids=str,
+)
+@megatron_ranks(2)
+def test_two_ranks(rank: int, world: int, layout: dict[str, Any], kind: str, masked: bool, options: Any) -> None:
+    compare(layout, world, kind, masked, **options)
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        (TP2 | PP2, "Llama"),
+        (SP2 | VPP2, "GPT2"),
+        (PP2, "Qwen2"),
+    ],
+    ids=str,
+)
+@megatron_ranks(4)
+def test_four_ranks(rank: int, world: int, layout: dict[str, Any], kind: str) -> None:
+    compare(layout, world, kind, masked=True)
