@@ -26,6 +26,7 @@ PARTS = {
     "dataloading": "Data loading",
     "startup": "Starting",
     "checkpoint": "Checkpoints",
+    "building": "Building without memory",
     "loading": "Loading big models",
     "offload": "Models in parts",
     "disk": "Models on disk",

@@ -18,10 +18,11 @@ GOALS = {
     # what: (goal, calls in a block)
     "`gather` of 64 leaves of 16 floats": (1.2, 10),
     "`reduce` of 64 leaves of 16 floats": (1.3, 10),
-    "`pad_across_processes` + `gather` of 16 ragged leaves": (1.3, 10),
+    "`pad_across_processes` + `gather` of 16 ragged leaves": (2.0, 10),
     "`gather` of the same ragged leaves, unpadded": (1.3, 10),
     "`gather` of one 4 MB tensor": (1.1, 4),
-    "`gather_for_metrics` of a batch": (1.3, 10),
+    "`gather_for_metrics` of a batch": (1.2, 10),
+    "`broadcast_object_list` of three small objects": (1.2, 10),
 }
 RAGGED_ONLY_OURS = "`gather` of the same ragged leaves, unpadded"
 
@@ -50,6 +51,7 @@ def worker() -> None:
     from torch.utils.data import DataLoader
 
     from accelerate import Accelerator
+    from accelerate.utils import broadcast_object_list
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
@@ -95,6 +97,13 @@ def worker() -> None:
         rows = flat_gather(torch.cat(batch)).view(world, -1)
         return [part.reshape(-1) for part in rows.split(32, dim=1)]
 
+    objects = [{"epoch": 3, "path": "runs/best"}, ["a", "b"], 0.25]
+
+    def objects_floor() -> Any:
+        found = list(objects)
+        dist.broadcast_object_list(found, src=0)
+        return found
+
     cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         "`gather` of 64 leaves of 16 floats": (lambda: accelerator.gather(leaves), gather_floor),
         "`reduce` of 64 leaves of 16 floats": (lambda: accelerator.reduce(leaves), reduce_floor),
@@ -104,6 +113,10 @@ def worker() -> None:
         ),
         "`gather` of one 4 MB tensor": (lambda: accelerator.gather(big), lambda: flat_gather(big)),
         "`gather_for_metrics` of a batch": (lambda: accelerator.gather_for_metrics(batch), metrics_floor),
+        "`broadcast_object_list` of three small objects": (
+            lambda: broadcast_object_list(list(objects)),
+            objects_floor,
+        ),
     }
     if ours:
         cases[RAGGED_ONLY_OURS] = (lambda: accelerator.gather(ragged), ragged_floor)
