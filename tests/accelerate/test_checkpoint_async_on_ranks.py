@@ -21,6 +21,7 @@ from accel_state.processes import PartialState
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpoint import attendance
 from accelerate.checkpoint.manifest import Manifest
+from tests.support.changed_engines import ENGINES, run_of
 from tests.support.held_writer import HeldWriter
 from tests.support.keeping import Counter, make_kept
 from tests.support.ranks import ranks
@@ -227,3 +228,37 @@ def test_shards_that_one_cannot_write_fail_on_all(
         saving.result()
     dist.barrier()
     assert os.listdir(tmp_path) == []
+
+
+ENGINES_OF_TWO = [
+    name
+    for name, engine in ENGINES.items()
+    if engine.world == 2 and name not in ("ddp", "fsdp2-sharded", "fsdp2-full")
+]
+
+
+@ranks(2)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ENGINES_OF_TWO)
+def test_every_engine_saves_what_was_there(
+    rank: int, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if name.startswith("zero"):
+        pytest.importorskip("deepspeed")
+    with run_of(name, ENGINES[name].num_groups[0]) as run:
+        run.train(2)
+        held = HeldWriter(monkeypatch)
+        run.accelerator.save_state(tmp_path / "at once")
+        saving = run.accelerator.save_state(tmp_path / "later", async_save=True)
+        wanted = run.train(2)  # while nothing is published
+        dist.barrier()
+        assert not (tmp_path / "later").exists()
+        held.release()
+        saving.result()
+        dist.barrier()
+    at_once, later = contents(tmp_path / "at once"), contents(tmp_path / "later")
+    assert sorted(at_once) == sorted(later)
+    with run_of(name, ENGINES[name].num_groups[0], seed=1) as run:
+        run.accelerator.load_state(tmp_path / "later")
+        run.step = 2
+        assert run.train(2) == wanted

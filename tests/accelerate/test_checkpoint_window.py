@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accel_integrations.engines.windows import InGrad
+from accel_ops.modules import full_tensor
 from accelerate import Accelerator
 from accelerate.checkpoint.window import Window, check_window, read_window
-from accelerate.utils import GradientAccumulationPlugin
-from tests.support.ranks import POOL
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
+from tests.support.ranks import POOL, ranks
 
 STEPS = 4
 SAMPLES = torch.arange(32.0).view(16, 2) / 10  # of two windows
@@ -23,12 +28,13 @@ WEIGHTS = [1.0, 3.0, 2.0, 5.0, 4.0, 1.0, 2.0, 2.0]
 class Training:
     """Two windows of four micro-batches, every process with its share of each global micro-batch of two samples."""
 
-    def __init__(self, average_over: Any) -> None:
+    def __init__(self, average_over: Any, **settings: Any) -> None:
+        AcceleratorState._reset_state()
         plugin = GradientAccumulationPlugin(num_steps=STEPS, average_over=average_over)
-        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **settings)
         self.weighted = average_over == "weights"
         torch.manual_seed(0)
-        model = nn.Linear(2, 1)
+        model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
         self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     def run(self, first: int, last: int) -> None:
@@ -43,7 +49,7 @@ class Training:
 
     @property
     def values(self) -> list[float]:
-        return [value for parameter in self.model.parameters() for value in parameter.flatten().tolist()]
+        return [value for parameter in self.model.parameters() for value in full_tensor(parameter).flatten().tolist()]
 
 
 def part(folder: str, average_over: str, first: int, last: int) -> None:
@@ -96,13 +102,13 @@ def test_a_checkpoint_without_a_window_closes_the_one_that_is_open(tmp_path: Pat
 
 
 def test_gradients_that_do_not_fit_are_refused() -> None:
-    model = nn.Linear(2, 1)
+    run: Any = SimpleNamespace(_models=[nn.Linear(2, 1)], engine=SimpleNamespace(window_gradients=InGrad()))
     window = Window({"0.weight": torch.zeros(3, 3)}, {})
     with pytest.raises(ValueError, match=r"gradient of shape \[3, 3\] for '0.weight', which has shape \[1, 2\] here"):
-        check_window(window, [model], "the checkpoint")
+        check_window(window, run, "the checkpoint")
     with pytest.raises(ValueError, match="'1.weight', which does not exist here"):
-        check_window(Window({"1.weight": torch.zeros(1, 2)}, {}), [model], "the checkpoint")
-    check_window(Window({"0.weight": torch.zeros(1, 2)}, {}), [model], "the checkpoint")
+        check_window(Window({"1.weight": torch.zeros(1, 2)}, {}), run, "the checkpoint")
+    check_window(Window({"0.weight": torch.zeros(1, 2)}, {}), run, "the checkpoint")
     for damaged in ({"gradients": [1], "average": {}}, {"gradients": {"0.weight": 1}, "average": {}}, {}):
         with pytest.raises(ValueError, match="'accumulated_gradients_0.bin' is damaged"):
             read_window({"accumulated_gradients_0.bin"}, {"accumulated_gradients_0.bin": damaged}.__getitem__, 0, 1, 1)
@@ -110,8 +116,70 @@ def test_gradients_that_do_not_fit_are_refused() -> None:
 
 def test_an_engine_that_keeps_gradients_elsewhere_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("steps")
-    monkeypatch.setattr(type(training.accelerator.engine), "accumulates_in_grad", False)
+    monkeypatch.setattr(type(training.accelerator.engine), "window_gradients", None)
     training.run(0, 2)
     with pytest.warns(UserWarning, match="inside a gradient accumulation window"):
         training.accelerator.save_state(tmp_path / "state")
     assert not list((tmp_path / "state").glob("accumulated_gradients*"))
+
+
+def test_a_window_that_cannot_be_loaded_is_left_out_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training("steps")
+    training.run(0, 2)
+    training.accelerator.save_state(tmp_path / "state")
+    other = Training("steps")
+    monkeypatch.setattr(type(other.accelerator.engine), "window_gradients", None)
+    with pytest.warns(UserWarning, match="'single' engine cannot load the gradients of its first micro-batches"):
+        other.accelerator.load_state(tmp_path / "state")
+    assert all(parameter.grad is None for parameter in other.model.parameters())
+
+
+def fsdp2(**settings: Any) -> Training:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+    return Training("steps", fsdp_plugin=plugin, **settings)
+
+
+def values_of(start: Callable[..., Training], folder: Path | None = None, **settings: Any) -> list[float]:
+    """The weights after two windows, from a checkpoint inside the first one if a folder is given."""
+    training = start(**settings)
+    if folder is not None:
+        training.accelerator.load_state(folder)
+        assert not training.accelerator.sync_gradients
+    training.run(0 if folder is None else 2, 8)
+    return training.values
+
+
+@ranks(2)
+def test_sharded_models_go_on_within_a_window(rank: int, world: int, tmp_path: Path) -> None:
+    cells = {
+        "fsdp2": (fsdp2, {}),
+        "fsdp2 in bf16": (fsdp2, {"mixed_precision": "bf16"}),
+        "ddp": (Training, {"average_over": "steps"}),
+    }
+    whole: dict[str, list[float]] = {}
+    for name, (start, settings) in cells.items():
+        training = start(**settings)
+        training.run(0, 2)
+        training.accelerator.save_state(tmp_path / name)
+        training.accelerator.save_state(tmp_path / f"{name} again", async_save=True).result()
+        training.run(2, 8)
+        whole[name] = training.values
+        assert values_of(start, **settings) == whole[name], "saving changed the run"
+        assert values_of(start, tmp_path / name, **settings) == whole[name], name
+        assert values_of(start, tmp_path / f"{name} again", **settings) == whole[name], name
+    assert values_of(fsdp2, tmp_path / "ddp") == pytest.approx(whole["ddp"], rel=1e-6)
+    assert values_of(Training, tmp_path / "fsdp2", average_over="steps") == pytest.approx(whole["fsdp2"], rel=1e-6)
+    assert whole["fsdp2"] == pytest.approx(whole["ddp"], rel=1e-6)
+
+    training = fsdp2()
+    training.run(0, 4)
+    training.accelerator.save_state(tmp_path / "between")
+    training.run(4, 6)
+    training.accelerator.load_state(tmp_path / "between")  # which closes the window that is open
+    assert training.accelerator.sync_gradients
+    training.run(4, 8)
+    assert training.values == whole["fsdp2"]

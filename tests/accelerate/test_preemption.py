@@ -42,31 +42,53 @@ for epoch in range(loader.iteration, 3):
     with torch.no_grad():
         for batch in accelerator.prepare(DataLoader(range(8), 2)):  # nothing is saved in an evaluation
             model(batch.float().unsqueeze(1))
-accelerator.print([parameter.tolist() for parameter in model.parameters()])
+weights = accelerator.get_state_dict(model)
+accelerator.print({name: value.tolist() for name, value in weights.items()})
 """
 
 
-def run(folder: Path, world: int, steps: int) -> subprocess.CompletedProcess[str]:
+ENGINES = {
+    "fsdp": ["--use_fsdp", "--fsdp_version", "1", "--fsdp_state_dict_type", "SHARDED_STATE_DICT"],
+    "fsdp2": ["--use_fsdp", "--fsdp_version", "2"],
+    "zero2": ["--use_deepspeed", "--zero_stage", "2", "--gradient_accumulation_steps", "2"],
+}
+
+
+def run(folder: Path, world: int, steps: int, engine: str = "") -> subprocess.CompletedProcess[str]:
     """The script, which gets SIGTERM on its last rank after some steps."""
     script = folder.parent / "train.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(world)]
+    launcher += ENGINES.get(engine, [])
     command = [*launcher, str(script), str(folder), str(steps)]
     return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+
+
+def check(world: int, steps: int, folder: Path, engine: str = "") -> None:
+    """A run that is asked to end after some steps, and started again, ends as one that was left alone."""
+    whole = run(folder / "whole", world, 1000, engine)
+    assert whole.returncode == 0, whole.stderr
+    stopped = run(folder / "run", world, steps, engine)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "accelerator.resume() continues from there" in stopped.stderr
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["checkpoint_0"]
+    resumed = run(folder / "run", world, 1000, engine)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == whole.stdout
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("world", "steps"), [(1, 7), (2, 5)])  # within a window, at the end of an epoch
 def test_the_same_command_continues_as_if_nothing_had_been(world: int, steps: int, tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", world, 1000)
-    assert whole.returncode == 0, whole.stderr
-    stopped = run(tmp_path / "run", world, steps)
-    assert stopped.returncode == 75, stopped.stderr
-    assert "accelerator.resume() continues from there" in stopped.stderr
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["checkpoint_0"]
-    resumed = run(tmp_path / "run", world, 1000)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.stdout == whole.stdout
+    check(world, steps, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("engine", ENGINES)
+def test_models_and_optimizers_that_are_sharded(engine: str, tmp_path: Path) -> None:
+    if engine == "zero2":
+        pytest.importorskip("deepspeed")
+    check(2, 6, tmp_path, engine)  # within a window, which FSDP 1 and DeepSpeed end before they save
 
 
 def test_there_is_nothing_to_resume_at_first(tmp_path: Path) -> None:

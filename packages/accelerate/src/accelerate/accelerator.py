@@ -44,6 +44,7 @@ from accelerate.arguments import (
     resolve_rng_types,
 )
 from accelerate.checkpoint.attendance import attendance
+from accelerate.checkpoint.window import is_kept
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import replacement
@@ -221,7 +222,9 @@ class Accelerator:
             device_placement=device_placement,
         )
         if self.project_configuration.save_on_signals:
-            saver = SignalSaver(self.project_configuration, self.save_state, self.state, self.engine)
+            saver = SignalSaver(
+                self.project_configuration, self.save_state, self.state, self.gradient_state, lambda: is_kept(self)
+            )
             self._preparer.after_batch = saver.after_batch
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
         self._keep_what_others_read(handlers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from accel_integrations.engines.windows import InGrad
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
@@ -44,7 +45,7 @@ class FirstStepCheck:
         """Warn if several ranks train a model that was not prepared."""
         self.has_gone_backward = True
         world = PartialState().num_processes
-        if world > 1 and self._engine.accumulates_in_grad and not self._prepared.models:
+        if world > 1 and isinstance(self._engine.window_gradients, InGrad) and not self._prepared.models:
             warn_user(
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
@@ -53,7 +54,11 @@ class FirstStepCheck:
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
         """Look at a prepared optimizer when it takes its first step."""
         register: Any = getattr(optimizer.optimizer, "register_step_pre_hook", None)
-        if register is None or not self._engine.accumulates_in_grad or optimizer.optimizer in self._watched:
+        if (
+            register is None
+            or not isinstance(self._engine.window_gradients, InGrad)
+            or optimizer.optimizer in self._watched
+        ):
             return
         self._watched[optimizer.optimizer] = True
 

@@ -22,8 +22,8 @@ from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
-    from accel_integrations.engines.engine import Engine
     from accel_state.accelerator_state import AcceleratorState
+    from accel_state.gradient_state import GradientState
     from accel_state.settings.project import ProjectConfiguration
 
 logger = get_logger(__name__)
@@ -39,7 +39,8 @@ class SignalSaver:
         project: The names of the signals, the exit code, and the folder of the run.
         save: Saves a checkpoint and returns its folder; called on all ranks.
         state: The process state.
-        engine: Says whether an open accumulation window can be saved.
+        gradient_state: Says whether an accumulation window is open.
+        keeps_window: Whether an open one can be saved.
 
     Raises:
         ValueError: The run has no folder.
@@ -50,7 +51,8 @@ class SignalSaver:
         project: ProjectConfiguration,
         save: Callable[[], str | os.PathLike[str]],
         state: AcceleratorState,
-        engine: Engine,
+        gradient_state: GradientState,
+        keeps_window: Callable[[], bool],
     ) -> None:
         if project.project_dir is None:
             raise ValueError(
@@ -59,7 +61,8 @@ class SignalSaver:
         self._exit_code = project.exit_code_after_signal
         self._save = save
         self._state = state
-        self._engine = engine
+        self._gradient_state = gradient_state
+        self._keeps_window = keeps_window
         self._got = ""
         self._is_agreed = False
         self._group: Any = new_host_group(dist.group.WORLD) if state.num_processes > 1 else None
@@ -85,12 +88,11 @@ class SignalSaver:
         Raises:
             SystemExit: After saving.
         """
-        gradient_state = self._engine.gradient_state
-        is_nested = len(gradient_state._dataloader_references_ref) > 2  # behind a leading None
+        is_nested = len(self._gradient_state._dataloader_references_ref) > 2  # behind a leading None
         if is_nested or not torch.is_grad_enabled():  # an evaluation
             return
         self._is_agreed = self._is_agreed or self._agreed()
-        if not self._is_agreed or not (gradient_state.sync_gradients or self._engine.accumulates_in_grad):
+        if not self._is_agreed or not (self._gradient_state.sync_gradients or self._keeps_window()):
             return
         folder = self._save()
         if self._state.is_main_process:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    from accel_integrations.engines.windows import WindowGradients
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
@@ -76,8 +77,8 @@ class Engine(ABC):
     """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
-    accumulates_in_grad: ClassVar[bool] = False
-    """True where the gradients of an open accumulation window are in `.grad`, so that checkpoints may hold them."""
+    window_gradients: ClassVar[WindowGradients | None] = None
+    """Where the gradients of an open accumulation window are, so that checkpoints may hold them; None if nowhere."""
     dispatches_streams: ClassVar[bool] = True
     """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
     compiles_in_place: ClassVar[bool] = False

@@ -13,6 +13,7 @@ from torch import nn
 from accel_data.global_batches import with_global_batches
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_plain_tensors
+from accel_integrations.engines.windows import InGrad
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_ops.collectives import reduce
 from accel_ops.nested import recursively_apply
@@ -44,7 +45,7 @@ class XlaEngine(Engine):
 
     name = "xla"
     accepts_transforms = False
-    accumulates_in_grad = True
+    window_gradients = InGrad()
     dispatches_streams = False
 
     # ---- before anything starts ---------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ class StateLoader:
         def check() -> None:
             pending.check()
             check_objects(checkpoint, receivers, state)
-            check_window(state.window, accelerator._models, str(checkpoint.folder))
+            check_window(state.window, accelerator, str(checkpoint.folder))
 
         def check_models() -> None:
             models = list(accelerator._models)

@@ -1,22 +1,20 @@
 """The open accumulation window of a checkpoint: the gradients of its micro-batches so far, which differ on every rank.
 
 A window is open between a micro-batch that is not a sync step and the next one that is. Engines that keep its gradients
-in `.grad` (`Engine.accumulates_in_grad`) resume it exactly; under the others its first micro-batches are lost.
+where they can be read (`Engine.window_gradients`) resume it exactly; under the others its first micro-batches are lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from accel_integrations.checkpoints.pending import FileWriter
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.filenames import WINDOW_NAME
-from accel_ops.modules import to_local
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def write_window(files: FileWriter, accelerator: Run) -> None:
     """
     if accelerator.engine.gradient_state.sync_gradients:
         return
-    if not _is_kept(accelerator):
+    if not is_kept(accelerator):
         if accelerator.state.is_main_process:
             warn_user(
                 f"save_state() was called inside a gradient accumulation window, and the {accelerator.engine.name!r} engine "
@@ -56,8 +54,11 @@ def write_window(files: FileWriter, accelerator: Run) -> None:
                 "Call save_state() where accelerator.sync_gradients is True."
             )
         return
+    kept = accelerator.engine.window_gradients
     gradients = {
-        name: parameter.grad for name, parameter in _parameters(accelerator._models) if parameter.grad is not None
+        f"{index}.{name}": gradient
+        for index, model in enumerate(map(extract_model_from_parallel, accelerator._models))
+        for name, gradient in (kept.read(model) if kept is not None else {}).items()
     }
     files.save(
         window_file(accelerator.state.process_index),
@@ -109,16 +110,22 @@ def _checked(state: Mapping[str, Any], name: str) -> Window:
     return Window(gradients, average)
 
 
-def check_window(window: Window | None, models: list[nn.Module], where: str) -> None:
+def check_window(window: Window | None, accelerator: Run, where: str) -> None:
     """Check that the gradients fit the models, before anything changes.
 
     Raises:
         ValueError: Naming the first that does not.
     """
-    known = dict(_parameters(models)) if window is not None else {}
-    for name, gradient in window.gradients.items() if window is not None else ():
-        if name not in known or known[name].shape != gradient.shape:
-            has = f"has shape {list(known[name].shape)}" if name in known else "does not exist"
+    if window is None or not is_kept(accelerator):
+        return
+    known = {
+        f"{index}.{name}": parameter.shape
+        for index, model in enumerate(map(extract_model_from_parallel, accelerator._models))
+        for name, parameter in model.named_parameters()
+    }
+    for name, gradient in window.gradients.items():
+        if name not in known or known[name] != gradient.shape:
+            has = f"has shape {list(known[name])}" if name in known else "does not exist"
             raise ValueError(
                 f"{where} was saved inside a gradient accumulation window, with a gradient of shape {list(gradient.shape)} for "
                 f"{name!r}, which {has} here. Prepare the same models as when it was saved."
@@ -126,28 +133,36 @@ def check_window(window: Window | None, models: list[nn.Module], where: str) -> 
 
 
 def apply_window(window: Window | None, accelerator: Run) -> None:
-    """Open the window of a checkpoint; without one, close whatever window was open."""
-    state = accelerator.engine.gradient_state
-    if window is None:
-        if not state.sync_gradients and _is_kept(accelerator):
-            for _, parameter in _parameters(accelerator._models):
-                parameter.grad = None
-            state._set_sync_gradients(True)
+    """Open the window of a checkpoint; without one, close whatever window was open.
+
+    Under an engine that cannot open it, the main process warns.
+    """
+    engine, state = accelerator.engine, accelerator.engine.gradient_state
+    if engine.window_gradients is None or not is_kept(accelerator):
+        if window is not None and accelerator.state.is_main_process:
+            warn_user(
+                "The checkpoint was saved inside a gradient accumulation window, and the "
+                f"{engine.name!r} engine cannot load the gradients of its first micro-batches: the run goes on without them. "
+                "Save where accelerator.sync_gradients is True."
+            )
         return
-    for name, parameter in _parameters(accelerator._models):
-        gradient = window.gradients.get(name)
-        parameter.grad = None if gradient is None else gradient.to(parameter.device)
-    accelerator.engine.averaging.load_state_dict(window.average)
-    state._set_sync_gradients(False)
+    if window is None and state.sync_gradients:
+        return
+    for index, model in enumerate(map(extract_model_from_parallel, accelerator._models)):
+        own = {} if window is None else _of_model(window.gradients, index)
+        engine.window_gradients.write(model, own)
+    if window is not None:
+        engine.averaging.load_state_dict(window.average)
+    state._set_sync_gradients(window is None)
 
 
-def _is_kept(accelerator: Run) -> bool:
-    return accelerator.engine.accumulates_in_grad and all(
-        to_local(parameter) is parameter for _, parameter in _parameters(accelerator._models)
-    )
+def is_kept(accelerator: Run) -> bool:
+    """Whether a checkpoint of these models can hold an open window."""
+    kept = accelerator.engine.window_gradients
+    return kept is not None and all(kept.can_keep(extract_model_from_parallel(model)) for model in accelerator._models)
 
 
-def _parameters(models: list[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    for index, model in enumerate(models):
-        for name, parameter in extract_model_from_parallel(model).named_parameters():
-            yield f"{index}.{name}", parameter
+def _of_model(gradients: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
+    """The gradients of one model, by name of the parameter."""
+    found = (name.partition(".") for name in gradients)
+    return {name: gradients[f"{number}.{name}"] for number, _, name in found if number == str(index)}
