@@ -152,6 +152,16 @@ def test_processes_may_take_their_time_after_an_interrupt() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.launch
+@pytest.mark.parametrize("by", [(), BY_TORCH])
+def test_how_long_processes_may_take_can_be_set(by: tuple[str, ...]) -> None:
+    status, said = ends_with("SIGTERM", "0,1", 75, *by, "--shutdown_timeout", "1", seconds=600)
+    assert status == 75
+    assert "rank 0 got [15]" in said
+    assert "rank 1" not in said, "it was killed before"
+
+
+@pytest.mark.thorough
+@pytest.mark.launch
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_signals_reach_the_processes_of_torchs_agent_too(name: str) -> None:
     """Also in a run that is watched: asking for stacks uses neither signal."""

@@ -108,6 +108,7 @@ FIRST = ["--main_process_ip", "a", "--main_process_port", "1"]
         (["--main_process_port", "70000"], "between 0 and 65535, got 70000"),
         (["--max_restarts", "-1"], "must not be negative, got -1"),
         (["--monitor_interval", "0"], "above 0 seconds"),
+        (["--shutdown_timeout", "-1"], "must not be below 0 seconds"),
         (["--tee", "9"], "tee must be .* got '9'"),
         (["--rdzv_conf", "timeout"], "rdzv_conf must be pairs"),
         (["--mixed_precision", "fp8"], "needs torchao"),

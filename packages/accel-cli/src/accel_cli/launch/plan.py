@@ -36,6 +36,7 @@ class Plan:
         worker: The command of one process, where this program starts each process itself.
         num_workers: The number of these processes.
         hang_timeout: After how many seconds without progress the run is ended; None for never.
+        shutdown_timeout: Seconds for which processes may go on after a signal.
     """
 
     runner: str
@@ -47,6 +48,7 @@ class Plan:
     worker: tuple[str, ...] = ()
     num_workers: int = 0
     hang_timeout: float | None = None
+    shutdown_timeout: float = 30.0  # as in torch's agent
 
 
 def make_plan(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> Plan:
@@ -88,6 +90,7 @@ def _plan_local(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return replace(
         agent,
         runner="local",
+        shutdown_timeout=Plan.shutdown_timeout if settings.shutdown_timeout is None else settings.shutdown_timeout,
         environment=agent.environment | address,
         worker=(python, *script) if settings.no_python else (python, "-u", *script),
         num_workers=settings.num_processes,

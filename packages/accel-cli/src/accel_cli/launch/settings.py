@@ -202,6 +202,16 @@ class LaunchSettings:
             metavar="SECONDS",
         ),
     )
+    shutdown_timeout: int | None = _row(
+        PROCESSES,
+        Option(
+            "--shutdown_timeout",
+            "How long processes may go on after a signal, for example to save, before they are killed; 30 by default.",
+            kind=INTEGER,
+            metavar="SECONDS",
+            environment="TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        ),
+    )
     tpu_use_cluster: bool = _row(
         TPU,
         switch("--tpu_cluster", "Start on all machines of a TPU pod.", dest="tpu_use_cluster"),

@@ -216,6 +216,8 @@ def _check_agent(settings: LaunchSettings) -> None:
             "--hang_timeout and --no_python exclude one another: only Python processes can report their stacks. Leave "
             "one of them out."
         )
+    if settings.shutdown_timeout is not None and settings.shutdown_timeout < 0:
+        raise UsageError(f"shutdown_timeout must not be below 0 seconds, got {settings.shutdown_timeout}.")
     if settings.monitor_interval <= 0:
         raise UsageError(f"monitor_interval must be above 0 seconds, got {settings.monitor_interval}.")
     if not re.fullmatch(r"[0-3]|(\d+:[0-3],?)+", settings.tee):

@@ -20,7 +20,7 @@ from accel_cli.supervise.watch import Watch
 TRIES = 3
 LOOK_SECONDS = 0.1
 INTERRUPT_SECONDS = 3.0
-GRACE_SECONDS = 30.0  # as in torch's agent
+FAILURE_SECONDS = 30.0  # for the others once a process has failed
 HUNG_STATUS = 124  # as in timeout(1)
 PR_SET_PDEATHSIG = 1
 
@@ -163,7 +163,7 @@ class _Group:
                 process.send_signal(number)
 
     def _end(self) -> dict[int, int]:
-        """Terminate all processes that still run, and kill those that have not ended after the grace period.
+        """Terminate all processes that still run, and kill those that have not ended in time.
 
         Returns:
             How all processes ended, by rank.
@@ -171,7 +171,7 @@ class _Group:
         failed_on_their_own = dict(self.ended)
         if self.signal is None:
             self._send(signal.SIGTERM)
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + (FAILURE_SECONDS if self.signal is None else self.plan.shutdown_timeout)
         while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
             self._sleep()
             self._newly_ended()
