@@ -10,10 +10,12 @@ import hypothesis
 import pytest
 import pytest_randomly
 
+from tests.support.families import in_order
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
 from tests.support.short_run import choose
 
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one is no fault of the code
+hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("any machine"), max_examples=25)
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
@@ -28,12 +30,32 @@ def is_whole(config: pytest.Config) -> bool:
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS
 
 
+def is_short(config: pytest.Config) -> bool:
+    """Whether the run leaves out what says more of the same."""
+    return not config.getoption("--all") and (is_whole(config) or bool(config.getoption("--short")))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Fewer examples of property tests in a short run; tests take the number when they are imported."""
+    if is_short(config):
+        hypothesis.settings.load_profile("short")
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Workers of a run of everything: one for each core. Runs of named files have none, and so start at once."""
     if not is_whole(config):
         return 0
-    config.option.dist = "worksteal"
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """In a run of everything, tests that share something expensive stay together."""
+    if not is_whole(config):
+        return None
+    from tests.support.families import FamilyScheduling
+
+    return FamilyScheduling(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,10 +68,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave expensive tests that say more of the same to `--all`, unless files or folders were named."""
-    if config.getoption("--all") or not (is_whole(config) or config.getoption("--short")):
+    if not is_short(config):
         return
     seed = getattr(config.option, "randomly_seed", 0)
     items[:], left = choose(items, seed if isinstance(seed, int) else 0)
+    items[:] = in_order(items)
     config.hook.pytest_deselected(items=left)
     config.stash[LEFT_OUT] = len(left)
 

@@ -34,7 +34,7 @@ def test_the_shared_transformer_trains_the_same_in_every_mode() -> None:
     assert all(losses_of(2, mode, "2") == expected for mode in ("--tp", "--cp", "--sp"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.thorough
 @pytest.mark.launch
 @pytest.mark.parametrize(
     "options",
