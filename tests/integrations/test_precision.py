@@ -164,6 +164,17 @@ def test_losses_are_scaled_and_gradients_are_not() -> None:
     torch.testing.assert_close(next(model.parameters()), before - scaled)
 
 
+def test_a_loss_that_was_not_scaled_is_named() -> None:
+    model = new_model()
+    engine, (optimizer,) = fp16_engine(model)
+    loss_of(model, new_batch(6)).backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for step in (optimizer.step, lambda: engine.unscale_gradients([optimizer.optimizer])):
+        with pytest.raises(RuntimeError, match=r"Call accelerator.backward\(loss\) instead of loss.backward\(\)"):
+            step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_a_step_with_infinities_is_skipped_and_the_scale_falls() -> None:
     model = new_model()
     engine, (optimizer,) = fp16_engine(model)

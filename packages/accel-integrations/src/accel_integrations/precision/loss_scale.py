@@ -93,12 +93,22 @@ class Float16Precision(Precision):
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide gradients by the scale; asked twice within a step, it does so once."""
+        """Divide gradients by the scale; asked twice within a step, it does so once.
+
+        Raises:
+            RuntimeError: No loss was ever scaled.
+        """
+        self._check_scaled()
         if self._stage_of(optimizer) is OptState.READY:  # torch raises the second time
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Take a step unless gradients are not finite."""
+        """Take a step unless gradients are not finite.
+
+        Raises:
+            RuntimeError: No loss was ever scaled.
+        """
+        self._check_scaled()
         if self._stage_of(optimizer) is OptState.STEPPED:
             self._update()
         taken = scaled_step(self.scaler, optimizer, closure)
@@ -106,6 +116,13 @@ class Float16Precision(Precision):
         if all(self._stage_of(each) is OptState.STEPPED for each in self._optimizers):
             self._update()
         return taken
+
+    def _check_scaled(self) -> None:
+        if self.scaler.is_enabled() and self.scaler._scale is None:  # the first loss sets it
+            raise RuntimeError(
+                "mixed_precision='fp16': gradients are divided by the loss scale, but no loss was multiplied by it. Call "
+                "accelerator.backward(loss) instead of loss.backward()."
+            )
 
     def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState | None:
         """The optimizer's stage since the last update of the scaler; None when the scaler is disabled."""
