@@ -20,6 +20,7 @@ CHOSEN = ("flag", "file", "guess")
 
 # options that torch's launcher has under the same name
 PASSED_ON = ("tee", "log_dir", "role", "rdzv_conf", "max_restarts", "monitor_interval")
+SHUTDOWN_SECONDS = 30.0  # as in torch's agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Plan:
     worker: tuple[str, ...] = ()
     num_workers: int = 0
     hang_timeout: float | None = None
-    shutdown_timeout: float = 30.0  # as in torch's agent
+    shutdown_timeout: float = SHUTDOWN_SECONDS
 
 
 def make_plan(settings: LaunchSettings, environ: Mapping[str, str] | None = None) -> Plan:
@@ -90,7 +91,7 @@ def _plan_local(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return replace(
         agent,
         runner="local",
-        shutdown_timeout=Plan.shutdown_timeout if settings.shutdown_timeout is None else settings.shutdown_timeout,
+        shutdown_timeout=SHUTDOWN_SECONDS if settings.shutdown_timeout is None else settings.shutdown_timeout,
         environment=agent.environment | address,
         worker=(python, *script) if settings.no_python else (python, "-u", *script),
         num_workers=settings.num_processes,
