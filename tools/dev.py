@@ -197,6 +197,27 @@ def sagemaker(arguments: list[str]) -> int:
     )  # fmt: skip
 
 
+def docs(arguments: list[str]) -> int:
+    """Build the documentation site and check it, in an environment of its own; `--serve` shows it.
+
+    `--publish VERSION` puts it under that version on the branch `gh-pages`, and pushes that; not with `--local`.
+    """
+    started = [
+        "uv", "run", "--locked", "--all-packages", "--no-default-groups", "--group", "docs",
+    ]  # fmt: skip
+    variables = {"UV_PROJECT_ENVIRONMENT": ".venv-docs", "VIRTUAL_ENV": "", "NO_MKDOCS_2_WARNING": "true"}
+    if arguments[:1] == ["--serve"]:
+        return run(*started, "mkdocs", "serve", "--watch", "packages", *arguments[1:], **variables)
+    if arguments[:1] == ["--publish"]:
+        push = [] if "--local" in arguments else ["--push"]
+        return run(*started, "mike", "deploy", *push, "--update-aliases", arguments[1], "latest", **variables) or run(
+            *started, "mike", "set-default", *push, "latest", **variables
+        )
+    return run(*started, "mkdocs", "build", "--strict", *arguments, **variables) or run(
+        *started, "python", "-m", "tools.docs.check", **variables
+    )
+
+
 def shape(arguments: list[str]) -> int:
     """Show the longest files and functions, and figures of the whole: a guide to the eye, never a gate."""
     sources = sorted(PACKAGES.glob("*/src/**/*.py"))
@@ -228,6 +249,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         megatron,
         xla,
         sagemaker,
+        docs,
         cover,
         lint,
         types,
