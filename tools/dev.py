@@ -210,6 +210,7 @@ def docs(arguments: list[str]) -> int:
         return run(*started, "mkdocs", "serve", "--watch", "packages", *arguments[1:], **variables)
     if arguments[:1] == ["--publish"]:
         push = [] if "--local" in arguments else ["--push"]
+        variables["DOCS_VERSIONED"] = "1"
         return run(*started, "mike", "deploy", *push, "--update-aliases", arguments[1], "latest", **variables) or run(
             *started, "mike", "set-default", *push, "latest", **variables
         )

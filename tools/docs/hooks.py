@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import tomllib
@@ -25,6 +26,8 @@ def on_config(config: Any) -> Any:
     """Show the version of the umbrella package in the header."""
     with (ROOT / "packages" / "accelerate" / "pyproject.toml").open("rb") as file:
         config.site_name = f"accelerate {tomllib.load(file)['project']['version']}"
+    if "DOCS_VERSIONED" in os.environ:  # the list of versions is there only once they are published
+        config.extra["version"] = {"provider": "mike"}
     return config
 
 

@@ -87,11 +87,8 @@ def _parser(path: str, parser: argparse.ArgumentParser) -> Iterator[str]:
     if path == "slurm":
         yield "It takes every flag of [`accelerate launch`](launch.md) as well.\n"
     actions = [action for action in parser._actions if _is_shown(action) and not _is_of_launch(path, action)]
-    if actions:
-        yield "| flag or argument | values | default | |"
-        yield "|---|---|---|---|"
     for action in actions:
-        yield _row(_spelled(action), _values(action), action.default, action.help)
+        yield _entry(_spelled(action), _values(action), action.default, action.help)
     yield ""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -119,12 +116,14 @@ def _values(action: argparse.Action) -> str:
     return ", ".join(map(str, action.choices)) if action.choices else str(action.metavar or "")
 
 
-def _row(flags: Iterable[str], values: str, default: object, help: str | None, *more: str) -> str:
+def _entry(flags: Iterable[str], values: str, default: object, help: str | None, *more: str) -> str:
+    """An item of a definition list: the flag with its anchor, and everything that is known of it."""
     spelled = list(flags)
     anchor = _anchor(spelled[-1].lstrip("-").replace("-", "_"))
-    shown = "" if default in (None, False, argparse.SUPPRESS, "") else _code(str(default))
-    cells = [f"{anchor}{', '.join(map(_code, spelled))}", _cell(values), shown, _cell(help or "")]
-    return f"| {' | '.join([*cells, *more])} |"
+    shown = "" if default in (None, False, argparse.SUPPRESS, "") else f"Default: `{default}`."
+    said = " ".join(part for part in (_cell(help or ""), shown) if part)
+    lines = [f"{anchor}{', '.join(map(_code, spelled))} {_cell(values)}".rstrip(), f":   {said}"]
+    return "\n".join([*lines, *(f"    {line}" for line in more if line), ""])
 
 
 def _launch() -> Iterator[str]:
@@ -136,11 +135,9 @@ def _launch() -> Iterator[str]:
         shown_with = next((group.shown_with for group in groups if group.shown_with), "")
         if shown_with:
             yield f"`--help` lists them when `{shown_with}` is given.\n"
-        yield "| flag | values | default | | environment variable | key of the config file |"
-        yield "|---|---|---|---|---|---|"
         for group in groups:
             for row in group.options:
-                yield _launch_row(group, row)
+                yield _launch_entry(group, row)
         yield ""
 
 
@@ -151,11 +148,13 @@ def _by_title() -> Iterator[tuple[str, list[OptionGroup]]]:
     yield from titles.items()
 
 
-def _launch_row(group: OptionGroup, row: Option) -> str:
-    key = _code(_key(group, row))
-    variables = ", ".join(map(_code, row.environment.split()))
+def _launch_entry(group: OptionGroup, row: Option) -> str:
+    key = _key(group, row)
+    variables = ", ".join(f"[`{name}`](../environment.md#{name})" for name in row.environment.split())
+    below = [f"Environment variable: {variables}." if variables else ""]
+    below.append(f"Key of the config file: [`{key}`](../config-file.md#{key})." if key else "")
     flags = row.flags.split() or [row.name]
-    return _row(flags, _kind(row), _default(row), _help(row), variables, key)
+    return _entry(flags, _kind(row), _default(row), _help(row), " ".join(filter(None, below)))
 
 
 def _key(group: OptionGroup, row: Option) -> str:
