@@ -1,4 +1,8 @@
-"""Every ```python block of the READMEs and of docs/ runs; fragments that cannot stand alone are fenced as ```py."""
+"""Every ```python block of the READMEs and of docs/ runs.
+
+Fragments that cannot stand alone are fenced as ```py, and say in their first line what they need. Blocks with a title
+are files, which the page's terminal blocks run (test_consoles.py).
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from tools.docs import api, options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+UNMARKED = {"data.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 
@@ -29,6 +34,20 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for block in BLOCK.finditer(text):
         lines_before = text[: block.start(1)].count("\n")
         exec(compile("\n" * lines_before + block.group(1), str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_fragments_say_that_they_are_fragments(page: Path) -> None:
+    fragments = re.findall(r"^```py\n(.*)", page.read_text(), re.MULTILINE)
+    assert page.name in UNMARKED or all(first.startswith("# fragment: needs ") for first in fragments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_titled_files_are_run(page: Path) -> None:
+    text = page.read_text()
+    consoles = "".join(re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    titles = re.findall(r'^```python title="([\w.]+)"', text, re.MULTILINE)
+    assert [title for title in titles if title not in consoles and f"from {title[:-3]} import" not in text] == []
 
 
 @cache

@@ -19,6 +19,7 @@ from tools.docs import api, options  # noqa: E402
 EXAMPLES = ROOT / "docs" / "examples"
 FRAGMENT = re.compile(r"^```py\n", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
+QUOTED_TYPE = re.compile(r"<code>`([^`<]+)`</code>")
 DIAGRAM = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*diagrams/([\w-]+)\.svg\)")
 
 
@@ -40,10 +41,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Caption fragments, draw diagrams into the page, and name files of the repository that the site does not have."""
-    markdown = FRAGMENT.sub('```python title="fragment: goes into your own loop"\n', markdown)
+    markdown = FRAGMENT.sub('```python title="fragment"\n', markdown)
     markdown = DIAGRAM.sub(_drawn, markdown)
     folder = (Path("docs") / page.file.src_uri).parent
     return LINK.sub(lambda link: _outside(link, folder, str(config.repo_url or "")), markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Types in docstrings stand between backticks, which the reference shows as code already."""
+    return QUOTED_TYPE.sub(r"<code>\1</code>", html)
 
 
 def _drawn(image: re.Match[str]) -> str:
