@@ -203,7 +203,7 @@ def docs(arguments: list[str]) -> int:
     `--publish VERSION` puts it under that version on the branch `gh-pages`, and pushes that; not with `--local`.
     """
     started = [
-        "uv", "run", "--locked", "--all-packages", "--no-default-groups", "--group", "docs",
+        "uv", "run", "--locked", "--all-packages", "--no-default-groups", "--group", "dev", "--group", "docs",
     ]  # fmt: skip
     variables = {"UV_PROJECT_ENVIRONMENT": ".venv-docs", "VIRTUAL_ENV": "", "NO_MKDOCS_2_WARNING": "true"}
     if arguments[:1] == ["--serve"]:
@@ -214,8 +214,11 @@ def docs(arguments: list[str]) -> int:
         return run(*started, "mike", "deploy", *push, "--update-aliases", arguments[1], "latest", **variables) or run(
             *started, "mike", "set-default", *push, "latest", **variables
         )
-    return run(*started, "mkdocs", "build", "--strict", *arguments, **variables) or run(
-        *started, "python", "-m", "tools.docs.check", **variables
+    tests = ["pytest", "tests/docs/test_notebook.py", "-n", "0"]
+    return (
+        run(*started, "mkdocs", "build", "--strict", *arguments, **variables)
+        or run(*started, "python", "-m", "tools.docs.check", **variables)
+        or run(*started, *tests, LIBRARIES_REQUIRED="1", OMP_NUM_THREADS="1", **variables)
     )
 
 
