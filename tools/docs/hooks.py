@@ -19,7 +19,7 @@ from tools.docs import api, options  # noqa: E402
 EXAMPLES = ROOT / "docs" / "examples"
 FRAGMENT = re.compile(r"^```py\n", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
-QUOTED_TYPE = re.compile(r"<code>`([^`<]+)`</code>")
+QUOTED_TYPE = re.compile(r"<code>([^<]*`[^<]*)</code>")
 DIAGRAM = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*diagrams/([\w-]+)\.svg\)")
 
 
@@ -49,7 +49,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Types in docstrings stand between backticks, which the reference shows as code already."""
-    return QUOTED_TYPE.sub(r"<code>\1</code>", html)
+    if not page.file.src_uri.startswith("reference/"):
+        return html
+    return QUOTED_TYPE.sub(lambda code: code[0].replace("`", "").replace("*optional*", "optional"), html)
 
 
 def _drawn(image: re.Match[str]) -> str:

@@ -252,13 +252,14 @@ def _environment() -> Iterator[str]:
     yield "# Environment variables\n"
     yield "A flag wins over the config file, which wins over the variable. `accelerate launch` sets these variables"
     yield "for the processes; with another launcher, set them yourself. A value in code wins over all of them.\n"
-    yield "| variable | values | default | | flag of `accelerate launch` |"
-    yield "|---|---|---|---|---|"
     for row in variables().values():
-        cells = [f"{_anchor(row.name)}`{row.name}`", _cell(row.values), _code(row.default), _cell(row.help)]
         flag = row.flag.lstrip("-")
-        link = f"[`{row.flag}`](commands/launch.md#{flag})" if flag and not row.help.startswith("Set by") else ""
-        yield f"| {' | '.join([*cells, link or _code(row.flag)])} |"
+        link = (
+            f"Flag: [`{row.flag}`](commands/launch.md#{flag})." if flag and not row.help.startswith("Set by") else ""
+        )
+        default = f"Default: `{row.default}`." if row.default else ""
+        yield f"{_anchor(row.name)}`{row.name}` {_cell(row.values)}"
+        yield f":   {' '.join(part for part in (_cell(row.help), default, link) if part)}\n"
 
 
 def variables_in_code() -> set[str]:
