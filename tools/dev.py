@@ -216,7 +216,7 @@ def docs(arguments: list[str]) -> int:
         )
     tests = ["pytest", "tests/docs/test_notebook.py", "-n", "0"]
     return (
-        run(*started, "mkdocs", "build", "--strict", *arguments, **variables)
+        run(*started, "mkdocs", "build", "--strict", **variables)
         or run(*started, "python", "-m", "tools.docs.check", **variables)
         or run(*started, *tests, LIBRARIES_REQUIRED="1", OMP_NUM_THREADS="1", **variables)
     )
