@@ -38,6 +38,14 @@ PHRASES = {
     r"hand(?:s|ed)? (?:out|over)": "yield, pass",
     r"learnt": "trained",
     r"amid": "during",
+    r"talkative": "the axis with the most communication",
+    r"left whole": "not sharded",
+    r"what is a block": "wrapping policy",
+    r"no say": "does not contribute to the loss",
+    r"come whole": "replicated input",
+    r"imitations? of": "mocked",
+    r"sharing (?:a model|a batch|sequences|layers)": "tensor, context, sequence, pipeline parallelism",
+    r"several of one's own": "a cluster of your own",
     r"commas between": "separated by commas",
 }
 NAMES = {

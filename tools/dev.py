@@ -197,6 +197,31 @@ def sagemaker(arguments: list[str]) -> int:
     )  # fmt: skip
 
 
+def docs(arguments: list[str]) -> int:
+    """Build the documentation site and check it, in an environment of its own; `--serve` shows it.
+
+    `--publish VERSION` puts it under that version on the branch `gh-pages`, and pushes that; not with `--local`.
+    """
+    started = [
+        "uv", "run", "--locked", "--all-packages", "--no-default-groups", "--group", "dev", "--group", "docs",
+    ]  # fmt: skip
+    variables = {"UV_PROJECT_ENVIRONMENT": ".venv-docs", "VIRTUAL_ENV": "", "NO_MKDOCS_2_WARNING": "true"}
+    if arguments[:1] == ["--serve"]:
+        return run(*started, "mkdocs", "serve", "--watch", "packages", *arguments[1:], **variables)
+    if arguments[:1] == ["--publish"]:
+        push = [] if "--local" in arguments else ["--push"]
+        variables["DOCS_VERSIONED"] = "1"
+        return run(*started, "mike", "deploy", *push, "--update-aliases", arguments[1], "latest", **variables) or run(
+            *started, "mike", "set-default", *push, "latest", **variables
+        )
+    tests = ["pytest", "tests/docs/test_notebook.py", "-n", "0"]
+    return (
+        run(*started, "mkdocs", "build", "--strict", **variables)
+        or run(*started, "python", "-m", "tools.docs.check", **variables)
+        or run(*started, *tests, LIBRARIES_REQUIRED="1", OMP_NUM_THREADS="1", **variables)
+    )
+
+
 def shape(arguments: list[str]) -> int:
     """Show the longest files and functions, and figures of the whole: a guide to the eye, never a gate."""
     sources = sorted(PACKAGES.glob("*/src/**/*.py"))
@@ -228,6 +253,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         megatron,
         xla,
         sagemaker,
+        docs,
         cover,
         lint,
         types,

@@ -106,13 +106,13 @@ def test_several_machines(ask: Ask) -> None:
              "dynamo_use_dynamic": True, "dynamo_use_regional_compilation": True},
         ),
         (
-            {"How is the model trained": "DeepSpeed", "DeepSpeed JSON file": "y", "JSON config file": "ds.json",
+            {"Which training strategy": "DeepSpeed", "DeepSpeed JSON file": "y", "JSON config file": "ds.json",
              "Has the model mixture": "y", "Class names of": "A, B"},
             "deepspeed_config",
             {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "A,B"},
         ),
         (
-            {"How is the model trained": "DEEPSPEED", "ZeRO stage": "1", "How many machines": "2",
+            {"Which training strategy": "DEEPSPEED", "ZeRO stage": "1", "How many machines": "2",
              "on the other machines": "pdsh", "Hostfile": "hosts", "to leave out": "", "to use alone": "a@b:0",
              "Address of machine 0": "a"},
             "deepspeed_config",
@@ -120,7 +120,7 @@ def test_several_machines(ask: Ask) -> None:
              "deepspeed_hostfile": "hosts", "deepspeed_inclusion_filter": "a@b:0"},
         ),
         (
-            {"How is the model trained": "DEEPSPEED", "with sequence parallelism": "y", "all-to-all of attention heads": "4",
+            {"Which training strategy": "DEEPSPEED", "with sequence parallelism": "y", "all-to-all of attention heads": "4",
              "Sequence length in": "512", "sequence lengths differ": "no", "Attention implementation": "flash_attention_2"},
             "parallelism_config",
             {"parallelism_config_sp_size": 4, "parallelism_config_sp_seq_length": 512,
@@ -129,7 +129,7 @@ def test_several_machines(ask: Ask) -> None:
              "parallelism_config_dp_replicate_size": 1, "parallelism_config_dp_shard_size": 1},
         ),
         (
-            {"How is the model trained": "FSDP", "FSDP implementation": "1", "Sharding strategy": "SHARD_GRAD_OP",
+            {"Which training strategy": "FSDP", "FSDP implementation": "1", "Sharding strategy": "SHARD_GRAD_OP",
              "units of their own": "SIZE_BASED_WRAP", "number of parameters": "1000",
              "backward pass prefetches": "BACKWARD_POST", "during the forward pass": "y"},
             "fsdp_config",
@@ -140,7 +140,7 @@ def test_several_machines(ask: Ask) -> None:
              "fsdp_sync_module_states": True, "fsdp_activation_checkpointing": False},
         ),
         (
-            {"How is the model trained": "FSDP", "tensor or context parallelism": "y", "by ring attention": "2", "keys and values": "1",
+            {"Which training strategy": "FSDP", "tensor or context parallelism": "y", "by ring attention": "2", "keys and values": "1",
              "a replica of the model": "1"},
             "parallelism_config",
             {"parallelism_config_tp_size": 1, "parallelism_config_cp_size": 2,
@@ -148,7 +148,7 @@ def test_several_machines(ask: Ask) -> None:
              "parallelism_config_dp_shard_size": 2},
         ),
         (
-            {"How is the model trained": "MEGATRON_LM", "Tensor parallel size": "2", "Pipeline parallel size": "2", "Micro-batches": "3"},
+            {"Which training strategy": "MEGATRON_LM", "Tensor parallel size": "2", "Pipeline parallel size": "2", "Micro-batches": "3"},
             "megatron_lm_config",
             {"megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": True, "megatron_lm_pp_degree": 2,
              "megatron_lm_num_micro_batches": 3, "megatron_lm_recompute_activations": True,
@@ -169,7 +169,7 @@ def test_several_machines(ask: Ask) -> None:
             {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"},
         ),
         (
-            {"How is the model trained": "FSDP", "Mixed precision dtype": "fp8", "FP8 backend": "ao", "all-gather FSDP": "n"},
+            {"Which training strategy": "FSDP", "Mixed precision dtype": "fp8", "FP8 backend": "ao", "all-gather FSDP": "n"},
             "fp8_config",
             {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": False, "fp8_pad_inner_dim": True},
         ),
@@ -188,7 +188,7 @@ def test_rare_megatron_settings(ask: Ask) -> None:
         "in detail": "y", "What is recomputed": "full", "recomputed at a time": "2", "Expert parallel": "2",
         "Attention dropout": "0.1", "in float32": "y", "optimizer states to CPU": "y", "Overlap the copies": "y",
     }  # fmt: skip
-    written = ask(SEVERAL_GPUS | PROCESSES | {"How is the model trained": "Megatron-LM"} | more)
+    written = ask(SEVERAL_GPUS | PROCESSES | {"Which training strategy": "Megatron-LM"} | more)
     section = written["megatron_lm_config"]
     assert section == section | {
         "megatron_lm_recompute_granularity": "full", "megatron_lm_recompute_method": "uniform",
@@ -263,7 +263,7 @@ def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
         ("Which devices", "a", "'a' is neither `all` nor different device numbers"),
         ("Which devices", "0", "2 processes on this machine need 2 devices, got 1."),
         ("higher precision", "true,false", "'true,false' is not three bools"),
-        ("How is the model", "ddp?", "'ddp?' is not one of 0 (PLAIN)"),
+        ("Which training", "ddp?", "'ddp?' is not one of 0 (PLAIN)"),
     ],
 )
 def test_wrong_answers_are_asked_again(
@@ -285,7 +285,7 @@ def test_wrong_answers_are_asked_again(
 
 def test_sizes_that_do_not_fit(ask: Ask) -> None:
     fsdp = SEVERAL_GPUS | {
-        "How is the model trained": "FSDP",
+        "Which training strategy": "FSDP",
         "processes are started": "8",
         "tensor or context parallelism": "y",
     }
@@ -304,7 +304,7 @@ def test_answers_that_end_too_early(tmp_path: Path, answers: bytes | None) -> No
     shell = ["sh", "-c", 'exec "$@" <&-', "sh"] if answers is None else []
     done = subprocess.run([*shell, *command], input=answers, capture_output=True, timeout=60, check=False)
     said = done.stderr.decode()
-    question = "How many machines take part? [1]" if answers else "Choice [this machine, or several of one's own]"
+    question = "How many machines take part? [1]" if answers else "Choice [this machine, or a cluster of your own]"
     assert done.returncode == 2
     assert f"There is no answer to {question!r}. Nothing was written." in said
     assert len(said.splitlines()) == 1

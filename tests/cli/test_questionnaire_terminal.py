@@ -54,7 +54,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("Where do the processes run?", ENTER)
         terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
         terminal.answer("How many machines", ENTER)
-        terminal.answer("How is the model trained?", UP, UP, ENTER)
+        terminal.answer("Which training strategy?", UP, UP, ENTER)
         terminal.answer("FSDP implementation of torch", ENTER)
         terminal.answer("Reshard parameters after", "n")
         terminal.answer("Offload parameters and gradients", ENTER)
@@ -106,7 +106,7 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
         terminal.answer("Where do the processes run?", ENTER)
         terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
         terminal.answer("How many machines", "2", ENTER)
-        terminal.answer("How is the model trained?", DOWN, ENTER)
+        terminal.answer("Which training strategy?", DOWN, ENTER)
         terminal.answer("DeepSpeed JSON file", "n")
         terminal.answer("ZeRO stage", DOWN, ENTER)
         terminal.answer("optimizer states are offloaded", DOWN, ENTER)
@@ -156,7 +156,7 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
 )
 def test_interrupting_writes_nothing(start: Start, tmp_path: Path, question: str, key: str) -> None:
     answers = {"Where do the processes run?": ENTER, "What do you train on?": ENTER, "Train on the CPU even": "n",
-               "How is the model trained?": ENTER, "Which device of this": ENTER}  # fmt: skip
+               "Which training strategy?": ENTER, "Which device of this": ENTER}  # fmt: skip
     with start("config") as terminal:
         for asked, keys in answers.items():
             terminal.answer(asked, key if asked == question else keys)

@@ -1,14 +1,22 @@
-"""Every ```python block of the READMEs and of docs/ runs; fragments that cannot stand alone are fenced as ```py."""
+"""Every ```python block of the READMEs and of docs/ runs.
+
+Fragments that cannot stand alone are fenced as ```py, and say in their first line what they need. Blocks with a title
+are files, which the page's terminal blocks run (test_consoles.py).
+"""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
+from tools.docs import api, options
+
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+UNMARKED = {"data.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 
@@ -29,9 +37,29 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_fragments_say_that_they_are_fragments(page: Path) -> None:
+    fragments = re.findall(r"^```py\n(.*)", page.read_text(), re.MULTILINE)
+    assert page.name in UNMARKED or all(first.startswith("# fragment: needs ") for first in fragments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_titled_files_are_run(page: Path) -> None:
+    text = page.read_text()
+    consoles = "".join(re.findall(r"^```console\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    titles = re.findall(r'^```python title="([\w.]+)"', text, re.MULTILINE)
+    assert [title for title in titles if title not in consoles and f"from {title[:-3]} import" not in text] == []
+
+
+@cache
+def generated() -> set[Path]:
+    """The pages of the reference, which exist in the built site only."""
+    return {ROOT / "docs" / path for path, _ in (*api.pages(), *options.pages())}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     broken = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
-    assert not broken
+    assert [target for target in broken if (page.parent / target).resolve() not in generated()] == []
 
 
 @pytest.mark.parametrize("package", sorted(ROOT.glob("packages/*")), ids=lambda path: path.name)

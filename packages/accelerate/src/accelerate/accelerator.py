@@ -95,7 +95,7 @@ class Accelerator:
         mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The dtype of the forward pass under autocast.
             When None, `ACCELERATE_MIXED_PRECISION`, which `accelerate launch` sets, or else full precision.
         gradient_accumulation_steps (`int`): Micro-batches per optimizer step. The environment variable
-        `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` takes precedence.
+            `ACCELERATE_GRADIENT_ACCUMULATION_STEPS` takes precedence.
         cpu (`bool`): Compute on the CPU even where there is an accelerator.
         dataloader_config (`DataLoaderConfiguration`, *optional*): How data loaders shard their data over the ranks.
         deepspeed_plugin (`DeepSpeedPlugin`, *optional*): Train with DeepSpeed.
@@ -118,7 +118,7 @@ class Accelerator:
         dynamo_plugin (`TorchDynamoPlugin`, *optional*): The same, in detail.
         deepspeed_plugins (`DeepSpeedPlugin` or `dict` of them, *optional*): Several DeepSpeed configurations, by name.
         parallelism_config (`ParallelismConfig`, *optional*): The sizes of the device mesh: data, tensor, context, sequence
-        and pipeline parallelism.
+            and pipeline parallelism.
 
     Attributes:
         state (`AcceleratorState`): Processes, devices, precision and plugins of the run.
@@ -835,7 +835,7 @@ class Accelerator:
 
         Args:
             optimizer (prepared optimizer or list of them, *optional*): Whose gradients; by default those of all
-            prepared optimizers.
+                prepared optimizers.
         """
         self._stepping.unscale_gradients(optimizer)
 

@@ -22,7 +22,7 @@ TOPICS = (
 ENVIRONMENT = Question(
     "compute_environment",
     "Where do the processes run?",
-    Choice((("LOCAL_MACHINE", "this machine, or several of one's own"), ("AMAZON_SAGEMAKER", "Amazon SageMaker"))),
+    Choice((("LOCAL_MACHINE", "this machine, or a cluster of your own"), ("AMAZON_SAGEMAKER", "Amazon SageMaker"))),
     "LOCAL_MACHINE",
 )
 

@@ -37,7 +37,7 @@ WAYS: dict[tuple[str, ...], Choice] = {
     ("MULTI_CPU", "MULTI_NEURON"): Choice((PLAIN, FSDP)),
     ("MULTI_GPU",): Choice((PLAIN, DEEPSPEED, FSDP, MEGATRON)),
     ("MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"): Choice((PLAIN, DEEPSPEED, FSDP)),
-    ("NO",): Choice((("PLAIN", "as it is"), DEEPSPEED)),
+    ("NO",): Choice((("PLAIN", "plain PyTorch"), DEEPSPEED)),
 }  # fmt: skip
 
 FP8_HARDWARE = ("NO", "MULTI_GPU", "MULTI_XPU", "MULTI_HPU")
@@ -100,7 +100,7 @@ MACHINE = Topic(
         Question("use_cpu", "Train on the CPU even where there is an accelerator?", Truth(), False,
                  said("machine", "NO")),
         Question("num_machines", "How many machines take part?", Number(least=1), 1, said("machine", *SEVERAL)),
-        *(Question("way", "How is the model trained?", ways, "PLAIN",
+        *(Question("way", "Which training strategy?", ways, "PLAIN",
                    every(said("machine", *machines), opposite(said("use_cpu"))), is_saved=False)
           for machines, ways in WAYS.items()),
     ),

@@ -148,9 +148,10 @@ class MegatronLMPlugin(Plugin):
         pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage (`int`, *optional*): Layout of the
             pipeline.
         is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
-        train_iters, train_samples, lr_decay_iters, lr_decay_samples, lr_warmup_iters, lr_warmup_samples,
-            lr_warmup_fraction, lr_decay_style, min_lr, weight_decay_incr_style, start_weight_decay, end_weight_decay:
-            The schedule; taken from the scheduler where left out.
+        train_iters, train_samples, lr_decay_iters, lr_decay_samples: The schedule, with the following ones; taken from
+            the scheduler where left out.
+        lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, lr_decay_style, min_lr: As above.
+        weight_decay_incr_style, start_weight_decay, end_weight_decay: As above.
         consumed_samples (list of `int`, *optional*): Samples seen in training, validation and test.
         no_wd_decay_cond, scale_lr_cond (function, *optional*), lr_mult (`float`): Which parameters have no weight decay,
             and which have another learning rate.
@@ -160,9 +161,10 @@ class MegatronLMPlugin(Plugin):
         tensorboard_dir (`str`, *optional*), set_all_logging_options (`bool`): Megatron's own logging.
         eval_iters, eval_interval (`int`): Batches per evaluation, and steps between evaluations.
         return_logits (`bool`): Whether the forward pass returns logits.
-        custom_train_step_class, custom_train_step_kwargs, custom_model_provider_function, custom_prepare_model_function,
-            custom_megatron_datasets_provider_function, custom_get_batch_function, custom_loss_function: User functions
-            and classes that replace Megatron's.
+        custom_train_step_class, custom_train_step_kwargs, custom_model_provider_function: User functions and classes
+            that replace Megatron's, as the following ones.
+        custom_prepare_model_function, custom_megatron_datasets_provider_function: As above.
+        custom_get_batch_function, custom_loss_function: As above.
         other_megatron_args (`dict`, *optional*): Further arguments, by Megatron's names; they take precedence.
     """
 

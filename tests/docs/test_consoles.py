@@ -1,0 +1,115 @@
+"""What pages show in a terminal: `console` blocks run beside the page's titled files, and print what is shown.
+
+A line of `...` stands for any lines, `...` within a line for any text. Every command line of `accelerate` on any page,
+in blocks that do not run as well, is one that the program accepts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_cli.main import COMMANDS, full_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
+FILE = re.compile(r'^```\w+ title="([\w.]+)"\n(.*?)^```', re.DOTALL | re.MULTILINE)
+CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^```(?:bash|sh|console)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"(?:^    \S.*\n)+", re.MULTILINE)
+RUN = [ROOT / "docs" / "first-change.md"]
+RUN += [page for folder in ("start", "how-to") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+
+
+def matches(shown: list[str], printed: list[str]) -> bool:
+    """Whether output is what a page shows."""
+    patterns = [".*" if line.strip() == "..." else ".*".join(map(re.escape, line.split("..."))) for line in shown]
+    # a line of dots stands for several lines
+    joined = "\n".join(patterns).replace("\n.*\n", "\n(?:.*\n)*")
+    joined = re.sub(r"\A\.\*\n", "(?:.*\n)*", joined)
+    joined = re.sub(r"\n\.\*\Z", "(?:\n.*)*", joined)
+    return re.fullmatch(joined, "\n".join(printed)) is not None
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "fits"),
+    [
+        (["a", "b"], ["a", "b"], True),
+        (["a", "b"], ["a", "c"], False),
+        (["a ... c"], ["a b c"], True),
+        (["...", "c"], ["a", "b", "c"], True),
+        (["...", "c"], ["a", "b"], False),
+        (["a", "...", "c"], ["a", "c"], True),
+        (["a", "..."], ["a", "b", "c"], True),
+        (["a"], ["a", "b"], False),
+    ],
+)
+def test_dots_stand_for_any_text(shown: list[str], printed: list[str], fits: bool) -> None:
+    assert matches(shown, printed) is fits
+
+
+def sessions(text: str) -> list[tuple[str, list[str]]]:
+    """Commands of the console blocks of a page, with the lines that they are shown to print."""
+    found: list[tuple[str, list[str]]] = []
+    for block in CONSOLE.findall(text):
+        for line in block.splitlines():
+            if line.startswith("$ "):
+                found.append((line[2:], []))
+            else:
+                found[-1][1].append(line)
+    return found
+
+
+@pytest.mark.launch
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "page", [page for page in RUN if CONSOLE.search(page.read_text())], ids=lambda page: page.stem
+)
+def test_consoles_print_what_is_shown(page: Path, tmp_path: Path) -> None:
+    text = page.read_text()
+    for name, content in FILE.findall(text):
+        (tmp_path / name).write_text(content)
+    if not FILE.search(text):
+        (tmp_path / "train.py").write_text("")
+    programs = Path(sys.executable).parent
+    variables = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for command, shown in sessions(text):
+        ran = subprocess.run(
+            shlex.split(command), cwd=tmp_path, env={**os.environ, **variables}, capture_output=True, text=True,
+            timeout=300, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        assert matches(shown, ran.stdout.rstrip().splitlines()), f"{command} printed\n{ran.stdout}"
+
+
+def command_lines(text: str) -> list[list[str]]:
+    """The words of each command line that begins with `accelerate` and one of its commands."""
+    blocks = [*FENCED.findall(text), *INDENTED.findall(re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.M))]
+    found = []
+    for line in "\n".join(blocks).replace("\\\n", " ").splitlines():
+        words = shlex.split(line.strip().removeprefix("$ "), comments=True) if "accelerate" in line else []
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if words[:1] == ["accelerate"] and words[1:2] and words[1] in COMMANDS and "..." not in words:
+            found.append(words[1:])
+    return found
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if command_lines(page.read_text())], ids=lambda page: page.name
+)
+def test_commands_are_accepted(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = []
+    for words in command_lines(page.read_text()):
+        try:
+            full_parser().parse_args(words)
+        except SystemExit as ended:
+            if ended.code:
+                wrong.append(f"{' '.join(words)}: {capsys.readouterr().err.strip().splitlines()[-1]}")
+    assert wrong == []

@@ -1,0 +1,1 @@
+"""The documentation site: what is generated for it, and what is checked of it."""
