@@ -16,7 +16,6 @@ from tools.docs import api, options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
-UNMARKED = {"data.md"}
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)")
 
@@ -39,7 +38,7 @@ def test_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_fragments_say_that_they_are_fragments(page: Path) -> None:
     fragments = re.findall(r"^```py\n(.*)", page.read_text(), re.MULTILINE)
-    assert page.name in UNMARKED or all(first.startswith("# fragment: needs ") for first in fragments)
+    assert all(first.startswith("# fragment: needs ") for first in fragments)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
