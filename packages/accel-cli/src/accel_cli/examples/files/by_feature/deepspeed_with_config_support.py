@@ -1,8 +1,8 @@
 """Train a language model with DeepSpeed: what is sharded stands in a JSON file.
 
-    accelerate launch deepspeed_with_config_support.py --config zero_stage2_config.json
-    accelerate launch --num_processes 2 deepspeed_with_config_support.py --config zero_stage3_offload_config.json
-    accelerate launch deepspeed_with_config_support.py --config zero_stage3_config.json --model gpt2
+    accelerate launch deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage2_config.json
+    accelerate launch --num_processes 2 deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage3_offload_config.json
+    accelerate launch deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage3_config.json --model gpt2
 
 What differs from any other training: `DeepSpeedPlugin(hf_ds_config=...)`, and that `DummyOptim` and `DummyScheduler` stand for
 the optimizer and the scheduler of the file, and say what fills their "auto". With `accelerate launch --use_deepspeed
