@@ -61,7 +61,7 @@ def check(run: Run, printed: str) -> None:
     if not run.keeps_promise:
         return
     said = ast.get_docstring(ast.parse((FILES / run.words.split()[0]).read_text())) or ""
-    (promise,) = PROMISE.findall(said)
+    (promise,) = PROMISE.findall(" ".join(said.split()))
     last = printed.strip().splitlines()[-1]
     value, bound = float(NUMBER.findall(last)[-1]), float(promise[1])
     kept = value >= bound if promise[0] == "at least" else value < bound

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import shutil
+import subprocess
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -118,3 +121,15 @@ def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     table = "\n".join(["| name | what it shows |", "|---|---|", *rows])
     assert table in page, f"docs/examples.md needs this table:\n{table}"
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(shutil.which("uv") is None, reason="uv is not installed")
+def test_the_wheel_has_every_file(tmp_path: Path) -> None:
+    subprocess.run(
+        ["uv", "build", "-q", str(ROOT / "packages" / "accel-cli"), "--wheel", "-o", str(tmp_path)], check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name.partition("examples/files/")[2] for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/"}
+    files = {path.relative_to(FILES).as_posix() for path in FILES.rglob("*") if path.is_file()}
+    assert names - {""} == {name for name in files if "__pycache__" not in name}

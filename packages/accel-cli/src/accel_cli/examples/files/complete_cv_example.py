@@ -165,8 +165,8 @@ def main() -> None:
                 accelerator.save_state()
         accuracy = evaluate(accelerator, model, eval_loader)
         if args.with_tracking:
-            loss = total.item() / len(train_loader)
-            accelerator.log({"accuracy": accuracy, "train_loss": loss, "epoch": epoch}, step=progress.batches)
+            values = {"accuracy": accuracy, "train_loss": total.item() / len(train_loader), "epoch": epoch}
+            accelerator.log(values, step=progress.batches)
         accelerator.print(f"epoch {epoch + 1}: accuracy {accuracy:.3f}")
     accelerator.end_training()
 

@@ -45,7 +45,7 @@ def make_tokenizer(rows: Iterable[dict[str, Any]]) -> PreTrainedTokenizerFast:
     words = sorted({word for row in rows for word in row["text"].split()})
     model = WordLevel({word: number for number, word in enumerate(["[PAD]", "[UNK]", *words])}, unk_token="[UNK]")
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
@@ -69,8 +69,8 @@ def make_model_and_loaders(args: argparse.Namespace) -> tuple[Any, DataLoader, D
         return {**encoded, "labels": torch.tensor([row["label"] for row in batch])}
 
     split = len(rows) * 4 // 5
-    train_loader = DataLoader(rows[:split], batch_size=args.batch_size, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
-    eval_loader = DataLoader(rows[split:], batch_size=64, collate_fn=collate)  # type: ignore[arg-type]
+    train_loader = DataLoader(rows[:split], batch_size=args.batch_size, shuffle=True, collate_fn=collate)
+    eval_loader = DataLoader(rows[split:], batch_size=64, collate_fn=collate)
     return model, train_loader, eval_loader
 
 

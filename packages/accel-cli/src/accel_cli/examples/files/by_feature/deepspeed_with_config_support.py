@@ -68,7 +68,7 @@ def main() -> None:
     model = make_model(args.model)
     starts = torch.randint(32, (512,))
     sequences = [torch.arange(start, start + 16) % 32 for start in starts]
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)  # type: ignore[arg-type]
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)
     optimizer = DummyOptim(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     scheduler = DummyScheduler(optimizer, total_num_steps=args.epochs * len(loader), warmup_num_steps=10)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)

@@ -66,7 +66,7 @@ def main() -> None:
     set_seed(0)
     model = make_model(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    loader = DataLoader(make_sequences(args), batch_size=args.batch_size, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader = DataLoader(make_sequences(args), batch_size=args.batch_size, shuffle=True, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(args.epochs):

@@ -54,7 +54,7 @@ def main() -> None:
     set_seed(0)
     model = make_model(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    loader = DataLoader(make_sequences(args), batch_size=args.batch_size, shuffle=True, drop_last=True)  # type: ignore[arg-type]
+    loader = DataLoader(make_sequences(args), batch_size=args.batch_size, shuffle=True, drop_last=True)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 10, args.epochs * len(loader))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 

@@ -61,7 +61,7 @@ def main() -> None:
     model = make_model(args.model)
     starts = torch.randint(64, (256,))
     sequences = [torch.arange(start, start + args.length) % model.config.vocab_size for start in starts]
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)  # type: ignore[arg-type]
+    loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     converted = sum(type(module).__name__ == "Float8Linear" for module in model.modules())

@@ -73,7 +73,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
     readers = accelerator.parallelism_config.data_parallel_size if accelerator.parallelism_config else 1
     sequences = make_sequences(256, args.length, model.config.vocab_size)
-    loader = DataLoader(sequences, batch_size=args.batch_size // readers)  # type: ignore[arg-type]
+    loader = DataLoader(sequences, batch_size=args.batch_size // readers)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
     for epoch in range(args.epochs):

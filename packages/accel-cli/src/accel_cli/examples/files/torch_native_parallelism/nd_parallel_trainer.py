@@ -74,7 +74,7 @@ def main() -> None:
     set_seed(0)
     model = make_model(args.model)
     sequences = make_sequences(256, args.length, model.config.vocab_size)
-    trainer = Trainer(model=model, args=settings, train_dataset=sequences)  # type: ignore[arg-type]
+    trainer = Trainer(model=model, args=settings, train_dataset=sequences)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     state.print(f"final loss {float(losses[-1]):.4f}")
