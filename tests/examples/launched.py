@@ -41,7 +41,7 @@ def launch(runs: list[Run], processes: int, folder: Path) -> list[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BUILD_SHM_COMM": "0"}
     done = subprocess.run(
         [*command, str(DRIVER), str(work)],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-5000:]
     outputs = []
