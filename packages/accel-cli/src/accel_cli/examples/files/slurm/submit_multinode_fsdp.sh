@@ -12,7 +12,7 @@ set -euo pipefail
 # activate your environment here, for instance: source .venv/bin/activate
 
 gpus=${SLURM_GPUS_ON_NODE:-8}
-main_ip=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+main_ip=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 
 # SLURM_NODEID differs from task to task, so the inner shell reads it
 srun bash -c 'accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch \
