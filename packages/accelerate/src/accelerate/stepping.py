@@ -178,7 +178,7 @@ class StepController:
         """Reset all counters and drop references to models."""
         self.step = 0
         self.has_lomo_optimizer = False
-        vars(self).pop("backward", None)
+        self.backward = self._first_backward  # type: ignore[method-assign]
         self._checked = ()
 
 

@@ -1,0 +1,1 @@
+"""The command `accelerate examples`, and the examples themselves, in `files`."""

@@ -1,0 +1,136 @@
+"""Each example runs, on one process and on two, and its last line is as good as its docstring says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from accel_cli.examples.catalog import read_examples
+from tests.examples.launched import Run, check, launch
+
+IMAGES = [
+    Run("cv_example.py", "epoch 5"),
+    Run("complete_cv_example.py --checkpointing_steps epoch --with_tracking"),
+    Run("complete_cv_example.py --resume --epochs 7", "resumed after batch"),
+    Run("complete_cv_example.py --data {here}/images.npz --epochs 1", "epoch 1: accuracy", keeps_promise=False),
+    Run("by_feature/automatic_gradient_accumulation.py", "batch size 19 x 2 accumulation steps"),
+    Run("by_feature/checkpointing.py"),
+    Run("by_feature/checkpointing.py --resume_from_checkpoint runs/checkpointing/step_100", "resumed after step 100"),
+    Run("by_feature/ddp_comm_hook.py"),
+    Run("by_feature/early_stopping.py", "stopped after epoch"),
+    Run("by_feature/gradient_accumulation.py", "540 micro-batches, 270 optimizer steps|270 micro-batches, 138 opt"),
+]
+MORE_IMAGES = [
+    Run("by_feature/cross_validation.py", "fold 3"),
+    Run(
+        "by_feature/fsdp_with_peak_mem_tracking.py",
+        r"process 0 stores (21,386|10,693) parameters\n.*peak memory \d+ MiB",
+    ),
+    Run("by_feature/local_sgd.py"),
+    Run("by_feature/memory.py", "trying batch size 128\n(.*\n)*trying batch size 46\n"),
+    Run("by_feature/multi_process_metrics.py", "(359|384) predictions with padding, 359 without"),
+    Run("by_feature/profiler.py --record_shapes --with_flops"),
+    Run("by_feature/tracking.py"),
+    Run("config_yaml_templates/run_me.py", "process 0 of [12] on cpu"),
+    Run("inference/distributed/speech.py", "process 0 has transcribed (21|11) recordings"),
+]
+LANGUAGE = [
+    Run("nlp_example.py"),
+    Run(
+        "nlp_example.py --epochs 1 --data {here}/reviews.csv --model {here}/bert", "epoch 1: acc", keeps_promise=False
+    ),
+    Run("complete_nlp_example.py --checkpointing_steps epoch --with_tracking"),
+    Run("complete_nlp_example.py --resume --epochs 6", "resumed after batch (125|250)"),
+    Run("by_feature/gradient_accumulation_for_autoregressive_models.py"),
+    Run("by_feature/megatron_lm_gpt_pretraining.py"),
+    Run("inference/distributed/text.py", "process 0 has continued (25|13) sequences"),
+    Run("inference/distributed/text.py --model {here}/gpt2 --prompts the,plot cast music", "the", keeps_promise=False),
+    Run("inference/distributed/image.py --output_dir images", "(image .*\n){5}5 images\n$", keeps_promise=False),
+    Run("inference/pippy/bert.py", "process 0 holds (254,784|149,824) parameters"),
+    Run("inference/pippy/gpt2.py", "process 0 holds (324,608|174,528) parameters"),
+    Run("inference/pippy/llama.py", "process 0 holds (279,360|139,648) parameters"),
+    Run("inference/pippy/t5.py", "process 0 holds (345,728|148,160) parameters"),
+]
+MESHES = [
+    Run("torch_native_parallelism/nd_parallel.py", "One process|sharded parameters: 0 1"),
+    Run("torch_native_parallelism/nd_parallel_trainer.py"),
+    Run("torch_native_parallelism/fsdp2_fp8.py", "13 layers in FP8, emulated"),
+    Run("alst_ulysses_sequence_parallelism/sp_alst.py", r"a rank's batches \(8, (64|32)\)"),
+]
+MESHES_OF_TWO = [
+    Run("torch_native_parallelism/nd_parallel.py --tp_size 2", "tensor parallel, sharded layers: 0 1"),
+    Run("torch_native_parallelism/nd_parallel.py --cp_size 2", r"context parallel, sharded sequences \(ring\): 0 1"),
+    Run("torch_native_parallelism/nd_parallel_trainer.py --tp_size 2"),
+]
+DEEPSPEED = [
+    Run("by_feature/deepspeed_with_config_support.py", "ZeRO stage 2"),
+    Run("by_feature/deepspeed_with_config_support.py --config {here}/zero_stage3_config.json", "ZeRO stage 3"),
+]
+GROUPS = {"images": IMAGES, "more_images": MORE_IMAGES, "language": LANGUAGE, "meshes": MESHES}
+WITHOUT_PROCESSES = {"multigpu_remote_launcher"}  # tested with the templates
+
+
+def write_inputs(folder: Path) -> None:
+    """What stands for a user's own data and models: a table of sentences, images, a BERT and a GPT-2."""
+    import numpy as np
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    sentences = ["the plot", "the cast", "the music", "music plot"] * 5
+    rows = [f'"{text}",{number % 2}' for number, text in enumerate(sentences)]
+    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]))
+    draw = np.random.default_rng(0)
+    np.savez(folder / "images.npz", images=draw.random((40, 3, 12, 10)), labels=draw.integers(0, 4, 40))
+    words = ["[PAD]", "[UNK]", "the", "plot", "cast", "music"]
+    plain = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    plain.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]", eos_token="[PAD]"
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertModel(BertConfig(vocab_size=8, **sizes)).save_pretrained(folder / "bert")
+    tokenizer.save_pretrained(folder / "bert")
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
+    ).save_pretrained(folder / "gpt2")
+    tokenizer.save_pretrained(folder / "gpt2")
+
+
+@pytest.mark.launch
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("group", GROUPS)
+def test_examples_reach_what_they_promise(group: str, processes: int, tmp_path: Path) -> None:
+    if group in ("images", "language"):
+        write_inputs(tmp_path)
+    runs = [*GROUPS[group], *(MESHES_OF_TWO if group == "meshes" and processes == 2 else ())]
+    outputs = launch(runs, processes, tmp_path)
+    for run, printed in zip(runs, outputs, strict=True):
+        check(run, printed)
+    printed_by = {run.words: printed.strip().splitlines() for run, printed in zip(runs, outputs, strict=True)}
+    if group == "images":  # the interrupted run ends as the uninterrupted one
+        whole, resumed = (lines for words, lines in printed_by.items() if words.startswith("by_feature/checkpointing"))
+        assert resumed[-1] == whole[-1]
+    if group == "meshes" and processes == 2:  # every combination takes the same steps
+        losses = {lines[-1] for words, lines in printed_by.items() if "nd_parallel.py" in words}
+        assert len(losses) == 1
+
+
+@pytest.mark.launch
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [1, 2])
+def test_deepspeed_reaches_what_it_promises(processes: int, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    (file,) = read_examples()["deepspeed_config_templates"].path.glob("zero_stage3_config.json")
+    (tmp_path / file.name).write_bytes(file.read_bytes())
+    for run, printed in zip(DEEPSPEED, launch(DEEPSPEED, processes, tmp_path), strict=True):
+        check(run, printed)
+
+
+def test_every_example_is_run() -> None:
+    run = {one.words.split()[0] for group in [*GROUPS.values(), DEEPSPEED] for one in group}
+    programs = {f"{name}.py" for name, example in read_examples().items() if example.path.is_file()}
+    assert programs - {f"{name}.py" for name in WITHOUT_PROCESSES} <= run
