@@ -6,6 +6,7 @@ compared. Time is measured with both in the same processes, memory with each in 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import warnings
@@ -21,6 +22,7 @@ from tools.reference import run_on_ranks
 DEGREES = (1, 2)
 TOKENS, LENGTH, WIDTH, LAYERS, HEADS = 1024, 64, 256, 4, 4
 MICRO_BATCH, MICRO_BATCHES, STEPS = 4, 2, 6
+MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # of mallopt
 Loop = Callable[[], float]
 
 
@@ -49,6 +51,7 @@ def worker(kind: str) -> None:
     from accelerate.utils import MegatronLMPlugin
 
     warnings.simplefilter("ignore")
+    give_memory_back()
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     world = torch.distributed.get_world_size()
@@ -84,12 +87,23 @@ def worker(kind: str) -> None:
 
 
 def warm_up(accelerator: Any) -> None:
-    """Import what both loops import, so that it is not counted."""
-    import transformers.models.llama.modeling_llama
-    from megatron.core.models.gpt import GPTModel
+    """Run both loops with a tiny model, so that what is loaded on first use is not counted."""
+    import gc
 
-    assert transformers.models.llama.modeling_llama
-    assert GPTModel
+    from accel_integrations.engines.megatron.cpu import on_cpu
+
+    prepared_loop(accelerator, 16)[1]()
+    with on_cpu():
+        hand_written_loop(accelerator.num_processes, width=16)()
+    accelerator.free_memory()
+    gc.collect()
+
+
+def give_memory_back() -> None:
+    """Let the C library return large blocks at once when they are freed, so that peaks are those of tensors."""
+    library = ctypes.CDLL(None)
+    library.mallopt(MMAP_THRESHOLD, 1 << 17)
+    library.mallopt(TRIM_THRESHOLD, 0)
 
 
 def batches() -> list[Any]:
@@ -100,14 +114,14 @@ def batches() -> list[Any]:
     return [torch.randint(0, TOKENS, (MICRO_BATCH * MICRO_BATCHES, LENGTH), generator=generator) for _ in range(STEPS)]
 
 
-def prepared_loop(accelerator: Any) -> tuple[Any, Loop]:
+def prepared_loop(accelerator: Any, width: int = WIDTH) -> tuple[Any, Loop]:
     """The prepared model, and a loop as for any engine; the mean loss of its steps."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 4 * WIDTH,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
     }
@@ -130,7 +144,7 @@ def prepared_loop(accelerator: Any) -> tuple[Any, Loop]:
     return model, loop
 
 
-def hand_written_loop(world: int, weights: dict[str, Any] | None = None) -> Loop:
+def hand_written_loop(world: int, weights: dict[str, Any] | None = None, width: int = WIDTH) -> Loop:
     """The same on megatron-core: its schedule, its data parallelism, an optimizer of torch; the mean loss of its steps."""
     import torch
     from megatron.core import parallel_state
@@ -147,7 +161,7 @@ def hand_written_loop(world: int, weights: dict[str, Any] | None = None) -> Loop
     off = ("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion",
            "apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion")  # fmt: skip
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, num_query_groups=HEADS, ffn_hidden_size=4 * WIDTH,
+        num_layers=LAYERS, hidden_size=width, num_attention_heads=HEADS, num_query_groups=HEADS, ffn_hidden_size=4 * width,
         normalization="RMSNorm", layernorm_epsilon=1e-6, add_bias_linear=False, gated_linear_unit=True,
         activation_func=torch.nn.functional.silu, hidden_dropout=0.0, attention_dropout=0.0, calculate_per_token_loss=True,
         use_cpu_initialization=True, tensor_model_parallel_size=world, **dict.fromkeys(off, False),
