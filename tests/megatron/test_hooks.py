@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.utils import MegatronLMPlugin
+from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from accelerate.utils.megatron_lm import AbstractTrainStep
 from tests.megatron.training import TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
 
@@ -189,3 +189,50 @@ def provide_other(pre_process: bool, post_process: bool, config: Any) -> Any:
     made = provide(pre_process, post_process, config)
     made.extra = torch.nn.Parameter(torch.zeros(1))
     return made
+
+
+ASKED: list[list[int]] = []
+
+
+def provide_datasets(counts: list[int]) -> Any:
+    """Three datasets, of a name that only the program's own reader of batches knows."""
+    ASKED.append(counts)
+    return [[{"text": row["input_ids"]} for row in new_rows(count)] for count in (16, 8, 9)]
+
+
+def read_text(batches: Iterator[Any]) -> tuple[torch.Tensor, ...]:
+    """What `shifted_batch` makes of it."""
+    text = next(batches)["text"]
+    return shifted_batch(iter([{"input_ids": text, "attention_mask": torch.ones_like(text)}]))
+
+
+@megatron_ranks(2)
+def test_datasets_of_a_program_are_read(rank: int, world: int) -> None:
+    hooks = {"custom_megatron_datasets_provider_function": provide_datasets, "custom_get_batch_function": read_text}
+    plugin = MegatronLMPlugin(num_micro_batches=2, eval_iters=3, eval_interval=5, **hooks)  # type: ignore[arg-type]
+    dummy = MegatronLMDummyDataLoader(micro_batch_size=2)
+    batch = torch.stack([row["input_ids"] for row in new_rows(8)])
+    expected = new_model()(input_ids=batch, labels=batch).loss.item()
+    with run_with(plugin) as accelerator:
+        model = new_model()
+        optimizer = optimizer_of(model)
+        scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=20)
+        ASKED.clear()
+        model, optimizer, scheduler, *loaders = accelerator.prepare(model, optimizer, scheduler, dummy, dummy, dummy)
+        assert ASKED == [[10 * 8, 3 * 3 * 8, 3 * 8]]
+        assert [len(loader) for loader in loaders] == [2, 1, 1]
+        assert plugin.global_batch_size == 8
+        losses = [model(**batch).loss.item() for batch in loaders[0]]
+        assert losses[0] == pytest.approx(expected, rel=1e-5)
+    for words, kind, kwargs, size in (
+        ("micro_batch_size=None", ValueError, hooks | {"train_iters": 1}, {}),
+        ("Set train_iters of MegatronLMPlugin", ValueError, hooks, {"micro_batch_size": 2}),
+        ("indexed datasets", NotImplementedError, {}, {"micro_batch_size": 2}),
+    ):
+        with pytest.raises(kind, match=words), run_with(MegatronLMPlugin(**kwargs)) as accelerator:  # type: ignore[arg-type]
+            accelerator.prepare(new_model(), MegatronLMDummyDataLoader(**size))
+    with (
+        pytest.raises(ValueError, match="returned 3 datasets for 4"),
+        run_with(MegatronLMPlugin(train_iters=1, **hooks)) as accelerator,  # type: ignore[arg-type]
+    ):
+        accelerator.prepare(new_model(), dummy, dummy, dummy, dummy)

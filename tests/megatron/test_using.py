@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accel_integrations.engines.megatron.batches import Limits, make_batch
+from accel_integrations.engines.megatron.tasks import Causal
 from accelerate.utils import MegatronEngine, MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from tests.megatron.training import LENGTH, TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
 
@@ -68,7 +70,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
         (ValueError, r"num_micro_batches=3 must be a multiple of pp_degree=2",
          pp2 | {"num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 3}, {}),
         (ValueError, r"rope_type 'default'", {}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-        (NotImplementedError, r"context_parallel_size=2 is not supported", {"context_parallel_size": 2}, {}),
+        (NotImplementedError, r"context_parallel_size=2 is not supported: .* Transformer Engine", {"context_parallel_size": 2}, {}),
+        (NotImplementedError, r"expert_tensor_parallel_size=2 is not supported", {"expert_tensor_parallel_size": 2}, {}),
         (NotImplementedError, r"use_custom_fsdp=True is not supported", {"use_custom_fsdp": True}, {}),
         (ValueError, r"has 'num_heads', which megatron-core", {"other_megatron_args": {"num_heads": 2}}, {}),
     ):  # fmt: skip
@@ -97,6 +100,17 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
     with pytest.raises(NotImplementedError, match="mixed_precision='fp16'"):
         prepare({}, model, mixed_precision="fp16")
     assert all(not parameter.is_meta for parameter in model.parameters())
+
+
+def test_positions_on_an_accelerator_are_looked_into_once_per_shape() -> None:
+    limits = Limits(Causal(), 32, None, learns_positions=False, multiple=1, num_micro_batches=1)
+    assert limits.is_new((2, 8))
+    assert not limits.is_new((2, 8))
+    assert limits.is_new((2, 9))
+    wrong = {name: torch.ones(2, 8).long() for name in ("input_ids", "labels", "position_ids")}
+    for _ in range(2):  # in CPU memory each time
+        with pytest.raises(ValueError, match="position_ids are not 0, 1, 2"):
+            make_batch(wrong, limits, torch.device("cpu"), training=True)
 
 
 @megatron_ranks(2)

@@ -201,7 +201,11 @@ def hand_written_loop(world: int, weights: dict[str, Any] | None = None, width: 
                 forward_step_func=forward_step, data_iterator=iter(tokens.chunk(MICRO_BATCHES)), model=wrapped,
                 num_microbatches=MICRO_BATCHES, seq_length=LENGTH, micro_batch_size=MICRO_BATCH, forward_only=False,
             )  # fmt: skip
-            squares = [one.main_grad.square().sum() for one in parameters if first or one.tensor_model_parallel]
+            squares = [
+                one.main_grad.square().sum()
+                for one in parameters
+                if first or getattr(one, "tensor_model_parallel", False)
+            ]
             total = torch.stack(squares).sum()
             torch.distributed.all_reduce(total, group=group)
             factor = torch.clamp(1.0 / (total.sqrt() + 1e-6), max=1.0)

@@ -6,17 +6,38 @@ Each function here has the arguments of `Chunk`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from accel_integrations.engines.megatron.library import load
 
-if TYPE_CHECKING:
-    from accel_integrations.engines.megatron.shape import ModelShape
+
+class Sizes(Protocol):
+    """What chunks need of a `ModelShape`."""
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence in tokens."""
+        ...
+
+    @property
+    def tied(self) -> bool:
+        """Whether input and output embeddings are one tensor."""
+        ...
+
+    @property
+    def activation(self) -> Callable[..., Any]:
+        """The function of the MLP."""
+        ...
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """Further arguments of the class that is built."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +54,7 @@ class Place:
     is_last: bool
 
 
-Chunk = Callable[["ModelShape", Any, Place, int], Any]
+Chunk = Callable[[Any, Any, Place, int], Any]
 """Makes a chunk of a model, for megatron-core's configuration, a place, and a number of rows of the embeddings."""
 
 
@@ -84,7 +105,7 @@ class NoTokens(nn.Module):
         return hidden_states, None
 
 
-def gpt_chunk(shape: ModelShape, config: Any, place: Place, num_rows: int) -> Any:
+def gpt_chunk(shape: Sizes, config: Any, place: Place, num_rows: int) -> Any:
     """A chunk of a decoder."""
     return load("models.gpt.gpt_model").GPTModel(
         config,
@@ -115,7 +136,7 @@ def _gpt_layers(config: Any, stage: int | None) -> Any:
     return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
 
 
-def bert_chunk(shape: ModelShape, config: Any, place: Place, num_rows: int) -> Any:
+def bert_chunk(shape: Sizes, config: Any, place: Place, num_rows: int) -> Any:
     """A chunk of an encoder: `shape.model` says where its norms are, and which head it has."""
     options = dict(shape.model)
     norm_follows, head = options.pop("norm_follows"), options.pop("head")

@@ -21,6 +21,7 @@ from accel_integrations.engines.megatron.arguments import RULES, make_scheduler,
 from accel_integrations.engines.megatron.batches import Limits
 from accel_integrations.engines.megatron.build import Chunks, build, make_config, own_chunks, wrap
 from accel_integrations.engines.megatron.cpu import on_device
+from accel_integrations.engines.megatron.datasets import fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
 from accel_integrations.engines.megatron.groups import (
     Degrees,
@@ -30,6 +31,7 @@ from accel_integrations.engines.megatron.groups import (
     start_random_numbers,
 )
 from accel_integrations.engines.megatron.hooks import Hooks
+from accel_integrations.engines.megatron.left_out import check_fields
 from accel_integrations.engines.megatron.library import check_installed, load, quiet
 from accel_integrations.engines.megatron.model import MegatronEngine, Parts
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
@@ -40,7 +42,7 @@ from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.engines.megatron.weights import ShardedWeights
 from accel_integrations.engines.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_integrations.engines.prepare_arguments import PrepareArguments
-from accel_integrations.megatron_dummies import NO_DATASETS, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.prepared import keep
 from accel_state.enums import DynamoBackend
@@ -54,20 +56,6 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.megatron import MegatronLMPlugin
-
-LEFT_OUT = {
-    "use_custom_fsdp": "Use FSDP for sharded parameters.",
-    "optimizer_cpu_offload": "Use DeepSpeed or FSDP for offloading.",
-    "overlap_cpu_optimizer_d2h_h2d": "Use DeepSpeed or FSDP for offloading.",
-    "use_precision_aware_optimizer": "Optimizer states have the dtype of the model.",
-    "eod_mask_loss": "Give these tokens the label -100.",
-    "megatron_dataset_flag": "Pass an ordinary DataLoader to prepare().",
-    "custom_megatron_datasets_provider_function": "Pass an ordinary DataLoader to prepare().",
-    "pipeline_model_parallel_split_rank": "It is for models with an encoder and a decoder, which are not mapped.",
-    "no_wd_decay_cond": "Make parameter groups of the optimizer.",
-    "scale_lr_cond": "Make parameter groups of the optimizer.",
-}
-"""Fields of the plugin that are refused, with what to do instead."""
 
 
 @final
@@ -102,7 +90,7 @@ class MegatronLMEngine(Engine):
         """
         state = self.context.state
         check_installed()
-        self._check_plugin()
+        check_fields(self.plugin)
         degrees = Degrees.of(self.plugin, state.num_processes)
         if state.parallelism_config is not None and state.parallelism_config.active_mesh_dims:
             raise ValueError(
@@ -121,11 +109,6 @@ class MegatronLMEngine(Engine):
         make_groups(degrees)
         start_random_numbers(state.device)
         self.degrees = degrees
-
-    def _check_plugin(self) -> None:
-        for name, instead in LEFT_OUT.items():
-            if (value := getattr(self.plugin, name)) not in (None, False):
-                raise NotImplementedError(f"MegatronLMPlugin.{name}={value!r} is not supported. {instead}")
 
     def make_precision(self, wanted: str) -> Precision:
         """Full precision: with "bf16" megatron-core computes on a bfloat16 copy of the parameters.
@@ -165,11 +148,10 @@ class MegatronLMEngine(Engine):
 
         Raises:
             ValueError: They cannot; the message says why.
-            NotImplementedError: For a `MegatronLMDummyDataLoader`.
+            NotImplementedError: For a `MegatronLMDummyDataLoader` without a function that makes its datasets.
         """
         self._objects = None
-        if any(isinstance(one, MegatronLMDummyDataLoader) for one in objects):
-            raise NotImplementedError(NO_DATASETS)
+        objects = fill_dummies(objects, self.plugin, self.degrees.data)
         self._found = found = PrepareArguments.find(objects, RULES, self.trained is not None)
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size is not None]
         if sizes := [int(loader.batch_size or 1) for loader in loaders]:

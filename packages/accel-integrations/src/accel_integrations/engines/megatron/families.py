@@ -247,7 +247,7 @@ class Experts:
 
 
 def _mixtral(config: Any) -> ModelShape:
-    """Mixtral."""
+    """Mixtral: experts in every layer, whose weights sum to one for each token."""
     _check_routing(config)
     count, chosen = config.num_local_experts, config.num_experts_per_tok
     return _llama(config, experts=Experts(count, chosen, config.intermediate_size, sums_to_one=True))

@@ -30,7 +30,7 @@ def look_up(tensors: Mapping[str, Tensor], source: str) -> Tensor:
 
 
 def whole(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by name, rows put together again.
+    """Tensors by name, with rows stacked.
 
     Args:
         found: By source; of a tensor all rows or none.

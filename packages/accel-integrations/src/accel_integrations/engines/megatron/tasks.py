@@ -262,7 +262,7 @@ class Classified(Task):
         return {"logits": output[1]}
 
     def with_losses(self, output: Any, part: MicroBatch) -> Any:
-        """The same."""
+        """The output itself, which has logits in either case."""
         return output
 
 
