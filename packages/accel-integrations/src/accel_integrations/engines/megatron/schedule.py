@@ -51,6 +51,8 @@ class Schedule:
         self._num_tokens = num_tokens
         self._device = device
         self._parallel = load("parallel_state")
+        self._replicas = self._parallel.get_data_parallel_group()
+        self._has_replicas = dist.get_world_size(self._replicas) > 1
         self._run_all = load("pipeline_parallel").get_forward_backward_func()
 
     def train(self, batch: Batch) -> Outcome:
@@ -94,7 +96,7 @@ class Schedule:
             return batch.micro_batches
         if self._chunks.config.calculate_per_token_loss:
             total = counts.sum(0)
-            dist.all_reduce(total, group=self._parallel.get_data_parallel_group())
+            dist.all_reduce(total, group=self._replicas)
             counts = total.expand_as(counts)
         weights = counts[:, :1] / counts.clamp(min=1)
         return [{**part, "weights": one} for part, one in zip(batch.micro_batches, weights, strict=True)]
@@ -143,7 +145,8 @@ class Schedule:
                 totals = torch.stack([sums.sum(), counts.sum()])
             else:
                 totals = torch.stack([(sums / counts.clamp(min=1)).sum(), counts.new_tensor(len(stored))])
-        dist.all_reduce(totals, group=self._parallel.get_data_parallel_group())
+        if self._has_replicas:
+            dist.all_reduce(totals, group=self._replicas)
         self._from_last_stage(totals)
         return totals[0] / totals[1].clamp(min=1)
 
