@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,12 +38,21 @@ def run_json(python: Path | str, script: Path | str, *arguments: str, **environm
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def run_on_ranks(python: Path | str, script: Path | str, world: int = 2) -> Any:
-    """Run a script in several processes on the CPU; what the first line of output that is JSON says.
+def run_on_ranks(python: Path | str, script: Path | str, world: int = 2, arguments: Sequence[str] = ()) -> Any:
+    """Run a script with arguments in several processes on the CPU; what the first line of output that is JSON says.
 
     A process that aborts at exit, when all is measured and printed, does no harm.
     """
-    command = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), str(script)]
+    command = [
+        str(python),
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(world),
+        str(script),
+        *arguments,
+    ]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), None)

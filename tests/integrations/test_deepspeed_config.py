@@ -13,11 +13,12 @@ from torch.utils.data import DataLoader
 
 from accel_integrations.engines.deepspeed.config import fill_auto_values, find_hidden_size
 from accel_integrations.engines.deepspeed.prepare_arguments import (
-    PrepareArguments,
+    RULES,
     check_fit,
     check_model_and_optimizer,
 )
 from accel_integrations.engines.engine import EngineContext
+from accel_integrations.engines.prepare_arguments import PrepareArguments
 from accel_integrations.prepared.prepared import Prepared
 from accel_state.gradient_state import GradientState
 from accel_state.settings.accumulation import GradientAccumulationPlugin
@@ -163,13 +164,13 @@ def test_roles_of_what_is_prepared_together() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert PrepareArguments.find([loader(1), scheduler, "other", model, optimizer]) == PrepareArguments(3, 4, 1)
-    assert PrepareArguments.find([DummyScheduler(None), DummyOptim([]), model]) == PrepareArguments(2, 1, 0)
-    assert PrepareArguments.find([loader(1), scheduler]).model is None
+    assert PrepareArguments.find([loader(1), scheduler, "other", model, optimizer], RULES) == PrepareArguments(3, 4, 1)
+    assert PrepareArguments.find([DummyScheduler(None), DummyOptim([]), model], RULES) == PrepareArguments(2, 1, 0)
+    assert PrepareArguments.find([loader(1), scheduler], RULES).model is None
     with pytest.raises(ValueError, match=r"2 models \(Linear, Linear\).*one Accelerator for each"):
-        PrepareArguments.find([model, nn.Linear(1, 1)])
+        PrepareArguments.find([model, nn.Linear(1, 1)], RULES)
     with pytest.raises(ValueError, match="optimizer SGD without its model"):
-        PrepareArguments.find([optimizer, loader(1)])
+        PrepareArguments.find([optimizer, loader(1)], RULES)
 
 
 @pytest.mark.parametrize(

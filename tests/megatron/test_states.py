@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
-from accelerate.utils import FullyShardedDataParallelPlugin, MegatronLMPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import megatron_ranks, new_model, new_rows, optimizer_of, run_with, start, train
 from tests.support.leaks import reset_state
 
@@ -73,34 +75,70 @@ def test_a_run_goes_on_in_one_process(rank: int, world: int, tmp_path: Path) -> 
         optimizer.zero_grad()
 
 
+def other_engine(engine: str) -> Accelerator:
+    """An accelerator without Megatron-LM."""
+    options = ENGINES[engine]
+    if engine == "a pipeline":
+        return Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    if engine.startswith("ZeRO"):
+        plugin = DeepSpeedPlugin(gradient_clipping=1.0, **options)
+        plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": BATCH // 2}
+        return Accelerator(cpu=True, deepspeed_plugin=plugin)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", **options) if options else None
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+@contextmanager
+def run_under(engine: str, seed: int) -> Iterator[tuple[Accelerator, tuple[Any, ...]]]:
+    """A run of an engine, which reads the same samples in each step as those of Megatron-LM here."""
+    try:
+        accelerator = other_engine(engine)
+        size = BATCH // accelerator.engine.data_place().count
+        yield accelerator, start(accelerator, new_model(seed=seed), new_rows(16), size, decay=False)
+        accelerator.free_memory()
+    finally:
+        reset_state()
+
+
+def mean_losses(accelerator: Accelerator, parts: tuple[Any, ...]) -> list[float]:
+    return [accelerator.reduce(torch.tensor(loss), "mean").item() for loss, _ in train(accelerator, *parts)]  # type: ignore[union-attr]
+
+
+BATCH = 8
 ENGINES: dict[str, dict[str, Any]] = {
     "DDP": {},
     "FSDP 2, whole": {"state_dict_type": "FULL_STATE_DICT"},
     "FSDP 2, sharded": {"state_dict_type": "SHARDED_STATE_DICT"},
+    "ZeRO 2": {"zero_stage": 2},
+    "ZeRO 3": {"zero_stage": 3},
+    "a pipeline": {},
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+
+
+@pytest.mark.parametrize(
+    "engine", [pytest.param(one, marks=NEEDS_DEEPSPEED if one.startswith("ZeRO") else ()) for one in ENGINES]
+)
 @megatron_ranks(2)
-def test_a_state_of_another_engine_is_loaded(rank: int, world: int, tmp_path: Path, engine: str) -> None:
-    folder, rows = tmp_path / "state", new_rows(16)
-    options = ENGINES[engine]
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", **options) if options else None
-    try:
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        parts = start(accelerator, new_model(), rows, 4, decay=False)
+def test_states_of_another_engine_load_and_the_reverse(rank: int, world: int, tmp_path: Path, engine: str) -> None:
+    with run_under(engine, seed=0) as (accelerator, parts):
         train(accelerator, *parts)
-        accelerator.save_state(str(folder))
-        expected = [accelerator.reduce(torch.tensor(loss), "mean").item() for loss, _ in train(accelerator, *parts)]
-        accelerator.free_memory()
-    finally:
-        reset_state()
+        accelerator.save_state(str(tmp_path / "theirs"))
+        expected = mean_losses(accelerator, parts)
     for layout in (TP2, PP2):
         with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            parts = start(accelerator, new_model(seed=1), rows, 4, decay=False)
-            accelerator.load_state(str(folder))
+            parts = start(accelerator, new_model(seed=1), new_rows(16), BATCH // 2, decay=False)
+            accelerator.load_state(str(tmp_path / "theirs"))
+            accelerator.save_state(str(tmp_path / f"ours-{next(iter(layout))}"))
             found = [loss for loss, _ in train(accelerator, *parts)]
         assert found == pytest.approx(expected, rel=2e-5), layout
+    for name in ("ours-tp_degree", "ours-pp_degree"):
+        with run_under(engine, seed=1) as (accelerator, parts):
+            accelerator.load_state(str(tmp_path / name))
+            found = mean_losses(accelerator, parts)
+        assert found == pytest.approx(expected, rel=2e-5), name
 
 
 @megatron_ranks(2)

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
@@ -80,3 +81,17 @@ def test_two_ranks(rank: int, world: int, layout: dict[str, Any], kind: str, mas
 @megatron_ranks(4)
 def test_four_ranks(rank: int, world: int, layout: dict[str, Any], kind: str) -> None:
     compare(layout, world, kind, masked=True)
+
+
+@megatron_ranks(2)
+def test_bfloat16_stays_close_to_one_process_in_float32(rank: int, world: int) -> None:
+    rows = new_rows(STEPS * BATCH, masked=True)
+    expected = plain_training(new_model(initializer_range=0.05), rows, BATCH)
+    for layout, micro_batch in ((TP2, BATCH), (PP2, BATCH // 4), (DP2, BATCH // 2)):
+        with run_with(MegatronLMPlugin(**layout), mixed_precision="bf16") as accelerator:
+            parts = start(accelerator, new_model(initializer_range=0.05), rows, micro_batch)
+            assert {one.dtype for one in parts[0].parameters()} == {torch.bfloat16}
+            found = train(accelerator, *parts)
+        for (ours, _), (theirs, _) in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-2), layout
+            assert ours != theirs

@@ -22,6 +22,7 @@ PARTS = {
     "ddp": "Data parallel training",
     "sharded": "Sharded training",
     "zero": "DeepSpeed",
+    "megatron": "Megatron-LM",
     "collectives": "Collectives",
     "dataloading": "Data loading",
     "startup": "Starting",

@@ -8,16 +8,20 @@ from accel_state.public_names import known_as
 
 NO_DATASETS = (
     "Megatron-LM's indexed datasets are not supported: their readers and samplers are part of megatron.training, which is "
-    "on no package index for all supported versions. Pass an ordinary DataLoader to prepare()."
+    "on no package index for all supported versions. Pass an ordinary DataLoader to prepare(), or set "
+    "MegatronLMPlugin(custom_megatron_datasets_provider_function=...)."
 )
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
 class MegatronLMDummyDataLoader:
-    """Placeholder for the data loaders that Megatron-LM builds from its indexed datasets; `prepare` refuses it.
+    """Placeholder for a data loader: `prepare` returns those of training, validation and test data for one after the other.
+
+    The datasets are those of `MegatronLMPlugin(custom_megatron_datasets_provider_function=...)`; Megatron-LM's indexed
+    datasets are refused.
 
     Args:
-        dataset_kwargs: Megatron-LM's arguments about data.
+        dataset_kwargs: Megatron-LM's arguments about data: `micro_batch_size`, the samples of a micro-batch.
 
     Attributes:
         dataset_args: The arguments, with `megatron_dataset_flag`.

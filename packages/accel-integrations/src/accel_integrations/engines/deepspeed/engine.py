@@ -20,7 +20,7 @@ from accel_integrations.engines.deepspeed.named_states import NamedStatesLoad
 from accel_integrations.engines.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_integrations.engines.deepspeed.prepare_arguments import (
     OF_DEEPSPEED,
-    PrepareArguments,
+    RULES,
     check_fit,
     check_model_and_optimizer,
 )
@@ -38,6 +38,7 @@ from accel_integrations.engines.deepspeed.wrappers import (
     DeepSpeedSchedulerWrapper,
 )
 from accel_integrations.engines.engine import Engine, EngineContext
+from accel_integrations.engines.prepare_arguments import PrepareArguments
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.parameters import plain_name
@@ -145,7 +146,7 @@ class DeepSpeedEngine(Engine):
             ValueError: For objects that cannot be prepared together, or do not fit the configuration.
         """
         self._objects = None
-        self._found = found = PrepareArguments.find(objects)
+        self._found = found = PrepareArguments.find(objects, RULES)
         if found.model is None:
             return list(objects)
         model, optimizer, scheduler = found.pick(objects)

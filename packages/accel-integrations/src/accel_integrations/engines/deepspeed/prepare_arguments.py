@@ -1,88 +1,30 @@
-"""The model, optimizer and scheduler among the arguments of `prepare`, and whether they fit the configuration."""
+"""What DeepSpeed takes in `prepare`, and whether model, optimizer and scheduler fit the configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.prepared import is_prepared
+from accel_integrations.engines.prepare_arguments import PrepareRules
 from accel_state.settings.deepspeed_auto import get_value
 
 OF_DEEPSPEED = frozenset({"LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"})
 """Schedulers of DeepSpeed, which its engine steps; they are not `LRScheduler`s."""
 
 
-@dataclass
-class PrepareArguments:
-    """Positions of model, optimizer and scheduler among the arguments of `prepare`; None where there is none."""
-
-    model: int | None = None
-    optimizer: int | None = None
-    scheduler: int | None = None
-
-    @classmethod
-    def find(cls, objects: Sequence[Any]) -> PrepareArguments:
-        """Find those that are not prepared yet.
-
-        Raises:
-            ValueError: For two of a kind, or for an optimizer without its model.
-        """
-        found = cls()
-        for index, item in enumerate(objects):
-            kind = _kind_of(item)
-            if kind is None:
-                continue
-            if getattr(found, kind) is not None:
-                names = [type(one).__name__ for one in objects if _kind_of(one) == kind]
-                raise ValueError(
-                    f"prepare() got {len(names)} {kind}s ({', '.join(names)}), but a DeepSpeed engine trains one model "
-                    "with one optimizer. Create one Accelerator for each model, and prepare them separately."
-                )
-            setattr(found, kind, index)
-        if found.model is None and found.optimizer is not None:
-            raise ValueError(
-                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model, but "
-                "DeepSpeed builds one engine from both. Pass model, optimizer and scheduler to one call of prepare()."
-            )
-        return found
-
-    def pick(self, objects: Sequence[Any]) -> tuple[Any, ...]:
-        """Model, optimizer and scheduler; None for the latter two where there is none."""
-        assert self.model is not None
-        others = (None if index is None else objects[index] for index in (self.optimizer, self.scheduler))
-        return objects[self.model], *others
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions that are not None."""
-        return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
-
-
-def _kind_of(item: Any) -> str | None:
-    if is_prepared(item):
-        return None
-    if isinstance(item, nn.Module):
-        return "model"
-    if isinstance(item, DummyOptim) or (
-        isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer)
-    ):
-        return "optimizer"
-    if is_scheduler(item):
-        return "scheduler"
-    return None
-
-
-def is_scheduler(item: Any) -> bool:
-    """Whether an object is a learning-rate scheduler: torch's, DeepSpeed's, or a `DummyScheduler`."""
-    if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, DummyScheduler)):
-        return True
-    return type(item).__name__ in OF_DEEPSPEED
+RULES = PrepareRules(
+    engine="a DeepSpeed engine",
+    reason="is built from both",
+    instead="Create one Accelerator for each model, and prepare them separately.",
+    optimizers=(DummyOptim,),
+    schedulers=(DummyScheduler,),
+    scheduler_names=OF_DEEPSPEED,
+)
+"""What `prepare` takes with DeepSpeed."""
 
 
 def check_model_and_optimizer(model: nn.Module, optimizer: Any, config: Mapping[str, Any]) -> None:

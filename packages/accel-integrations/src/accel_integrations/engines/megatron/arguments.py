@@ -1,88 +1,24 @@
-"""The model, optimizer and scheduler among the arguments of `prepare`, and whether Megatron-LM can train them."""
+"""What Megatron-LM takes in `prepare`, and the scheduler that a `MegatronLMDummyScheduler` stands for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel_integrations.megatron_dummies import NO_DATASETS, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-from accel_integrations.prepared.prepared import is_prepared
-from accel_integrations.prepared.scheduler import AcceleratedScheduler
+from accel_integrations.engines.prepare_arguments import PrepareRules
+from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 
-
-@dataclass
-class Arguments:
-    """Positions of what is prepared together; None where there is none."""
-
-    model: int | None = None
-    optimizer: int | None = None
-    scheduler: int | None = None
-
-    @classmethod
-    def find(cls, objects: Sequence[Any], has_model: bool) -> Arguments:
-        """Find them.
-
-        Args:
-            objects: The arguments of `prepare`.
-            has_model: Whether a model was prepared before.
-
-        Raises:
-            ValueError: For two of a kind, or an optimizer without its model.
-            NotImplementedError: For a `MegatronLMDummyDataLoader`.
-        """
-        found = cls()
-        for index, item in enumerate(objects):
-            if isinstance(item, MegatronLMDummyDataLoader):
-                raise NotImplementedError(NO_DATASETS)
-            kind = _kind_of(item)
-            if kind is None:
-                continue
-            if getattr(found, kind) is not None or (kind == "model" and has_model):
-                names = [type(one).__name__ for one in objects if _kind_of(one) == kind]
-                raise ValueError(
-                    f"prepare() got a second {kind} ({', '.join(names)}), but Megatron-LM trains one model with one optimizer "
-                    "and one scheduler. Train the other one in a program of its own."
-                )
-            setattr(found, kind, index)
-        if found.optimizer is not None and found.model is None:
-            raise ValueError(
-                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model, but Megatron-LM "
-                "gives it other parameters. Pass model, optimizer and scheduler to one call of prepare()."
-            )
-        return found
-
-    def pick(self, objects: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Model, optimizer and scheduler; None where there is none."""
-
-        def at(index: int | None) -> Any:
-            return None if index is None else objects[index]
-
-        return at(self.model), at(self.optimizer), at(self.scheduler)
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        """The positions that are not None."""
-        return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
-
-
-def _kind_of(item: Any) -> str | None:
-    if is_prepared(item):
-        return None
-    if isinstance(item, nn.Module):
-        return "model"
-    if isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer):
-        return "optimizer"
-    if isinstance(item, (torch.optim.lr_scheduler.LRScheduler, MegatronLMDummyScheduler)) and not isinstance(
-        item, AcceleratedScheduler
-    ):
-        return "scheduler"
-    return None
+RULES = PrepareRules(
+    engine="Megatron-LM",
+    reason="gives it other parameters",
+    instead="Train the other one in a program of its own.",
+    schedulers=(MegatronLMDummyScheduler,),
+    takes_several=False,
+)
+"""What `prepare` takes with Megatron-LM."""
 
 
 def names_in(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:

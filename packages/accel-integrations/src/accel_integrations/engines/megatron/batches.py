@@ -1,4 +1,4 @@
-"""Batches of a Hugging Face model as megatron-core takes them: shifted labels, full masks, micro-batches.
+"""Batches of a Hugging Face model, checked, padded and cut into micro-batches.
 
 Legend: B = samples of a micro-batch, S = sequence length in tokens.
 """
@@ -6,55 +6,46 @@ Legend: B = samples of a micro-batch, S = sequence length in tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-IGNORED = -100
-"""The label of tokens that count for nothing."""
-KNOWN = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+from accel_integrations.engines.megatron.tasks import IGNORED, MicroBatch, Task
+
 WITHOUT_EFFECT = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """What a stage gets of one micro-batch.
-
-    Args:
-        tokens: int64 (B, S).
-        positions: int64 (B, S).
-        hidden: True where a token does not see another, bool (B, 1, S, S).
-        labels: The next tokens, int64 (B, S); None where there are none.
-        counted: Which of them count, bool (B, S); None without labels.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    hidden: Tensor
-    labels: Tensor | None = None
-    counted: Tensor | None = None
-
-
-@dataclass(frozen=True)
+@dataclass
 class Limits:
     """What a model can take.
 
     Args:
+        task: What it reads.
         max_length: Longest sequence in tokens.
         window: How many tokens back attention reaches; None for all.
         learns_positions: Whether positions are embedded, so that batches may have their own.
         multiple: Sequences are padded to a multiple of this.
         num_micro_batches: Micro-batches per batch.
+        is_raw: Whether a function of the program reads micro-batches, so that they are only cut.
     """
 
+    task: Task
     max_length: int
     window: int | None
     learns_positions: bool
     multiple: int
     num_micro_batches: int
+    is_raw: bool = False
+    _seen: set[tuple[int, ...]] = field(default_factory=set, init=False)
+
+    def is_new(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape of positions on an accelerator was not met before; to look into them makes the host wait."""
+        is_new = shape not in self._seen
+        self._seen.add(shape)
+        return is_new
 
 
 @dataclass(frozen=True)
@@ -63,26 +54,23 @@ class Batch:
 
     Args:
         micro_batches: All of one shape.
+        shape: Samples and tokens per sample of a micro-batch.
         num_samples, length: The size of the batch before padding.
+        has_labels: Whether there is a loss.
     """
 
     micro_batches: list[MicroBatch]
+    shape: tuple[int, int]
     num_samples: int
     length: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Samples and tokens per sample of a micro-batch."""
-        samples, length = self.micro_batches[0].tokens.shape
-        return samples, length
+    has_labels: bool
 
 
 def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, *, training: bool) -> Batch:
     """Check a batch and cut it into micro-batches.
 
     Args:
-        values: The keyword arguments of the model's call: `input_ids` (batch, S), and perhaps `labels` (batch, S),
-            `attention_mask` (batch, S) and `position_ids`.
+        values: The keyword arguments of the model's call: `input_ids` (batch, S), and what else the model reads.
         limits: What the model can take.
         device: Where the tensors go.
         training: Whether labels are needed; batches for evaluation are padded to a number of samples that can be cut.
@@ -91,57 +79,71 @@ def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, 
         ValueError: The batch has something that cannot be used; the message says what.
     """
     values = {name: value for name, value in values.items() if value is not None and name not in WITHOUT_EFFECT}
+    count = limits.num_micro_batches
+    if limits.is_raw:
+        _check_division(values, limits)
+        columns = {name: value.to(device) for name, value in values.items()}
+        samples, length = next(iter(columns.values())).shape[:2]
+        return Batch(_cut(columns, count), (samples // count, length), samples, length, has_labels=True)
     _check(values, limits, training)
-    tokens = values["input_ids"].to(device)
+    samples, length = values["input_ids"].shape
+    padded = _padded(values, limits, device)
+    rows, width = padded["input_ids"].shape
+    has_labels = all(name in values for name in limits.task.labels)
+    parts = _cut(limits.task.columns(padded), count)
+    return Batch(parts, (rows // count, width), samples, length, has_labels)
+
+
+def _cut(columns: Mapping[str, Tensor], count: int) -> list[MicroBatch]:
+    cut = {name: column.chunk(count) for name, column in columns.items()}
+    return [{name: parts[number] for name, parts in cut.items()} for number in range(count)]
+
+
+def _padded(values: Mapping[str, Any], limits: Limits, device: torch.device) -> dict[str, Tensor]:
+    tokens = values["input_ids"]
     samples, length = tokens.shape
-    mask = values.get("attention_mask", torch.ones_like(tokens)).to(device).bool()
-    labels = values.get("labels")
-    if labels is not None:
-        labels = F.pad(labels.to(device)[:, 1:], (0, 1), value=IGNORED)
-    positions = _positions(values.get("position_ids"), tokens, limits)
     more_samples, more_tokens = -samples % limits.num_micro_batches, -length % limits.multiple
-
-    def padded(value: Tensor, filling: int) -> Tensor:
-        return F.pad(value, (0, more_tokens, 0, more_samples), value=filling)
-
-    tokens, mask, positions = padded(tokens, 0), padded(mask, 0), padded(positions, 0)
-    hidden = _hidden(mask)
-    columns = [tokens, positions, hidden]
-    if labels is not None:
-        labels = padded(labels, IGNORED)
-        columns += [labels.clamp(min=0), labels != IGNORED]
-    cut = [column.chunk(limits.num_micro_batches) for column in columns]
-    parts = [MicroBatch(*one) for one in zip(*cut, strict=True)]
-    return Batch(parts, samples, length)
+    found = {name: value.to(device) for name, value in values.items()}
+    found["position_ids"] = _positions(values.get("position_ids"), tokens, limits, device)
+    mask = values.get("attention_mask", torch.ones_like(tokens))
+    found["attention_mask"] = mask.to(device).bool()
+    found["real"] = torch.ones(samples, dtype=torch.bool, device=device)
+    for name, value in found.items():
+        filling = IGNORED if name in limits.task.labels and not value.is_floating_point() else 0
+        by_token = name not in limits.task.per_sample and name != "real"
+        padding = (0, more_tokens, 0, more_samples) if by_token else (*(0, 0) * (value.ndim - 1), 0, more_samples)
+        found[name] = F.pad(value, padding, value=filling)
+    return found
 
 
 def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
-    if unknown := sorted(set(values) - KNOWN):
+    task = limits.task
+    if unknown := sorted(set(values) - task.names):
         raise ValueError(
-            f"The model got {', '.join(map(repr, unknown))}, which Megatron-LM cannot use. Pass {', '.join(sorted(KNOWN))} "
+            f"The model got {', '.join(map(repr, unknown))}, which Megatron-LM cannot use. Pass {', '.join(sorted(task.names))} "
             "only."
         )
-    if "input_ids" not in values or (training and "labels" not in values):
-        missing = "input_ids" if "input_ids" not in values else "labels"
+    needed = ("input_ids", *task.labels) if training else ("input_ids",)
+    if missing := [name for name in needed if name not in values]:
         raise ValueError(
-            f"The model was called without {missing!r}. Pass it: model(input_ids=..., labels=...). To get logits without a "
-            "loss, call model.eval() first."
+            f"The model was called without {missing[0]!r}. Pass it: model({', '.join(f'{name}=...' for name in needed)}). To get "
+            "logits without a loss, call model.eval() first."
         )
     tokens = values["input_ids"]
     if tokens.ndim != 2:
         raise ValueError(f"input_ids has the shape {tuple(tokens.shape)}. Pass (samples, tokens).")
-    for name in ("labels", "attention_mask"):
-        if name in values and values[name].shape != tokens.shape:
+    for name in ("labels", "attention_mask", "token_type_ids", "next_sentence_label"):
+        if name not in values:
+            continue
+        shape, per_sample = values[name].shape, name in task.per_sample
+        if shape[:1] != tokens.shape[:1] if per_sample else shape != tokens.shape:
             raise ValueError(
-                f"{name} has the shape {tuple(values[name].shape)}, and input_ids has {tuple(tokens.shape)}. Megatron-LM "
-                "takes one entry per token."
+                f"{name} has the shape {tuple(shape)}, and input_ids has {tuple(tokens.shape)}. Megatron-LM takes one entry "
+                f"per {'sample' if per_sample else 'token'}."
             )
-    samples, length = tokens.shape
-    if training and samples % limits.num_micro_batches:
-        raise ValueError(
-            f"num_micro_batches={limits.num_micro_batches} does not divide the {samples} samples of this batch. Use a "
-            "prepared data loader, which reads that many batches at once, or batches of a multiple of that size."
-        )
+    if training:
+        _check_division(values, limits)
+    length = tokens.shape[1]
     if length > limits.max_length:
         raise ValueError(
             f"input_ids has {length} tokens per sample, and the model takes {limits.max_length} at most. Shorten them."
@@ -153,22 +155,24 @@ def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
         )
 
 
-def _positions(given: Tensor | None, tokens: Tensor, limits: Limits) -> Tensor:
-    """Positions of tokens, (batch, S)."""
-    usual = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if given is None:
-        return usual
-    given = given.to(tokens.device).expand_as(tokens)
-    if not limits.learns_positions and not torch.equal(given, usual):
+def _check_division(values: Mapping[str, Any], limits: Limits) -> None:
+    samples = len(next(iter(values.values())))
+    if samples % limits.num_micro_batches:
         raise ValueError(
-            "position_ids are not 0, 1, 2, ... in every sample, but megatron-core's rotary embeddings have no others. "
-            "Leave position_ids out, and pad on the right."
+            f"num_micro_batches={limits.num_micro_batches} does not divide the {samples} samples of this batch. Use a "
+            "prepared data loader, which reads that many batches at once, or batches of a multiple of that size."
         )
-    return given
 
 
-def _hidden(mask: Tensor) -> Tensor:
-    """Which tokens each token does not see: later ones and padding; bool (batch, 1, S, S)."""
-    length = mask.shape[1]
-    later = torch.ones(length, length, dtype=torch.bool, device=mask.device).triu(1)
-    return later | ~mask[:, None, None, :]
+def _positions(given: Tensor | None, tokens: Tensor, limits: Limits, device: torch.device) -> Tensor:
+    """Positions of tokens, (batch, S)."""
+    if given is None:
+        return torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    if not limits.learns_positions and (given.device.type == "cpu" or limits.is_new(tuple(given.shape))):
+        usual = torch.arange(tokens.shape[1], device=given.device)
+        if not torch.equal(given.expand_as(tokens), usual.expand_as(tokens)):
+            raise ValueError(
+                "position_ids are not 0, 1, 2, ... in every sample, but megatron-core's positions of this model are no "
+                "others. Leave position_ids out, and pad on the right."
+            )
+    return given.to(device).expand_as(tokens)

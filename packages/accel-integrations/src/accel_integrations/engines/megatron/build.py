@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from accel_integrations.engines.megatron.chunks import Place, hide_padding
 from accel_integrations.engines.megatron.library import load
+from accel_integrations.engines.megatron.repairs import define_router_gemm
 
 if TYPE_CHECKING:
     from accel_integrations.engines.megatron.groups import Degrees
     from accel_integrations.engines.megatron.shape import ModelShape
     from accel_state.settings.megatron import MegatronLMPlugin
 
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+Provider = Callable[..., Any]
+LAYER = re.compile(r"(decoder|encoder)\.layers\.(\d+)\.")
+EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 OFF = ("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion",
        "apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion")  # fmt: skip
 """Options that need kernels of Apex or Transformer Engine."""
-
-
-class Norm:
-    """Makes torch's norms as megatron-core asks for them, also under sequence parallelism."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """The norm that the configuration names, whose gradients are summed over ranks with other tokens."""
-        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        made = kind(hidden_size, eps=eps)
-        for parameter in made.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return made
 
 
 @dataclass
@@ -52,18 +46,34 @@ class Chunks:
         """The parameters by name, layers numbered as in the full model."""
         found = {}
         for module in self.modules:
-            numbers = [layer.layer_number - 1 for layer in module.decoder.layers]
+            block = module.decoder if hasattr(module, "decoder") else module.encoder
+            numbers = [layer.layer_number - 1 for layer in block.layers]
             for name, parameter in module.named_parameters():
-
-                def number(match: re.Match[str], numbers: list[int] = numbers) -> str:
-                    return f"decoder.layers.{numbers[int(match[1])]}."
-
-                found[LAYER.sub(number, name)] = parameter
+                found[_full_name(name, numbers, self._first_expert())] = parameter
         return found
+
+    def _first_expert(self) -> int:
+        if self.config.num_moe_experts is None:
+            return 0
+        parallel = load("parallel_state")
+        here = self.config.num_moe_experts // parallel.get_expert_model_parallel_world_size()
+        return int(parallel.get_expert_model_parallel_rank() * here)
+
+
+def _full_name(name: str, numbers: list[int], first_expert: int) -> str:
+    """The name of a parameter, with layers and experts numbered as in the full model."""
+    name = LAYER.sub(lambda match: f"{match[1]}.layers.{numbers[int(match[2])]}.", name)
+    return EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
 
 
 def make_config(
-    shape: ModelShape, plugin: MegatronLMPlugin, degrees: Degrees, dtype: torch.dtype, device: torch.device
+    shape: ModelShape,
+    plugin: MegatronLMPlugin,
+    degrees: Degrees,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    per_token: bool,
 ) -> Any:
     """megatron-core's configuration of a model.
 
@@ -73,6 +83,7 @@ def make_config(
         degrees: The parallelism degrees.
         dtype: That of parameters and activations.
         device: Where it will be trained.
+        per_token: Whether the loss of a step is the mean over tokens, not over micro-batches.
 
     Raises:
         ValueError: `other_megatron_args` has a name that megatron-core does not know.
@@ -94,6 +105,7 @@ def make_config(
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
+        "expert_model_parallel_size": degrees.expert,
         "virtual_pipeline_model_parallel_size": virtual if interleaved else None,
         "overlap_p2p_comm": interleaved,  # with two stages, batched messages of both directions would be mixed up
         "batch_p2p_comm": not interleaved,
@@ -103,11 +115,15 @@ def make_config(
         "pipeline_dtype": dtype,
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
-        "calculate_per_token_loss": plugin.calculate_per_token_loss and plugin.custom_loss_function is None,
+        "calculate_per_token_loss": per_token,
         **dict.fromkeys(OFF, False),
         **shape.layers,
         **_recomputation(plugin),
     }
+    if shape.num_experts is not None:
+        define_router_gemm()
+        # the dispatcher that sends less works with CUDA streams
+        options["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
     if plugin.decoder_last_pipeline_num_layers is not None and degrees.pipeline > 1:
         options["num_layers_in_last_pipeline_stage"] = plugin.decoder_last_pipeline_num_layers
     others = plugin.other_megatron_args or {}
@@ -131,55 +147,58 @@ def _recomputation(plugin: MegatronLMPlugin) -> dict[str, Any]:
     }
 
 
-def build(shape: ModelShape, config: Any, degrees: Degrees, device: torch.device) -> list[Any]:
-    """This rank's chunks, with weights that are still to be loaded."""
-    parallel, gpt = load("parallel_state"), load("models.gpt.gpt_model")
+def build(
+    shape: ModelShape, config: Any, degrees: Degrees, device: torch.device, provider: Provider | None = None
+) -> list[Any]:
+    """This rank's chunks, with weights that are still to be loaded.
+
+    Args:
+        shape: The model.
+        config: megatron-core's configuration of it.
+        degrees: The parallelism degrees.
+        device: Where the chunks go.
+        provider: A function of the program that makes a chunk (`custom_model_provider_function`).
+    """
+    parallel = load("parallel_state")
     virtual = config.virtual_pipeline_model_parallel_size
     parallel.set_virtual_pipeline_model_parallel_world_size(virtual)
     chunks = []
     for number in range(virtual or 1):
         stage = None if virtual is None else number
-        chunk = gpt.GPTModel(
-            config,
-            _layers(config, stage),
-            vocab_size=shape.num_rows(degrees),
-            max_sequence_length=shape.max_length,
-            pre_process=parallel.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=parallel.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=shape.tied,
-            vp_stage=stage,
-            **shape.model,
+        place = Place(
+            stage,
+            parallel.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            parallel.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
         )
+        if provider is None:
+            chunk = shape.chunk(shape, config, place, shape.num_rows(degrees))
+        else:
+            chunk = _provided(provider, config, place)
         chunk.model_type = load("enums").ModelType.encoder_or_decoder
-        if chunk.post_process and shape.num_rows(degrees) > shape.num_tokens:
-            chunk.output_layer.register_forward_hook(_hide_padding(shape.num_tokens, chunk.output_layer))
+        if place.is_last:
+            _hide_padding(shape, degrees, chunk)
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
     return chunks
 
 
-def _layers(config: Any, stage: int | None) -> Any:
-    """The layers of a chunk, with our norms."""
-    specs, block = load("models.gpt.gpt_layer_specs"), load("transformer.transformer_block")
-    layer = specs.get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = Norm
-    count = block.get_num_layers_to_build(config, vp_stage=stage)
-    return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+def _hide_padding(shape: ModelShape, degrees: Degrees, chunk: Any) -> None:
+    if shape.num_rows(degrees) > shape.num_tokens:
+        hide_padding(shape.num_tokens, chunk.output_layer)
 
 
-def _hide_padding(num_tokens: int, layer: Any) -> Any:
-    """A hook that keeps rows which only pad the vocabulary out of the softmax."""
-    parallel = load("parallel_state")
-
-    def hide(module: Any, inputs: Any, outputs: Any) -> Any:
-        logits, bias = outputs  # (sequence, batch, tokens of this rank)
-        first = parallel.get_tensor_model_parallel_rank() * logits.shape[-1]
-        padding = torch.arange(first, first + logits.shape[-1], device=logits.device) >= num_tokens
-        return logits.masked_fill(padding, torch.finfo(logits.dtype).min / 2), bias
-
-    return hide
+def _provided(provider: Provider, config: Any, place: Place) -> Any:
+    """A chunk that a function of the program makes, from those arguments of Megatron-LM that it takes."""
+    known: dict[str, Any] = {
+        "pre_process": place.is_first,
+        "post_process": place.is_last,
+        "add_encoder": True,
+        "add_decoder": True,
+    }
+    known |= {"config": config, "vp_stage": place.stage}
+    taken = inspect.signature(provider).parameters.values()
+    if not any(one.kind is one.VAR_KEYWORD for one in taken):
+        known = {one.name: known[one.name] for one in taken if one.name in known}
+    return provider(**known)
 
 
 def wrap(config: Any, modules: list[Any]) -> Chunks:
@@ -197,3 +216,35 @@ def wrap(config: Any, modules: list[Any]) -> Chunks:
     ]
     config.finalize_model_grads_func = distributed.finalize_model_grads
     return Chunks(config, wrapped, modules)
+
+
+def own_chunks(
+    shape: ModelShape, degrees: Degrees, prepare: Callable[[Provider], Any], provider: Provider, *, per_token: bool
+) -> Chunks:
+    """The chunks that a function of the program builds and wraps (`custom_prepare_model_function`).
+
+    Args:
+        shape: The model.
+        degrees: The parallelism degrees.
+        prepare: The function, which takes the other one.
+        provider: Makes a chunk (`custom_model_provider_function`).
+        per_token: As for `make_config`.
+
+    Raises:
+        TypeError: It returned anything but chunks in `DistributedDataParallel` of megatron-core.
+    """
+    distributed = load("distributed")
+    found = prepare(provider)
+    wrapped = found if isinstance(found, list) else [found]
+    if wrong := [type(one).__name__ for one in wrapped if not isinstance(one, distributed.DistributedDataParallel)]:
+        raise TypeError(
+            f"custom_prepare_model_function returned {', '.join(wrong)}. Return a list of chunks, each in "
+            "megatron.core.distributed.DistributedDataParallel."
+        )
+    for one in wrapped:
+        if one.module.post_process:
+            _hide_padding(shape, degrees, one.module)
+    config = wrapped[0].config
+    config.calculate_per_token_loss = per_token
+    config.finalize_model_grads_func = distributed.finalize_model_grads
+    return Chunks(config, wrapped, [one.module for one in wrapped])

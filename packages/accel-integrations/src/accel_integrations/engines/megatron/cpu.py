@@ -40,6 +40,7 @@ def on_cpu() -> Iterator[None]:
     random = load("tensor_parallel.random")
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch.cuda, "current_device", lambda: CPU),
+        (torch.cuda, "current_stream", lambda *_: None),
         (torch.cuda, "synchronize", lambda *_: None),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (random, "_get_cuda_rng_state", lambda *_, **__: None),

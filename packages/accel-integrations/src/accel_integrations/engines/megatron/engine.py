@@ -17,10 +17,11 @@ from accel_integrations.averaging import StepAverage
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
 from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.engines.engine import Engine, EngineContext
-from accel_integrations.engines.megatron.arguments import Arguments, make_scheduler, names_in
+from accel_integrations.engines.megatron.arguments import RULES, make_scheduler, names_in
 from accel_integrations.engines.megatron.batches import Limits
-from accel_integrations.engines.megatron.build import build, make_config, wrap
+from accel_integrations.engines.megatron.build import Chunks, build, make_config, own_chunks, wrap
 from accel_integrations.engines.megatron.cpu import on_device
+from accel_integrations.engines.megatron.datasets import fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
 from accel_integrations.engines.megatron.groups import (
     Degrees,
@@ -29,15 +30,18 @@ from accel_integrations.engines.megatron.groups import (
     make_groups,
     start_random_numbers,
 )
+from accel_integrations.engines.megatron.hooks import Hooks
+from accel_integrations.engines.megatron.left_out import check_fields
 from accel_integrations.engines.megatron.library import check_installed, load, quiet
 from accel_integrations.engines.megatron.model import MegatronEngine, Parts
-from accel_integrations.engines.megatron.optimizer_states import full_optimizer_state, own_optimizer_state
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
 from accel_integrations.engines.megatron.original import drop_values, stored_buffers
 from accel_integrations.engines.megatron.schedule import Schedule
 from accel_integrations.engines.megatron.states import MegatronLoad
+from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.engines.megatron.weights import ShardedWeights
 from accel_integrations.engines.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
+from accel_integrations.engines.prepare_arguments import PrepareArguments
 from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.prepared import keep
@@ -53,24 +57,6 @@ if TYPE_CHECKING:
     from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.megatron import MegatronLMPlugin
 
-LEFT_OUT = {
-    "use_custom_fsdp": "Use FSDP for sharded parameters.",
-    "optimizer_cpu_offload": "Use DeepSpeed or FSDP for offloading.",
-    "overlap_cpu_optimizer_d2h_h2d": "Use DeepSpeed or FSDP for offloading.",
-    "use_precision_aware_optimizer": "Optimizer states have the dtype of the model.",
-    "eod_mask_loss": "Give these tokens the label -100.",
-    "megatron_dataset_flag": "Pass an ordinary DataLoader to prepare().",
-    "custom_model_provider_function": "Models are built from those of transformers.",
-    "custom_prepare_model_function": "Models are built from those of transformers.",
-    "custom_megatron_datasets_provider_function": "Pass an ordinary DataLoader to prepare().",
-    "pipeline_model_parallel_split_rank": "It is for models with an encoder, which are not mapped.",
-    "no_wd_decay_cond": "Make parameter groups of the optimizer.",
-    "scale_lr_cond": "Make parameter groups of the optimizer.",
-    "custom_train_step_class": "Set custom_loss_function for another loss, and change batches before the model is called.",
-    "custom_get_batch_function": "Change batches before the model is called.",
-}
-"""Fields of the plugin that are refused, with what to do instead."""
-
 
 @final
 class MegatronLMEngine(Engine):
@@ -82,11 +68,15 @@ class MegatronLMEngine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self.degrees = Degrees(1, 1, 1)
-        self.trained: MegatronEngine | None = None
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._found = Arguments()
+        self.storing = Storing()
+        self._found = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
         self._warned_of_clipping = False
+
+    @property
+    def trained(self) -> MegatronEngine | None:
+        """The prepared model; None before."""
+        return self.storing.trained
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -100,7 +90,7 @@ class MegatronLMEngine(Engine):
         """
         state = self.context.state
         check_installed()
-        self._check_plugin()
+        check_fields(self.plugin)
         degrees = Degrees.of(self.plugin, state.num_processes)
         if state.parallelism_config is not None and state.parallelism_config.active_mesh_dims:
             raise ValueError(
@@ -119,11 +109,6 @@ class MegatronLMEngine(Engine):
         make_groups(degrees)
         start_random_numbers(state.device)
         self.degrees = degrees
-
-    def _check_plugin(self) -> None:
-        for name, instead in LEFT_OUT.items():
-            if (value := getattr(self.plugin, name)) not in (None, False):
-                raise NotImplementedError(f"MegatronLMPlugin.{name}={value!r} is not supported. {instead}")
 
     def make_precision(self, wanted: str) -> Precision:
         """Full precision: with "bf16" megatron-core computes on a bfloat16 copy of the parameters.
@@ -163,9 +148,11 @@ class MegatronLMEngine(Engine):
 
         Raises:
             ValueError: They cannot; the message says why.
+            NotImplementedError: For a `MegatronLMDummyDataLoader` without a function that makes its datasets.
         """
         self._objects = None
-        self._found = found = Arguments.find(objects, self.trained is not None)
+        objects = fill_dummies(objects, self.plugin, self.degrees.data)
+        self._found = found = PrepareArguments.find(objects, RULES, self.trained is not None)
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size is not None]
         if sizes := [int(loader.batch_size or 1) for loader in loaders]:
             smallest = self.plugin.is_train_batch_min
@@ -206,7 +193,7 @@ class MegatronLMEngine(Engine):
         Raises:
             ValueError: Another model was prepared already, or this one cannot be trained by Megatron-LM.
         """
-        Arguments.find([model], self.trained is not None)
+        PrepareArguments.find([model], RULES, self.trained is not None)
         self._shape(model)
         return self._build(model, None)
 
@@ -220,50 +207,70 @@ class MegatronLMEngine(Engine):
                 f"num_micro_batches={plugin.num_micro_batches} must be a multiple of pp_degree={self.degrees.pipeline} with "
                 "num_layers_per_virtual_pipeline_stage."
             )
+        if plugin.sequence_parallelism and self.degrees.tensor > 1 and not shape.takes_sequence_parallelism:
+            raise ValueError(
+                f"sequence_parallelism cannot be combined with a {type(model).__name__}, whose head has norms that megatron-core "
+                "does not run so without Apex. Leave it out."
+            )
+        if plugin.custom_prepare_model_function is not None and plugin.custom_model_provider_function is None:
+            raise ValueError(
+                "custom_prepare_model_function needs custom_model_provider_function, which it is called with. Set both."
+            )
         return shape
 
     def _build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> MegatronEngine:
         state, plugin, degrees = self.context.state, self.plugin, self.degrees
         shape, device = self._shape(model), state.device
         names = None if optimizer is None else names_in(optimizer, model)
+        hooks = Hooks.of(plugin, shape.task)
         stored = next(model.parameters()).dtype
         dtype = torch.bfloat16 if state.mixed_precision == "bf16" else stored
         with on_device(device), quiet():
-            config = make_config(shape, plugin, degrees, dtype, device)
-            modules = build(shape, config, degrees, device)
+            found = self._chunks(shape, hooks, dtype)
             listed = shape.weights(shape, shape.num_rows(degrees))
             trained = {name: one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
-            found = wrap(config, modules)
             weights = ShardedWeights(listed, found.named_parameters(), stored)
             weights.frozen(trained.__getitem__)
             weights.load(dict(model.named_parameters(remove_duplicate=False)))
-        self._buffers = stored_buffers(model)
+        self.storing.buffers = stored_buffers(model)
         drop_values(model)
-        multiple = degrees.tensor if config.sequence_parallel else 1
         parts = Parts(
             original=model,
             chunks=found,
             weights=weights,
-            schedule=Schedule(found, shape.num_tokens, device, plugin.custom_loss_function),
+            schedule=Schedule(found, shape.task, shape.num_tokens, device, hooks),
             limits=Limits(
+                shape.task,
                 shape.max_length,
                 shape.window,
-                "rope" not in shape.model.values(),
-                multiple,
+                shape.learns_positions,
+                degrees.tensor if found.config.sequence_parallel else 1,
                 plugin.num_micro_batches,
+                hooks.reads_batches,
             ),
             device=device,
             max_norm=plugin.gradient_clipping,
             return_logits=plugin.return_logits,
             after_step=self._after_step,
+            handler=hooks.handler,
         )
         made = MegatronEngine(None, parts, None, None)
         made.train(model.training)
         if optimizer is not None and names is not None:
             made.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer)
             made.optimizer = keep(self.context.prepared.optimizers, MegatronLMOptimizerWrapper(optimizer))
-        self.trained = made
+        self.storing.trained = made
         return made
+
+    def _chunks(self, shape: ModelShape, hooks: Hooks, dtype: torch.dtype) -> Chunks:
+        """This rank's part of a model, built here or by functions of the program."""
+        plugin, device = self.plugin, self.context.state.device
+        provider, prepare = plugin.custom_model_provider_function, plugin.custom_prepare_model_function
+        per_token = plugin.calculate_per_token_loss and not hooks.averages_micro_batches
+        if prepare is not None and provider is not None:
+            return own_chunks(shape, self.degrees, prepare, provider, per_token=per_token)
+        config = make_config(shape, plugin, self.degrees, dtype, device, per_token=per_token)
+        return wrap(config, build(shape, config, self.degrees, device, provider))
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler, which steps when the model is called, unless the program steps it itself."""
@@ -342,53 +349,20 @@ class MegatronLMEngine(Engine):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
-    def model_of(self, model: nn.Module) -> MegatronEngine | None:
-        """The prepared model; None for any other."""
-        made = self.trained
-        return made if made is not None and model in (made, made.parts.original) else None
-
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict by the names of the model that was prepared; all ranks call this."""
-        made = self.model_of(model)
+        made = self.storing.model_of(model)
         if made is None:
             return super().full_state_dict(model)
-        keep_values = self.context.keeps_full_states
-        found = made.parts.weights.full(keep_values) | self._buffers
-        if not keep_values:
-            return {}
-        by_parameter = {
-            parameter: name
-            for name, parameter in reversed(list(made.parts.original.named_parameters()))
-            if name in found
-        }
-        for name, parameter in made.parts.original.named_parameters(remove_duplicate=False):
-            found.setdefault(name, found[by_parameter[parameter]])  # tied
-        return {name: found[name] for name in made.parts.original.state_dict()}
+        return self.storing.full_state_dict(made, self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict, as in a run of one process; all ranks call this."""
-        sharded, weights = self._sharded(optimizer)
-        return full_optimizer_state(sharded, weights, self.context.keeps_full_states)
-
-    def names_in(self, optimizer: AcceleratedOptimizer) -> list[list[str]]:
-        """The names of the model's parameters in each group of an optimizer."""
-        return self._sharded(optimizer)[0].names
-
-    def own_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """The part of a full state that belongs to this rank's shards."""
-        return own_optimizer_state(*self._sharded(optimizer), state)
+        return self.storing.full_optimizer_state(optimizer, self.context.keeps_full_states)
 
     def load_optimizer_state(self, optimizer: AcceleratedOptimizer, state: dict[str, Any]) -> None:
         """Load what `full_optimizer_state` returned, in this run or in one with other degrees."""
-        optimizer.optimizer.load_state_dict(self.own_optimizer_state(optimizer, state))
-
-    def _sharded(self, optimizer: Any) -> tuple[ShardedOptimizer, ShardedWeights]:
-        made = self.trained
-        if made is None or made.sharded is None or optimizer not in (made.optimizer, made.sharded.optimizer):
-            raise ValueError(
-                "The optimizer was not prepared by this accelerator. Pass it to prepare() with its model."
-            )
-        return made.sharded, made.parts.weights
+        self.storing.load_optimizer_state(optimizer, state)
 
     def check_storage(self, sees_main: bool, folder: Path) -> None:
         """All ranks read one folder."""
@@ -402,14 +376,13 @@ class MegatronLMEngine(Engine):
         model_kwargs: Mapping[str, Any],
     ) -> PendingLoad:
         """Read full states, or states by names of parameters; every rank takes its shards."""
-        return MegatronLoad(checkpoint, self.context.prepared, self, location, load_kwargs, model_kwargs)
+        return MegatronLoad(checkpoint, self.context.prepared, self.storing, location, load_kwargs, model_kwargs)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Drop the model."""
-        self.trained = None
-        self._buffers = {}
+        self.storing = Storing()
 
     def close(self) -> None:
         """Forget the process groups of megatron-core, which are about to be destroyed."""

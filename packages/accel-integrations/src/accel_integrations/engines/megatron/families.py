@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.nn import functional as F
 
+from accel_integrations.engines.megatron.bert import BERT_CLASSES, bert
 from accel_integrations.engines.megatron.layouts import GateAndUp, Plain, QueryKeyValue, Vocabulary
 from accel_integrations.engines.megatron.shape import ModelShape, Weight
+from accel_integrations.engines.megatron.sources import tensor_name
+from accel_integrations.engines.megatron.supported import activation, lacks
 
-ACTIVATIONS: Mapping[str, Callable[..., Any]] = {
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-}
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that megatron-core has, but for `factor`."""
 
@@ -33,17 +28,21 @@ def shape_of(model: nn.Module) -> ModelShape:
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     class_name = type(model).__name__
-    wanted, read = FAMILIES.get(str(kind), (None, None))
-    if read is None or class_name != wanted:
-        known = ", ".join(sorted(f"{name} ({class_of})" for name, (class_of, _) in FAMILIES.items()))
+    wanted, read = FAMILIES.get(class_name, (None, None))
+    if read is None or kind != wanted:
+        if kind in REFUSED:
+            raise ValueError(f"prepare() got a {class_name}, which is not mapped to Megatron-LM: {REFUSED[kind]}")
+        known = ", ".join(sorted(f"{name} ({class_of})" for class_of, (name, _) in FAMILIES.items()))
         raise ValueError(
             f"prepare() got a {class_name} with model_type={kind!r}, which is not mapped to Megatron-LM. Mapped are: "
             f"{known}. Use one of these, or train it with FSDP or ParallelismConfig."
         )
     shape = read(config)
-    stored = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    mapped = {source for weight in shape.weights(shape, shape.num_tokens) for source in weight.sources}
-    surplus, missing = sorted(stored - mapped - ({"lm_head.weight"} if shape.tied else set())), sorted(mapped - stored)
+    stored = dict(model.named_parameters(remove_duplicate=False))
+    mapped = {tensor_name(source) for weight in shape.weights(shape, shape.num_tokens) for source in weight.sources}
+    tied = {id(stored[name]) for name in mapped & set(stored)}
+    surplus = sorted(name for name, one in stored.items() if id(one) not in tied)
+    missing = sorted(mapped - set(stored))
     if surplus or missing:
         raise ValueError(
             f"The {class_name} is not as its configuration says: {', '.join([*surplus, *missing][:3])} "
@@ -53,24 +52,16 @@ def shape_of(model: nn.Module) -> ModelShape:
     return shape
 
 
-def _activation(name: str) -> Callable[..., Any]:
-    if name not in ACTIVATIONS:
-        raise _lacks(f"the activation {name!r}", f"one of {', '.join(map(repr, ACTIVATIONS))}")
-    return ACTIVATIONS[name]
-
-
-def _lacks(what: str, instead: str) -> ValueError:
-    return ValueError(f"The model's configuration has {what}, which is not mapped to Megatron-LM. Use {instead}.")
-
-
 # ---- Llama and its relatives ----------------------------------------------------------------------------------------
 
 
-def _llama(config: Any, *, qkv_bias: bool = False, query_norm: bool = False) -> ModelShape:
-    """Llama, Mistral, Qwen 2 and 3: RMSNorm, rotary embeddings, gated MLP, grouped queries."""
+def _llama(
+    config: Any, *, qkv_bias: bool = False, query_norm: bool = False, experts: Experts | None = None
+) -> ModelShape:
+    """Llama, Mistral, Qwen 2 and 3: RMSNorm, rotary embeddings, gated MLP or experts, grouped queries."""
     biased = bool(getattr(config, "attention_bias", False)) and not qkv_bias
     if biased != bool(getattr(config, "mlp_bias", False)):
-        raise _lacks("attention_bias without mlp_bias, or the reverse", "both or neither")
+        raise lacks("attention_bias without mlp_bias, or the reverse", "both or neither")
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -84,7 +75,7 @@ def _llama(config: Any, *, qkv_bias: bool = False, query_norm: bool = False) -> 
         attention_dropout=getattr(config, "attention_dropout", 0.0),
         hidden_dropout=0.0,
         window=_window(config),
-        activation=_activation(config.hidden_act),
+        activation=activation(config.hidden_act),
         layers={
             "normalization": "RMSNorm",
             "layernorm_epsilon": config.rms_norm_eps,
@@ -92,9 +83,13 @@ def _llama(config: Any, *, qkv_bias: bool = False, query_norm: bool = False) -> 
             "add_qkv_bias": qkv_bias or biased,
             "gated_linear_unit": True,
             "qk_layernorm": query_norm,
+            **({} if experts is None else experts.settings()),
         },
         model=_rotary(config),
-        weights=partial(_llama_weights, qkv_bias=qkv_bias or biased, biased=biased, query_norm=query_norm),
+        weights=partial(
+            _llama_weights, qkv_bias=qkv_bias or biased, biased=biased, query_norm=query_norm, experts=experts
+        ),
+        num_experts=None if experts is None else experts.count,
     )
 
 
@@ -108,17 +103,19 @@ def _rotary(config: Any) -> dict[str, Any]:
     kind = settings.get("rope_type", "default")
     found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": settings.get("rope_theta", 10000.0)}
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _lacks(
+        raise lacks(
             "rotary embeddings of a part of each head (partial_rotary_factor)", "rotary embeddings of all of it"
         )
     if kind == "default":
         return found
     if kind == "llama3" and all(settings.get(name) == value for name, value in LLAMA3_SCALING.items()):
         return found | {"rope_scaling": True, "rope_scaling_factor": settings["factor"]}
-    raise _lacks(f"rope_parameters={settings!r}", f"rope_type 'default', or 'llama3' with {LLAMA3_SCALING}")
+    raise lacks(f"rope_parameters={settings!r}", f"rope_type 'default', or 'llama3' with {LLAMA3_SCALING}")
 
 
-def _llama_weights(shape: ModelShape, num_rows: int, qkv_bias: bool, biased: bool, query_norm: bool) -> list[Weight]:
+def _llama_weights(
+    shape: ModelShape, num_rows: int, qkv_bias: bool, biased: bool, query_norm: bool, experts: Experts | None
+) -> list[Weight]:
     rows = Vocabulary(shape.num_tokens, num_rows)
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size)
     out = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
@@ -137,6 +134,13 @@ def _llama_weights(shape: ModelShape, num_rows: int, qkv_bias: bool, biased: boo
                 add(f"self_attention.{one}_layernorm.weight", Plain(), f"self_attn.{one}_norm.weight")
         add("self_attention.linear_proj.weight", Plain(1), "self_attn.o_proj.weight")
         add("pre_mlp_layernorm.weight", Plain(), "post_attention_layernorm.weight")
+        if experts is not None:
+            add("mlp.router.weight", Plain(), "mlp.gate.weight")
+            for expert in range(experts.count):
+                one = f"mlp.experts.local_experts.{expert}."
+                add(one + "linear_fc1.weight", Plain(), f"mlp.experts.gate_up_proj[{expert}]")
+                add(one + "linear_fc2.weight", Plain(), f"mlp.experts.down_proj[{expert}]")
+            continue
         add("mlp.linear_fc1.weight", GateAndUp(), "mlp.gate_proj.weight", "mlp.up_proj.weight")
         add("mlp.linear_fc2.weight", Plain(1), "mlp.down_proj.weight")
         if biased:
@@ -159,7 +163,7 @@ def _gpt2(config: Any) -> ModelShape:
         ("add_cross_attention", False),
     ):
         if bool(getattr(config, name, wanted)) != wanted:
-            raise _lacks(f"{name}={not wanted}", f"{name}={wanted}")
+            raise lacks(f"{name}={not wanted}", f"{name}={wanted}")
     return ModelShape(
         num_layers=config.n_layer,
         hidden_size=config.n_embd,
@@ -173,7 +177,7 @@ def _gpt2(config: Any) -> ModelShape:
         attention_dropout=config.attn_pdrop,
         hidden_dropout=config.resid_pdrop,
         window=None,
-        activation=_activation(config.activation_function),
+        activation=activation(config.activation_function),
         layers={
             "normalization": "LayerNorm",
             "layernorm_epsilon": config.layer_norm_epsilon,
@@ -211,11 +215,83 @@ def _gpt2_weights(shape: ModelShape, num_rows: int) -> list[Weight]:
     return found
 
 
-FAMILIES: dict[str, tuple[str, Callable[[Any], ModelShape]]] = {
-    "gpt2": ("GPT2LMHeadModel", _gpt2),
-    "llama": ("LlamaForCausalLM", _llama),
-    "mistral": ("MistralForCausalLM", _llama),
-    "qwen2": ("Qwen2ForCausalLM", partial(_llama, qkv_bias=True)),
-    "qwen3": ("Qwen3ForCausalLM", partial(_llama, query_norm=True)),
+# ---- mixtures of experts ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of each layer.
+
+    Args:
+        count: How many there are.
+        chosen: How many each token goes to.
+        size: Columns of the MLP of each.
+        sums_to_one: Whether the weights of those that were chosen are scaled to a sum of 1.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    sums_to_one: bool
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of `TransformerConfig`."""
+        return {
+            "num_moe_experts": self.count,
+            "moe_router_topk": self.chosen,
+            "moe_ffn_hidden_size": self.size,
+            "moe_router_pre_softmax": not self.sums_to_one,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+        }
+
+
+def _mixtral(config: Any) -> ModelShape:
+    """Mixtral: experts in every layer, whose weights sum to one for each token."""
+    _check_routing(config)
+    count, chosen = config.num_local_experts, config.num_experts_per_tok
+    return _llama(config, experts=Experts(count, chosen, config.intermediate_size, sums_to_one=True))
+
+
+def _qwen3_moe(config: Any) -> ModelShape:
+    """Qwen 3 with experts in every layer."""
+    _check_routing(config)
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise lacks(
+            f"mlp_only_layers={config.mlp_only_layers}, decoder_sparse_step={config.decoder_sparse_step}",
+            "experts in every layer",
+        )
+    count, chosen = config.num_experts, config.num_experts_per_tok
+    experts = Experts(count, chosen, config.moe_intermediate_size, sums_to_one=config.norm_topk_prob)
+    return _llama(config, query_norm=True, experts=experts)
+
+
+def _check_routing(config: Any) -> None:
+    for name, wanted in (("output_router_logits", False), ("router_jitter_noise", 0.0)):
+        if (value := getattr(config, name, wanted)) != wanted:
+            raise lacks(f"{name}={value}", f"{name}={wanted}")
+
+
+Reader = Callable[[Any], ModelShape]
+FAMILIES: dict[str, tuple[str, Reader]] = {
+    "GPT2LMHeadModel": ("gpt2", _gpt2),
+    "LlamaForCausalLM": ("llama", _llama),
+    "MistralForCausalLM": ("mistral", _llama),
+    "MixtralForCausalLM": ("mixtral", _mixtral),
+    "Qwen2ForCausalLM": ("qwen2", partial(_llama, qkv_bias=True)),
+    "Qwen3ForCausalLM": ("qwen3", partial(_llama, query_norm=True)),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", _qwen3_moe),
+    **{f"Bert{one}": ("bert", partial(bert, norm_follows=True, kind=one)) for one in BERT_CLASSES},
+    **{f"MegatronBert{one}": ("megatron-bert", partial(bert, norm_follows=False, kind=one)) for one in BERT_CLASSES},
 }
-"""By `config.model_type`: the class of the model, and the function that reads its configuration."""
+"""By the class of the model: `config.model_type`, and the function that reads its configuration."""
+REFUSED = {
+    "t5": (
+        "its attention adds a bias by relative position, which megatron-core's local attention refuses, and has no scale. "
+        "Train it with FSDP or DeepSpeed."
+    ),
+    "glm4_moe": (
+        "some of its layers have experts and others have none, and experts are shared. Train it with FSDP or DeepSpeed."
+    ),
+}
+"""By `config.model_type`: why a kind of model for which accelerate 1.15 has a parser is not mapped, and what to do."""

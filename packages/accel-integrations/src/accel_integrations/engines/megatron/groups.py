@@ -26,11 +26,13 @@ class Degrees:
         tensor: Ranks over which each layer is sharded.
         pipeline: Ranks over which layers are distributed.
         data: Replicas, which read different data.
+        expert: Replicas that share out the experts of a mixture among each other.
     """
 
     tensor: int
     pipeline: int
     data: int
+    expert: int = 1
 
     @classmethod
     def of(cls, plugin: MegatronLMPlugin, world: int) -> Degrees:
@@ -42,25 +44,32 @@ class Degrees:
 
         Raises:
             ValueError: The ranks cannot be shared out so.
-            NotImplementedError: For context or expert parallelism.
+            NotImplementedError: For context parallelism, and tensor parallelism of experts.
         """
-        for name, instead in (
-            ("context_parallel_size", "Use ParallelismConfig(cp_size=...) without Megatron-LM for long sequences."),
-            ("expert_model_parallel_size", "Models with experts are not mapped to Megatron-LM."),
-            ("expert_tensor_parallel_size", "Models with experts are not mapped to Megatron-LM."),
-        ):
-            if (size := getattr(plugin, name)) > 1:
-                raise NotImplementedError(
-                    f"MegatronLMPlugin.{name}={size} is not supported: megatron-core's attention and experts without "
-                    f"Transformer Engine work on one rank only. Set it to 1. {instead}"
-                )
-        tensor, pipeline = plugin.tp_degree, plugin.pp_degree
+        tensor, pipeline, expert = plugin.tp_degree, plugin.pp_degree, plugin.expert_model_parallel_size
+        if plugin.context_parallel_size > 1:
+            raise NotImplementedError(
+                f"MegatronLMPlugin.context_parallel_size={plugin.context_parallel_size} is not supported: it needs the "
+                "attention of Transformer Engine, and layers here are megatron-core's local ones. Set it to 1, and use "
+                "ParallelismConfig(cp_size=...) without Megatron-LM for long sequences."
+            )
+        if plugin.expert_tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"MegatronLMPlugin.expert_tensor_parallel_size={plugin.expert_tensor_parallel_size} is not supported. Set it to "
+                "1, and distribute experts with expert_model_parallel_size."
+            )
         if world % (tensor * pipeline):
             raise ValueError(
                 f"tp_degree={tensor} x pp_degree={pipeline} = {tensor * pipeline} does not divide the {world} processes "
                 f"of this run. Start a multiple of {tensor * pipeline} processes, or choose smaller degrees."
             )
-        return cls(tensor, pipeline, world // (tensor * pipeline))
+        data = world // (tensor * pipeline)
+        if data % expert:
+            raise ValueError(
+                f"expert_model_parallel_size={expert} does not divide the {data} replicas of this run ({world} processes / "
+                f"tp_degree={tensor} / pp_degree={pipeline}). Choose a size that does."
+            )
+        return cls(tensor, pipeline, data, expert)
 
 
 def make_groups(degrees: Degrees) -> None:
@@ -73,23 +82,22 @@ def make_groups(degrees: Degrees) -> None:
     parallel = load("parallel_state")
     world: Any = dist.group.WORLD
     if parallel.model_parallel_is_initialized():
-        ours = _made_on is not None
-        if ours and _made_on is not None and _made_on() is not world:
-            parallel.destroy_model_parallel()  # of a process group that is gone
-        elif _sizes(parallel) == (degrees.tensor, degrees.pipeline):
+        found, wanted = _sizes(parallel), (degrees.tensor, degrees.pipeline, degrees.expert)
+        is_ours = _made_on is not None
+        is_alive = _made_on is None or _made_on() is world
+        if is_alive and found == wanted:
             return
-        elif ours:
-            parallel.destroy_model_parallel()
-        else:
-            tensor, pipeline = _sizes(parallel)
+        if not is_ours:
             raise ValueError(
-                f"The program has initialized megatron-core with tensor_model_parallel_size={tensor} and "
-                f"pipeline_model_parallel_size={pipeline}, but MegatronLMPlugin has tp_degree={degrees.tensor} and "
-                f"pp_degree={degrees.pipeline}. Use the same."
+                f"The program has initialized megatron-core with tensor_model_parallel_size={found[0]}, "
+                f"pipeline_model_parallel_size={found[1]} and expert_model_parallel_size={found[2]}, but MegatronLMPlugin has "
+                f"tp_degree={wanted[0]}, pp_degree={wanted[1]} and expert_model_parallel_size={wanted[2]}. Use the same."
             )
+        parallel.destroy_model_parallel()  # of other degrees, or of a process group that is gone
     parallel.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
+        expert_model_parallel_size=degrees.expert,
         create_gloo_process_groups=False,
     )
     _made_on = weakref.ref(world)
@@ -103,8 +111,12 @@ def drop_groups() -> None:
         _made_on = None
 
 
-def _sizes(parallel: Any) -> tuple[int, int]:
-    return parallel.get_tensor_model_parallel_world_size(), parallel.get_pipeline_model_parallel_world_size()
+def _sizes(parallel: Any) -> tuple[int, int, int]:
+    return (
+        parallel.get_tensor_model_parallel_world_size(),
+        parallel.get_pipeline_model_parallel_world_size(),
+        parallel.get_expert_model_parallel_world_size(),
+    )
 
 
 def data_place() -> DataPlace:

@@ -88,7 +88,7 @@ class Vocabulary(Layout):
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The rows with padding."""
-        return F.pad(parts[0], (0, 0, 0, self.num_rows - self.num_tokens))
+        return F.pad(parts[0], (*(0, 0) * (parts[0].ndim - 1), 0, self.num_rows - self.num_tokens))
 
     def split(self, full: Tensor) -> list[Tensor]:
         """The rows without padding."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -30,8 +31,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@cache
 def load(module: str) -> Any:
-    """Import a module of megatron-core, whose remarks about other libraries that are absent are not shown.
+    """Import a module of megatron-core once, whose remarks about other libraries that are absent are not shown.
 
     Args:
         module: Its name below `megatron.core`.

@@ -32,6 +32,7 @@ class Parts:
         max_norm: At which gradients are clipped; 0 for not at all.
         return_logits: Whether outputs have logits in evaluation, where batches have labels.
         after_step: Called after each step of the optimizer.
+        handler: The object of `custom_train_step_class`, if any.
     """
 
     original: nn.Module
@@ -43,6 +44,7 @@ class Parts:
     max_norm: float
     return_logits: bool
     after_step: Callable[[], None]
+    handler: Any = None
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronEngine")
@@ -59,6 +61,7 @@ class MegatronEngine(nn.Module):
         module: The model that was prepared, without values: its configuration and structure.
         base_model: The first chunk of this rank.
         optimizer, scheduler: As given.
+        train_step_handler: The object of `custom_train_step_class`, if any.
         module_config: megatron-core's configuration of the model.
         iteration: How many steps were taken.
         grad_norm: The norm of all gradients at the last step, before clipping (0-dim float32).
@@ -88,7 +91,7 @@ class MegatronEngine(nn.Module):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.module_config = model.chunks.config
-        self.train_step_handler = None
+        self.train_step_handler = model.handler
         self.iteration = 0
         self.num_floating_point_operations_so_far = 0
         self.report_memory_flag = True
@@ -117,8 +120,8 @@ class MegatronEngine(nn.Module):
         """Take a step, or compute the loss and the logits in evaluation.
 
         Args:
-            batch_data: `input_ids`, `labels` and `attention_mask`, int64 (samples, tokens); `position_ids` for a model that
-                has learned positions. Labels of -100 count for nothing. All ranks of a replica pass the same.
+            batch_data: What the model of transformers takes: `input_ids`, `labels` and `attention_mask`, int64 (samples,
+                tokens), and so on. Labels of -100 count for nothing. All ranks of a replica pass the same.
 
         Returns:
             An object with `loss`, 0-dim float32: the mean over all tokens of all replicas, the same on every rank.
@@ -142,16 +145,16 @@ class MegatronEngine(nn.Module):
         self.iteration += 1
         _add(self.total_loss_dict, outcome.loss)
         self.parts.after_step()
-        return _output(outcome)
+        return self._output(outcome)
 
     def eval_step(self, **batch_data: Any) -> Any:
         """Forward passes of all micro-batches."""
         batch = self._batch(batch_data)
-        with_logits = self.parts.return_logits or batch.micro_batches[0].labels is None
+        with_logits = self.parts.return_logits or not batch.has_labels
         with on_device(self.parts.device):
             outcome = self.parts.schedule.evaluate(batch, with_logits)
         _add(self.eval_total_loss_dict, outcome.loss)
-        return _output(outcome)
+        return self._output(outcome)
 
     def log_eval_results(self) -> None:
         """Forget the sums of losses of an evaluation; trackers log what a program gives to `accelerator.log`."""
@@ -179,14 +182,14 @@ class MegatronEngine(nn.Module):
     def _batch(self, values: Any) -> Batch:
         return make_batch(values, self.parts.limits, self.parts.device, training=self.training)
 
+    def _output(self, outcome: Outcome) -> Any:
+        handler = self.train_step_handler
+        if (made := getattr(handler, "model_output_class", None)) is not None:
+            return made(loss=outcome.loss)
+        return self.parts.limits.task.output(outcome.loss, outcome.logits)
+
 
 def _add(sums: dict[str, Any], loss: torch.Tensor | None) -> None:
     if loss is not None:
         sums["lm loss"] = sums.get("lm loss", 0.0) + loss
         sums["steps"] = sums.get("steps", 0) + 1
-
-
-def _output(outcome: Outcome) -> Any:
-    from transformers.modeling_outputs import CausalLMOutput
-
-    return CausalLMOutput(loss=outcome.loss, logits=outcome.logits)

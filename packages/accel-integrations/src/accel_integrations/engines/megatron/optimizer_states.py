@@ -10,6 +10,7 @@ from torch import Tensor
 
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
 from accel_integrations.engines.megatron.shape import Weight
+from accel_integrations.engines.megatron.sources import rows_of, tensor_name, whole
 from accel_integrations.engines.megatron.weights import Held, ShardedWeights
 
 SHARD = "shard"
@@ -36,13 +37,13 @@ def full_optimizer_state(sharded: ShardedOptimizer, weights: ShardedWeights, kee
     found: dict[int, dict[str, Any]] = {}
     for key in dict.fromkeys(key for one in known.values() for key in one):
         shards = {name: one[key] for name, one in own.items() if known[name].get(key) == (SHARD,)}
+        parts: dict[str, Tensor] = {}
         for weight, full in weights.gather(shards):
-            for source, part in zip(weight.sources, weight.layout.split(full), strict=True):
-                if keep:
-                    part = part.detach().to("cpu", copy=True).contiguous()
-                    found.setdefault(number_of[source], {})[key] = part
-        for source, value in _small_values(weights, known, key):
-            found.setdefault(number_of[source], {})[key] = value
+            if keep:
+                split = (part.detach().to("cpu", copy=True).contiguous() for part in weight.layout.split(full))
+                parts.update(zip(weight.sources, split, strict=True))
+        for name, value in [*whole(parts).items(), *_small_values(weights, known, key)]:
+            found.setdefault(number_of[name], {})[key] = value
     return {"state": dict(sorted(found.items())), "param_groups": _groups(sharded)} if keep else {}
 
 
@@ -70,7 +71,7 @@ def _small_values(weights: ShardedWeights, known: Mapping[str, Any], key: str) -
         told = known.get(weight.name, {}).get(key, (SHARD,))
         if told != (SHARD,):
             for source in weight.sources:  # each its own copy: an optimizer counts its steps in place
-                yield source, told[1].clone() if isinstance(told[1], Tensor) else told[1]
+                yield tensor_name(source), told[1].clone() if isinstance(told[1], Tensor) else told[1]
 
 
 def _groups(sharded: ShardedOptimizer) -> list[dict[str, Any]]:
@@ -116,15 +117,17 @@ def own_optimizer_state(
 def _own_entry(
     weights: ShardedWeights, weight: Weight, states: Mapping[Any, Any], number_of: Mapping[str, int]
 ) -> dict[str, Any]:
-    parts = [states[number_of[source]] for source in weight.sources if number_of[source] in states]
-    if len(parts) < len(weight.sources):
+    stored = [(source, states.get(number_of[tensor_name(source)])) for source in weight.sources]
+    if any(state is None for _, state in stored):
         return {}
-    return {
-        key: weights.shard(weight, [part[key] for part in parts]).contiguous()
-        if isinstance(value, Tensor) and value.ndim
-        else value
-        for key, value in parts[0].items()
-    }
+    parts = [(source, state) for source, state in stored if state is not None]
+    found: dict[str, Any] = {}
+    for key, value in parts[0][1].items():
+        if isinstance(value, Tensor) and value.ndim:
+            found[key] = weights.shard(weight, [rows_of(source, state[key]) for source, state in parts]).contiguous()
+        else:  # experts have one state, but each counts its steps in place
+            found[key] = value.clone() if isinstance(value, Tensor) else value
+    return found
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_integrations.engines.megatron.library import load
+from accel_integrations.engines.megatron.sources import tensor_name
 from accel_integrations.engines.megatron.weights import Held, ShardedWeights
 from accel_integrations.gradients import scale_to_norm_
 
@@ -38,12 +39,13 @@ class ShardedOptimizer:
         self._weights = weights
         self._parallel = load("parallel_state")
         group_of = {name: index for index, group in enumerate(names) for name in group}
+        self._has_experts = any(weight.is_expert for weight in weights.weights)
         self._owners = self._share(shares_states)
         place = self._parallel.get_data_parallel_rank()
         members: list[list[nn.Parameter]] = [[] for _ in names]
         self.held: dict[str, Held] = {}
         for name, one in weights.held.items():
-            groups = {group_of.get(source) for source in one.weight.sources}
+            groups = {group_of.get(tensor_name(source)) for source in one.weight.sources}
             if len(groups) > 1:
                 raise ValueError(
                     f"{', '.join(one.weight.sources)} are in different parameter groups of the optimizer, but are one "
@@ -57,12 +59,16 @@ class ShardedOptimizer:
             group["params"] = parameters
 
     def _share(self, shares_states: bool) -> dict[str, int]:
-        """Which replica updates which parameter: the largest first, each to the one with the least."""
+        """Which replica updates which parameter: the largest first, each to the one with the least.
+
+        Experts are left out: all replicas that have one update it.
+        """
         count = self._parallel.get_data_parallel_world_size()
         if not shares_states or count == 1:
             return {}
         load_of, owners = [0] * count, {}
-        for name, one in sorted(self._weights.held.items(), key=lambda item: (-item[1].stored.numel(), item[0])):
+        shared = [(name, one) for name, one in self._weights.held.items() if not one.weight.is_expert]
+        for name, one in sorted(shared, key=lambda item: (-item[1].stored.numel(), item[0])):
             owners[name] = load_of.index(min(load_of))
             load_of[owners[name]] += one.stored.numel()
         return owners
@@ -101,14 +107,18 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """The norm of all gradients: each counts once, whatever the number of ranks that hold it."""
-        counted = [
-            one.parameter.main_grad.float().square().sum()  # type: ignore[attr-defined]
+        own = [
+            one
             for one in self._weights.held.values()
             if one.parameter.requires_grad and self._weights.counts_here(one)
         ]
         device = next(iter(self._weights.held.values())).parameter.device
-        total = torch.stack(counted).sum() if counted else torch.zeros((), device=device)
+        total = _square([one for one in own if not one.weight.is_expert], device)
         dist.all_reduce(total, group=self._parallel.get_model_parallel_group())
+        if self._has_experts:
+            of_experts = _square([one for one in own if one.weight.is_expert], device)
+            dist.all_reduce(of_experts, group=self._parallel.get_expert_tensor_model_pipeline_parallel_group())
+            total += of_experts
         return total.sqrt()
 
     def _send(self) -> None:
@@ -116,3 +126,9 @@ class ShardedOptimizer:
         group = self._parallel.get_data_parallel_group()
         for name, owner in self._owners.items():
             dist.broadcast(self._weights.held[name].stored.data, dist.get_global_rank(group, owner), group=group)
+
+
+def _square(members: Sequence[Held], device: torch.device) -> Tensor:
+    """The square of the norm of gradients (0-dim float32)."""
+    squares = [one.parameter.main_grad.float().square().sum() for one in members]  # type: ignore[attr-defined]
+    return torch.stack(squares).sum() if squares else torch.zeros((), device=device)

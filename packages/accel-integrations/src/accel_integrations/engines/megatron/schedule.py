@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_integrations.engines.megatron.batches import Batch, MicroBatch
+from accel_integrations.engines.megatron.batches import Batch
 from accel_integrations.engines.megatron.build import Chunks
+from accel_integrations.engines.megatron.hooks import Hooks
 from accel_integrations.engines.megatron.library import load
+from accel_integrations.engines.megatron.tasks import MicroBatch, Task
 
-LossFunction = Callable[[Tensor], tuple[Any, ...]]
-OwnLoss = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""A loss of the program: of which tokens count, float32 (B, S), and their losses (B, S); with losses to show by name."""
+LossFunction = Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Outcome:
     """What a batch gave.
 
     Args:
-        loss: The mean over the counted tokens of all replicas, 0-dim float32, the same on all ranks; None without labels.
-        logits: Of this replica's batch, (batch, S, tokens of the vocabulary), on all of its ranks; None unless wanted.
+        loss: The mean over what counts in all replicas, 0-dim float32, the same on all ranks; None without labels.
+        logits: Of this replica's batch, on all of its ranks, by name; empty unless wanted.
     """
 
     loss: Tensor | None
-    logits: Tensor | None
+    logits: Mapping[str, Tensor]
 
 
 class Schedule:
@@ -38,74 +38,101 @@ class Schedule:
 
     Args:
         chunks: The chunks.
+        task: What the model reads and gives.
         num_tokens: The size of the vocabulary, without padding.
         device: Where they are.
-        own_loss: Computes the loss in place of the mean over tokens; None for that.
+        hooks: Functions of the program.
     """
 
-    def __init__(self, chunks: Chunks, num_tokens: int, device: torch.device, own_loss: OwnLoss | None = None) -> None:
+    def __init__(self, chunks: Chunks, task: Task, num_tokens: int, device: torch.device, hooks: Hooks) -> None:
         self._chunks = chunks
-        self._own_loss = own_loss
+        self._task = task
+        self._hooks = hooks
         self._num_tokens = num_tokens
         self._device = device
         self._parallel = load("parallel_state")
+        self._replicas = self._parallel.get_data_parallel_group()
+        self._has_replicas = dist.get_world_size(self._replicas) > 1
+        self._run_all = load("pipeline_parallel").get_forward_backward_func()
 
     def train(self, batch: Batch) -> Outcome:
         """Forward and backward passes; gradients, averaged over replicas, are in `main_grad` afterwards."""
         for chunk in self._chunks.wrapped:
             chunk.zero_grad_buffer()
         stored = self._run(batch, self._training_step, forward_only=False)
-        return Outcome(self._mean(stored), None)
+        return Outcome(self._mean(stored), {})
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, with_logits: bool) -> Outcome:
         """Forward passes only."""
-        stored = self._run(batch, self._evaluation_step if with_logits else self._training_step, forward_only=True)
-        loss = self._mean(stored) if batch.micro_batches[0].labels is not None else None
-        return Outcome(loss, self._logits(stored, batch) if with_logits else None)
+        with_logits = with_logits and self._hooks.forward_step is None
+        step = self._evaluation_step if with_logits else self._training_step
+        stored = self._run(batch, step, forward_only=True)
+        loss = self._mean(stored) if batch.has_labels else None
+        return Outcome(loss, self._logits(stored, batch) if with_logits else {})
 
     # ---- what megatron-core calls -----------------------------------------------------------------------------------
 
     def _run(self, batch: Batch, step: Callable[..., Any], *, forward_only: bool) -> list[dict[str, Tensor]]:
-        from_core = load("pipeline_parallel").get_forward_backward_func()
         samples, length = batch.shape
-        iterators = [iter(batch.micro_batches) for _ in self._chunks.wrapped]
+        parts = self._weighed(batch) if batch.has_labels and not self._hooks.reads_batches else batch.micro_batches
+        iterators = [iter(parts) for _ in self._chunks.wrapped]
         several = len(iterators) > 1
-        found: list[dict[str, Tensor]] = from_core(
+        found: list[dict[str, Tensor]] = self._run_all(
             forward_step_func=step,
             data_iterator=iterators if several else iterators[0],
             model=self._chunks.wrapped if several else self._chunks.wrapped[0],
-            num_microbatches=len(batch.micro_batches),
+            num_microbatches=len(parts),
             seq_length=length,
             micro_batch_size=samples,
             forward_only=forward_only,
         )
         return found
 
-    def _training_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        part = next(batches)
-        losses = model(part.tokens, part.positions, part.hidden, labels=part.labels)
-        return losses, partial(self._loss, part)
+    def _weighed(self, batch: Batch) -> list[MicroBatch]:
+        """Micro-batches with the weights of their losses, if there are several, each of which is a mean of its own."""
+        counts = torch.stack([torch.stack(self._task.counts(part)) for part in batch.micro_batches]).float()
+        if counts.shape[1] == 1:
+            return batch.micro_batches
+        if self._chunks.config.calculate_per_token_loss:
+            total = counts.sum(0)
+            dist.all_reduce(total, group=self._replicas)
+            counts = total.expand_as(counts)
+        weights = counts[:, :1] / counts.clamp(min=1)
+        return [{**part, "weights": one} for part, one in zip(batch.micro_batches, weights, strict=True)]
 
-    def _loss(self, part: MicroBatch, losses: Tensor) -> tuple[Any, ...]:
-        return _summed(losses, part) if self._own_loss is None else _of_program(self._own_loss, losses, part)
+    def _next(self, batches: Iterator[MicroBatch]) -> MicroBatch:
+        read = self._hooks.get_batch
+        return next(batches) if read is None else read(batches)
 
-    def _evaluation_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, LossFunction]:
-        part = next(batches)
-        logits = model(part.tokens, part.positions, part.hidden)
+    def _training_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, LossFunction]:
+        if self._hooks.forward_step is not None:
+            return self._hooks.forward_step(batches, model)
+        part = self._next(batches)
+        return self._task.call(model, part, with_losses=True), partial(self._loss, part)
 
-        def loss_function(logits: Tensor) -> tuple[Any, ...]:
-            kept = {"logits": logits.clone()}  # the loss is computed in place
-            if part.labels is None:
-                return logits.sum(), torch.zeros((), dtype=torch.int, device=logits.device), kept
-            core = load("tensor_parallel")
-            losses = core.vocab_parallel_cross_entropy(
-                logits.transpose(0, 1).contiguous(), part.labels.t().contiguous()
-            )
-            found = self._loss(part, losses.t())
+    def _evaluation_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, LossFunction]:
+        part = self._next(batches)
+
+        def loss_function(output: Any) -> tuple[Any, ...]:
+            kept = {name: one.clone() for name, one in self._task.split_logits(output).items()}
+            if not self._has_labels(part):
+                first = next(iter(kept.values()))
+                return first.sum(), torch.zeros((), dtype=torch.int, device=first.device), kept
+            found = self._loss(part, self._task.with_losses(output, part))
             return (*found[:-1], found[-1] | kept)
 
-        return logits, loss_function
+        return self._task.call(model, part, with_losses=False), loss_function
+
+    def _has_labels(self, part: MicroBatch) -> bool:
+        return "labels" in part and (len(self._task.labels) == 1 or "weights" in part)
+
+    def _loss(self, part: MicroBatch, output: Any) -> tuple[Any, ...]:
+        if self._hooks.loss is not None:
+            return self._hooks.loss(part["counted"], output)
+        sums, count = torch.stack(self._task.losses(output, part)), self._task.counts(part)[0].int()
+        loss = (sums * part["weights"]).sum() if "weights" in part else sums[0]
+        return loss, count, {"loss": loss.detach().clone(), "count": count.clone()}
 
     # ---- what the program gets --------------------------------------------------------------------------------------
 
@@ -118,40 +145,39 @@ class Schedule:
                 totals = torch.stack([sums.sum(), counts.sum()])
             else:
                 totals = torch.stack([(sums / counts.clamp(min=1)).sum(), counts.new_tensor(len(stored))])
-        dist.all_reduce(totals, group=self._parallel.get_data_parallel_group())
+        if self._has_replicas:
+            dist.all_reduce(totals, group=self._replicas)
         self._from_last_stage(totals)
         return totals[0] / totals[1].clamp(min=1)
 
-    def _logits(self, stored: list[dict[str, Tensor]], batch: Batch) -> Tensor:
+    def _logits(self, stored: list[dict[str, Tensor]], batch: Batch) -> dict[str, Tensor]:
         samples, length = batch.shape
-        shape = (samples * len(batch.micro_batches), length, self._num_tokens)
-        logits = torch.empty(shape, dtype=self._chunks.config.params_dtype, device=self._device)
-        if stored:
-            own = torch.cat([one["logits"] for one in stored]).contiguous()
-            group = self._parallel.get_tensor_model_parallel_group()
-            parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(parts, own, group=group)
-            logits = torch.cat(parts, dim=-1)[..., : self._num_tokens].contiguous()
-        self._from_last_stage(logits)
-        return logits[: batch.num_samples, : batch.length]
+        found = {}
+        for name, columns in self._task.logits.items():
+            shape = (length, self._num_tokens) if columns is None else (columns,)
+            logits = torch.empty(
+                (samples * len(batch.micro_batches), *shape),
+                dtype=self._chunks.config.params_dtype,
+                device=self._device,
+            )
+            if stored:
+                logits = torch.cat([one[name] for one in stored]).to(logits.dtype)
+                logits = self._of_all_tokens(logits) if columns is None else logits.contiguous()
+            self._from_last_stage(logits)
+            found[name] = (
+                logits[: batch.num_samples, : batch.length] if columns is None else logits[: batch.num_samples]
+            )
+        return found
+
+    def _of_all_tokens(self, own: Tensor) -> Tensor:
+        """Logits over the vocabulary from those of each tensor-parallel rank."""
+        group = self._parallel.get_tensor_model_parallel_group()
+        own = own.contiguous()
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, own, group=group)
+        return torch.cat(parts, dim=-1)[..., : self._num_tokens].contiguous()
 
     def _from_last_stage(self, value: Tensor) -> None:
         if self._chunks.config.pipeline_model_parallel_size > 1:
             last = self._parallel.get_pipeline_model_parallel_last_rank()
             dist.broadcast(value, last, group=self._parallel.get_pipeline_model_parallel_group())
-
-
-def _summed(losses: Tensor, part: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """The sum of the counted losses (B, S), and their number."""
-    assert part.counted is not None
-    loss = (losses.float() * part.counted).sum()
-    count = part.counted.sum().int()
-    return loss, count, {"loss": loss.detach().clone(), "count": count.clone()}
-
-
-def _of_program(own_loss: OwnLoss, losses: Tensor, part: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss that a function of the program computes, which counts as one whatever the number of tokens."""
-    assert part.counted is not None
-    loss, shown = own_loss(part.counted.float(), losses)
-    extra = {name: value.detach().clone() for name, value in shown.items()}
-    return loss, extra | {"loss": loss.detach().clone(), "count": loss.new_ones((), dtype=torch.int)}

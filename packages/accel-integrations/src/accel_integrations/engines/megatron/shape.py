@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_integrations.engines.megatron.chunks import Chunk, gpt_chunk
 from accel_integrations.engines.megatron.layouts import Layout
+from accel_integrations.engines.megatron.tasks import Causal, Task
 
 if TYPE_CHECKING:
     from accel_integrations.engines.megatron.groups import Degrees
@@ -18,13 +20,18 @@ class Weight:
 
     Args:
         name: Its name, with the number of the layer in the full model.
-        sources: The names of the tensors of the Hugging Face model that it consists of.
+        sources: The names of the tensors of the Hugging Face model that it consists of, or of rows of them.
         layout: How it consists of them.
     """
 
     name: str
     sources: tuple[str, ...]
     layout: Layout
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to one expert of a mixture, which not all replicas have."""
+        return ".local_experts." in self.name
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,11 @@ class ModelShape:
         window: How many tokens back attention reaches; None for all.
         activation: The function of the MLP.
         layers: Further arguments of `TransformerConfig`.
-        model: Further arguments of `GPTModel`.
+        model: Further arguments of `chunk`'s class.
+        task: What the model reads and gives.
+        chunk: Makes a chunk of it.
+        num_experts: How many experts the MLPs of a mixture have; None for an ordinary model.
+        takes_sequence_parallelism: Whether activations can be sharded along the sequence.
         weights: Makes the list of parameters for a number of rows of the embeddings.
     """
 
@@ -59,6 +70,15 @@ class ModelShape:
     weights: Callable[[ModelShape, int], list[Weight]]
     layers: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    task: Task = field(default_factory=Causal)
+    chunk: Chunk = gpt_chunk
+    num_experts: int | None = None
+    takes_sequence_parallelism: bool = True
+
+    @property
+    def learns_positions(self) -> bool:
+        """Whether positions are embedded, so that batches may have their own."""
+        return self.model.get("position_embedding_type") == "learned_absolute"
 
     def num_rows(self, degrees: Degrees) -> int:
         """Rows of the embeddings, which all tensor-parallel ranks share evenly."""
@@ -84,6 +104,7 @@ class ModelShape:
                 raise ValueError(
                     f"tp_degree={degrees.tensor} does not divide the model's {size} {what}. Choose a degree that does."
                 )
+        self._check_experts(degrees)
         shared, stages = self.num_layers, degrees.pipeline
         if last_layers is not None and degrees.pipeline > 1:
             shared, stages = self.num_layers - last_layers, degrees.pipeline - 1
@@ -97,4 +118,22 @@ class ModelShape:
             raise ValueError(
                 f"num_layers_per_virtual_pipeline_stage={layers_per_chunk} with pp_degree={degrees.pipeline} does not "
                 f"divide the model's {self.num_layers} layers. Choose a number that does."
+            )
+
+    def _check_experts(self, degrees: Degrees) -> None:
+        if self.num_experts is None:
+            if degrees.expert > 1:
+                raise ValueError(
+                    f"expert_model_parallel_size={degrees.expert}, but the model has no experts. Set it to 1."
+                )
+            return
+        if degrees.tensor > 1:
+            raise ValueError(
+                f"tp_degree={degrees.tensor} cannot be combined with a mixture of experts here. Set it to 1, and distribute "
+                "the experts with expert_model_parallel_size."
+            )
+        if self.num_experts % degrees.expert:
+            raise ValueError(
+                f"expert_model_parallel_size={degrees.expert} does not divide the model's {self.num_experts} experts. Choose "
+                "a size that does."
             )

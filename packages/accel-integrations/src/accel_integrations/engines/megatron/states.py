@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -13,28 +13,8 @@ from accel_integrations.checkpoints.load_states import read_full_optimizer_state
 from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, UndoLog
 from accel_integrations.checkpoints.sharded_states import is_by_name
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
-from accel_integrations.engines.megatron.model import MegatronEngine
+from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.prepared.prepared import Prepared
-
-
-class Owner(Protocol):
-    """What loading needs of the engine."""
-
-    def model_of(self, model: nn.Module) -> MegatronEngine | None:
-        """The prepared model."""
-        ...
-
-    def names_in(self, optimizer: Any) -> list[list[str]]:
-        """The names of the model's parameters in each group of an optimizer."""
-        ...
-
-    def own_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a full state for the parameters that this rank holds."""
-        ...
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load a full state into an optimizer."""
-        ...
 
 
 @final
@@ -44,7 +24,7 @@ class MegatronLoad(PendingLoad):
     Args:
         checkpoint: The files of the checkpoint.
         prepared: The models and optimizers of this run.
-        owner: The engine.
+        owner: The prepared model and optimizer.
         location: The device to which tensors of optimizer states are loaded (`map_location`).
         load_kwargs: Further arguments of `torch.load`.
         model_kwargs: Further arguments of `load_state`.
@@ -57,7 +37,7 @@ class MegatronLoad(PendingLoad):
         self,
         checkpoint: CheckpointFiles,
         prepared: Prepared,
-        owner: Owner,
+        owner: Storing,
         location: torch.device,
         load_kwargs: Mapping[str, Any],
         model_kwargs: Mapping[str, Any],
@@ -109,7 +89,7 @@ def _name_ties(model: nn.Module, weights: dict[str, Any]) -> None:
                 weights.setdefault(name, weights[saved])
 
 
-def _read_by_name(checkpoint: CheckpointFiles, prepared: Prepared, owner: Owner) -> FullStates:
+def _read_by_name(checkpoint: CheckpointFiles, prepared: Prepared, owner: Storing) -> FullStates:
     """Full states out of files in which ranks stored shards."""
     weights, states = [], []
     for index in range(len(prepared.models)):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_integrations.engines.megatron.library import load
 from accel_integrations.engines.megatron.shape import Weight
+from accel_integrations.engines.megatron.sources import look_up, tensor_name, whole
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,19 @@ class ShardedWeights:
         Args:
             tensors: Full tensors by the names of the model; names that no parameter has are passed over, and so are
                 parameters without tensors.
+
+        Raises:
+            ValueError: A shard has another shape than the parameter.
         """
         for one in self.held.values():
-            if all(source in tensors for source in one.weight.sources):
-                shard = self.shard(one.weight, [tensors[source] for source in one.weight.sources])
+            if all(tensor_name(source) in tensors for source in one.weight.sources):
+                shard = self.shard(one.weight, [look_up(tensors, source) for source in one.weight.sources])
+                if shard.shape != one.stored.shape:
+                    raise ValueError(
+                        f"{one.weight.name} has the shape {tuple(one.stored.shape)}, but its part of "
+                        f"{', '.join(one.weight.sources)} has {tuple(shard.shape)}. Let custom_model_provider_function build a "
+                        "model of the sizes of the one that is prepared."
+                    )
                 one.stored.copy_(shard)
                 one.parameter.copy_(one.stored)
 
@@ -94,7 +104,7 @@ class ShardedWeights:
             ValueError: Some tensors of one parameter are frozen, and others are not.
         """
         for one in self.held.values():
-            kinds = {trained(source) for source in one.weight.sources}
+            kinds = {trained(tensor_name(source)) for source in one.weight.sources}
             if len(kinds) > 1:
                 raise ValueError(
                     f"Of {', '.join(one.weight.sources)}, which Megatron-LM keeps in one parameter, some are frozen and "
@@ -119,7 +129,7 @@ class ShardedWeights:
         for weight, full in self.gather(own):
             if keep:
                 found.update(zip(weight.sources, map(_in_memory, weight.layout.split(full)), strict=True))
-        return found
+        return whole(found)
 
     def gather(self, own: Mapping[str, Tensor]) -> Iterator[tuple[Weight, Tensor]]:
         """One full tensor after the other; all ranks call this, and go through all of them.

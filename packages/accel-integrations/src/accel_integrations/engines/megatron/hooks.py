@@ -1,0 +1,138 @@
+"""Functions and classes of the program that replace parts of a training step, as Megatron-LM calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accel_integrations.engines.megatron.tasks import Causal, MicroBatch, Task
+
+if TYPE_CHECKING:
+    from accel_state.settings.megatron import MegatronLMPlugin
+
+ForwardStep = Callable[[Iterator[MicroBatch], Any], tuple[Any, Callable[[Any], tuple[Any, ...]]]]
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What the program does itself; None for what is done here.
+
+    Args:
+        loss: The loss of a micro-batch from which tokens count, bool (B, S), and their losses, (B, S).
+        get_batch: The next micro-batch from an iterator over those that the program passed, as dicts.
+        forward_step: From that iterator and the model to an output, and a function of its loss.
+        handler: The object of `custom_train_step_class`.
+    """
+
+    loss: Callable[[Tensor, Any], tuple[Any, ...]] | None = None
+    get_batch: Callable[[Iterator[MicroBatch]], MicroBatch] | None = None
+    forward_step: ForwardStep | None = None
+    handler: Any = None
+
+    @property
+    def reads_batches(self) -> bool:
+        """Whether the program reads micro-batches itself."""
+        return self.get_batch is not None or self.forward_step is not None
+
+    @property
+    def averages_micro_batches(self) -> bool:
+        """Whether the loss of a step is the mean of the micro-batches' losses, not of the tokens'."""
+        return self.loss is not None or self.forward_step is not None
+
+    @classmethod
+    def of(cls, plugin: MegatronLMPlugin, task: Task) -> Hooks:
+        """Those of a plugin.
+
+        Raises:
+            ValueError: For hooks that cannot be combined, or are not for this kind of model.
+            TypeError: `custom_train_step_class` has no `forward_step`.
+        """
+        own_loss, own_batch, kind = (
+            plugin.custom_loss_function,
+            plugin.custom_get_batch_function,
+            plugin.custom_train_step_class,
+        )
+        named = {"custom_loss_function": own_loss, "custom_get_batch_function": own_batch}
+        given = [name for name, value in named.items() if value is not None]
+        if kind is None:
+            if plugin.custom_train_step_kwargs:
+                raise ValueError(
+                    f"custom_train_step_kwargs={plugin.custom_train_step_kwargs!r} has no effect without "
+                    "custom_train_step_class. Set both or neither."
+                )
+            if given and not isinstance(task, Causal):
+                raise ValueError(
+                    f"MegatronLMPlugin.{given[0]} is for models that predict the next token. Set custom_train_step_class, "
+                    "whose forward_step computes everything."
+                )
+            return cls(own_loss and _loss_of(own_loss), own_batch and _batches_of(own_batch))
+        if given:
+            raise ValueError(
+                f"MegatronLMPlugin.{given[0]} has no effect with custom_train_step_class, whose forward_step reads batches and "
+                "computes losses. Set one of them."
+            )
+        handler = kind(**(plugin.custom_train_step_kwargs or {}))
+        forward_step = getattr(handler, "forward_step", None)
+        if not callable(forward_step):
+            raise TypeError(
+                f"custom_train_step_class={kind.__name__} makes objects whose forward_step is {forward_step!r}. Set it to a "
+                "function of an iterator and the model that returns the output and a function of its loss."
+            )
+        return cls(forward_step=_forward_of(forward_step), handler=handler)
+
+
+def _loss_of(function: Callable[..., Any]) -> Callable[[Tensor, Any], tuple[Any, ...]]:
+    """The loss of a micro-batch that a function of the program computes, which counts as one whatever its tokens."""
+
+    def loss(counted: Tensor, losses: Any) -> tuple[Any, ...]:
+        found, shown = function(counted.float(), losses)
+        return _as_one(found, shown)
+
+    return loss
+
+
+def _as_one(loss: Tensor, shown: dict[str, Any]) -> tuple[Any, ...]:
+    extra = {name: value.detach().clone() for name, value in shown.items() if isinstance(value, Tensor)}
+    one = loss.new_ones((), dtype=torch.int)
+    return loss, one, extra | {"loss": loss.detach().clone(), "count": one}
+
+
+def _batches_of(function: Callable[..., Any]) -> Callable[[Iterator[MicroBatch]], MicroBatch]:
+    """A reader of micro-batches from one that returns what Megatron-LM's do for GPT."""
+
+    def get_batch(batches: Iterator[MicroBatch]) -> MicroBatch:
+        found = tuple(function(batches))
+        if len(found) != 5:
+            raise ValueError(
+                f"custom_get_batch_function returned {len(found)} values. Return tokens, labels (the next tokens), loss_mask, "
+                "attention_mask (True where a token does not see another) and position_ids."
+            )
+        tokens, labels, counted, hidden, positions = found
+        return {
+            "tokens": tokens,
+            "labels": labels.clamp(min=0),
+            "counted": counted.bool(),
+            "hidden": hidden.bool(),
+            "positions": positions,
+        }
+
+    return get_batch
+
+
+def _forward_of(function: Callable[..., Any]) -> ForwardStep:
+    """A step of the program, whose function of the loss returns the loss and losses to show by name."""
+
+    def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
+        output, loss_function = function(batches, model)
+
+        def loss(output: Any) -> tuple[Any, ...]:
+            found = loss_function(output)
+            return _as_one(found[0], found[-1])
+
+        return output, loss
+
+    return forward_step

@@ -1,0 +1,272 @@
+"""What kinds of models read from a batch, and which losses and logits they give.
+
+Legend: B = samples of a micro-batch, S = sequence length in tokens, V = tokens of the vocabulary, R = tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel_integrations.engines.megatron.library import load
+
+IGNORED = -100
+"""The label of what counts for nothing."""
+MicroBatch = Mapping[str, Tensor]
+"""What a stage gets of one micro-batch: tensors by name, the first dimension of each is B."""
+
+
+class Task(ABC):
+    """A kind of model.
+
+    Attributes:
+        names: What a batch may have.
+        labels: What it must have in training.
+        per_sample: Which of `names` have one entry per sample, not per token.
+        has_token_labels: Whether `labels` has one entry per token.
+        logits: The sizes of the logits by the names in the output; None for one row per token over the vocabulary, else
+            the number of columns per sample.
+    """
+
+    names: frozenset[str]
+    labels: tuple[str, ...] = ("labels",)
+    per_sample: frozenset[str] = frozenset()
+    logits: Mapping[str, int | None] = {"logits": None}
+
+    @abstractmethod
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What stages need of a batch.
+
+        Args:
+            values: The batch on its device, padded in samples and tokens, with "input_ids", "attention_mask" (bool),
+                "position_ids" and "real" (bool, per sample: not padding); others where given.
+        """
+
+    @abstractmethod
+    def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
+        """The output of a stage: on the last one losses of tokens (B, S), or logits."""
+
+    @abstractmethod
+    def counts(self, part: MicroBatch) -> list[Tensor]:
+        """Over how many items each loss is averaged, int64 0-dim."""
+
+    @abstractmethod
+    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
+        """The sums of the losses of the items, float32 0-dim, from an output with losses."""
+
+    @abstractmethod
+    def split_logits(self, output: Any) -> dict[str, Tensor]:
+        """The logits in an output without losses, by name: (B, S, V / R), or (B, columns) of all ranks."""
+
+    @abstractmethod
+    def with_losses(self, output: Any, part: MicroBatch) -> Any:
+        """An output with losses from one with logits."""
+
+    def output(self, loss: Tensor | None, logits: Mapping[str, Tensor]) -> Any:
+        """What the program gets."""
+        from transformers import modeling_outputs
+
+        return getattr(modeling_outputs, self.output_class)(loss=loss, **logits)
+
+    output_class: str = "CausalLMOutput"
+
+
+def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of each token (B, S) from this rank's logits (B, S, V / R), which are left as they are."""
+    core = load("tensor_parallel")
+    kept = logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # the loss is computed in place
+    found: Tensor = core.vocab_parallel_cross_entropy(kept, labels.t().contiguous())
+    return found.t()
+
+
+def _summed(losses: Tensor, counted: Tensor) -> Tensor:
+    return (losses.float() * counted).sum()
+
+
+class Causal(Task):
+    """A model that predicts the next token, as GPT does; labels are shifted here."""
+
+    names = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens, positions, what tokens do not see (B, 1, S, S), the next tokens, and which of these count."""
+        found = {"tokens": values["input_ids"], "positions": values["position_ids"]}
+        mask = values["attention_mask"]
+        later = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).triu(1)
+        found["hidden"] = later | ~mask[:, None, None, :]
+        if "labels" in values:
+            labels = F.pad(values["labels"][:, 1:], (0, 1), value=IGNORED)
+            found |= {"labels": labels.clamp(min=0), "counted": labels != IGNORED}
+        return found
+
+    def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
+        """Run the stage."""
+        labels = part["labels"] if with_losses else None
+        return model(part["tokens"], part["positions"], part["hidden"], labels=labels)
+
+    def counts(self, part: MicroBatch) -> list[Tensor]:
+        """The number of counted tokens."""
+        return [part["counted"].sum()]
+
+    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
+        """The sum over counted tokens."""
+        return [_summed(output, part["counted"])]
+
+    def split_logits(self, output: Any) -> dict[str, Tensor]:
+        """Those of the tokens."""
+        return {"logits": output}
+
+    def with_losses(self, output: Any, part: MicroBatch) -> Any:
+        """The loss of each token."""
+        return _token_losses(output, part["labels"])
+
+
+class Masked(Task):
+    """BERT that predicts masked tokens, perhaps with the prediction whether a sentence follows another.
+
+    Args:
+        has_sentences: Whether it predicts that.
+    """
+
+    output_class = "MaskedLMOutput"
+
+    def __init__(self, *, has_sentences: bool) -> None:
+        self.names = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"})
+        self._has_sentences = has_sentences
+        if has_sentences:
+            self.names |= {"next_sentence_label"}
+            self.labels = ("labels", "next_sentence_label")
+            self.per_sample = frozenset({"next_sentence_label"})
+            self.logits = {"prediction_logits": None, "seq_relationship_logits": 2}
+
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens, their types, which are padding, and labels."""
+        found = _of_encoder(values)
+        if "labels" in values:
+            found |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
+        if self._has_sentences and "next_sentence_label" in values:
+            found["follows"] = values["next_sentence_label"].view(-1)
+        return found
+
+    def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
+        """Run the stage; on the last one, a pair: losses or logits of tokens, and logits (B, 2) or None."""
+        labels = part["labels"] if with_losses else None
+        return model(part["tokens"], part["mask"], part["types"], lm_labels=labels)
+
+    def counts(self, part: MicroBatch) -> list[Tensor]:
+        """The number of masked tokens, and of samples."""
+        found = [part["counted"].sum()]
+        return [*found, (part["follows"] != IGNORED).sum()] if self._has_sentences else found
+
+    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
+        """The sums over masked tokens and over samples."""
+        tokens, follows = output
+        found = [_summed(tokens, part["counted"])]
+        if self._has_sentences:
+            found.append(F.cross_entropy(follows.float(), part["follows"], ignore_index=IGNORED, reduction="sum"))
+        return found
+
+    def split_logits(self, output: Any) -> dict[str, Tensor]:
+        """Those of the tokens, and of the samples."""
+        return {name: one for name, one in zip(self.logits, output, strict=False) if one is not None}
+
+    def with_losses(self, output: Any, part: MicroBatch) -> Any:
+        """The loss of each token, and the logits of the samples."""
+        return _token_losses(output[0], part["labels"]), output[1]
+
+    def output(self, loss: Tensor | None, logits: Mapping[str, Tensor]) -> Any:
+        """The output of the model's class."""
+        if not self._has_sentences:
+            return super().output(loss, logits)
+        from transformers.models.bert import modeling_bert
+
+        return modeling_bert.BertForPreTrainingOutput(loss=loss, **dict[str, Any](logits))
+
+
+SampleLoss = Callable[[Tensor, Tensor], Tensor]
+SAMPLE_LOSSES: Mapping[str, SampleLoss] = {
+    "regression": lambda logits, labels: F.mse_loss(logits, labels.float().view_as(logits), reduction="none"),
+    "single_label_classification": lambda logits, labels: F.cross_entropy(
+        logits, labels.view(-1), ignore_index=IGNORED, reduction="none"
+    ),
+    "multi_label_classification": lambda logits, labels: F.binary_cross_entropy_with_logits(
+        logits, labels.float(), reduction="none"
+    ),
+}
+"""The losses of samples by `config.problem_type`: from logits (B, columns) and labels, of the labels' shape."""
+
+
+@dataclass(frozen=True)
+class Classified(Task):
+    """A model that classifies sequences, or gives numbers for them.
+
+    Args:
+        config: That of the model: `num_labels`, and perhaps `problem_type`.
+    """
+
+    config: Any
+    names = frozenset({"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"})
+    per_sample = frozenset({"labels"})
+    output_class = "SequenceClassifierOutput"
+
+    @property
+    def logits(self) -> Mapping[str, int | None]:  # type: ignore[override]
+        """One row per sample."""
+        return {"logits": self.config.num_labels}
+
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens, their types, which are padding, labels, and which samples count."""
+        found = _of_encoder(values)
+        if "labels" in values:
+            labels = values["labels"]
+            counted = (
+                values["real"]
+                if labels.is_floating_point()
+                else values["real"] & (labels.view(len(labels), -1)[:, 0] != IGNORED)
+            )
+            found |= {"labels": labels, "counted": counted}
+        return found
+
+    def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
+        """Run the stage; on the last one, logits (B, columns) come second."""
+        return model(part["tokens"], part["mask"], part["types"])
+
+    def counts(self, part: MicroBatch) -> list[Tensor]:
+        """The number of labels."""
+        return [part["counted"].sum() * self._labels_per_sample(part["labels"])]
+
+    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
+        """The sum over samples, of a loss that depends on the labels as in transformers."""
+        logits, labels = output[1].float(), part["labels"]
+        losses = SAMPLE_LOSSES[self._kind(labels)](logits, labels)
+        return [_summed(losses.view(len(labels), -1).sum(1), part["counted"])]
+
+    def _kind(self, labels: Tensor) -> str:
+        if self.config.problem_type is not None:
+            return str(self.config.problem_type)
+        if self.config.num_labels == 1:
+            return "regression"
+        return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+    def _labels_per_sample(self, labels: Tensor) -> int:
+        return 1 if self._kind(labels) == "single_label_classification" else int(self.config.num_labels)
+
+    def split_logits(self, output: Any) -> dict[str, Tensor]:
+        """Those of the samples."""
+        return {"logits": output[1]}
+
+    def with_losses(self, output: Any, part: MicroBatch) -> Any:
+        """The output itself, which has logits in either case."""
+        return output
+
+
+def _of_encoder(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tokens = values["input_ids"]
+    types = values.get("token_type_ids", torch.zeros_like(tokens))
+    return {"tokens": tokens, "types": types, "mask": values["attention_mask"].long()}

@@ -1,0 +1,78 @@
+"""Mixtures of experts under Megatron-LM: with experts in one place, and distributed over replicas."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.utils import MegatronLMPlugin
+from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
+
+pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+
+STEPS, BATCH = 5, 8
+EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+PP2 = {"pp_degree": 2, "num_micro_batches": 2}
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+
+
+@megatron_ranks(2)
+def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
+    for kind, layout, options in (
+        ("Mixtral", EP2, MIXTRAL),
+        ("Mixtral", PP2, MIXTRAL | {"tie_word_embeddings": True}),
+        ("Mixtral", EP2 | {"use_distributed_optimizer": True, "num_micro_batches": 2}, MIXTRAL),
+        ("Qwen3Moe", EP2 | {"num_micro_batches": 2}, QWEN | {"norm_topk_prob": False}),
+        ("Qwen3Moe", {}, QWEN | {"norm_topk_prob": True}),
+    ):
+        rows = new_rows(STEPS * BATCH, masked=True)
+        replicas = world // layout.get("pp_degree", 1)
+        micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
+        expected = plain_training(new_model(kind, **options), rows, BATCH)
+        with run_with(MegatronLMPlugin(**layout)) as accelerator:
+            found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)
+
+
+@megatron_ranks(2)
+def test_states_of_experts_load_with_other_degrees(rank: int, world: int, tmp_path: Path) -> None:
+    rows = new_rows(16)
+    with run_with(MegatronLMPlugin(**EP2)) as accelerator:
+        original = new_model("Mixtral", **MIXTRAL)
+        expected = {name: value.clone() for name, value in original.state_dict().items()}
+        parts = start(accelerator, original, rows, 4, decay=False)
+        held = [name for name in parts[0].parts.weights.held if ".local_experts." in name]
+        assert {int(name.split("local_experts.")[1].split(".")[0]) for name in held} == {2 * rank, 2 * rank + 1}
+        weights = accelerator.get_state_dict(parts[0])
+        assert list(weights) == list(expected)
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+        train(accelerator, *parts)
+        accelerator.save_state(str(tmp_path))
+        losses = train(accelerator, *parts)
+    for layout, micro_batch in ((EP2, 4), (PP2, 4), ({}, 4)):
+        with run_with(MegatronLMPlugin(**layout)) as accelerator:
+            parts = start(accelerator, new_model("Mixtral", seed=1, **MIXTRAL), rows, micro_batch, decay=False)
+            accelerator.load_state(str(tmp_path))
+            found = train(accelerator, *parts)
+        for ours, theirs in zip(found, losses, strict=True):
+            assert ours == pytest.approx(theirs, rel=2e-5), (layout, found, losses)
+
+
+@megatron_ranks(2)
+def test_experts_that_cannot_be_distributed_are_refused(rank: int, world: int) -> None:
+    for words, layout, kind, options in (
+        (r"expert_model_parallel_size=2 does not divide the model's 3 experts", EP2, "Mixtral", MIXTRAL | {"num_local_experts": 3}),
+        (r"expert_model_parallel_size=2, but the model has no experts", EP2, "Llama", {}),
+        (r"expert_model_parallel_size=4 does not divide the 2 replicas", {"expert_model_parallel_size": 4}, "Mixtral", MIXTRAL),
+        (r"tp_degree=2 cannot be combined with a mixture", {"tp_degree": 2}, "Mixtral", MIXTRAL),
+        (r"output_router_logits=True", {}, "Mixtral", MIXTRAL | {"output_router_logits": True}),
+        (r"mlp_only_layers=\[0\]", {}, "Qwen3Moe", QWEN | {"mlp_only_layers": [0]}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words), run_with(MegatronLMPlugin(**layout)) as accelerator:
+            accelerator.prepare(new_model(kind, **options))
