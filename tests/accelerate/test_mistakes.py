@@ -58,6 +58,14 @@ def test_gradients_that_are_summed_instead_of_averaged() -> None:
     assert "accelerator.backward() was never called: gradients of 2 micro-batches are summed" in message
 
 
+def test_backward_after_memory_was_freed_is_seen() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator.free_memory()
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert two_steps(accelerator, model, optimizer, accelerator.backward) == []
+
+
 def test_a_second_accelerator_with_other_accumulation() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=4)
     first.prepare(nn.Linear(3, 1))
