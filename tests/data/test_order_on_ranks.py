@@ -52,3 +52,20 @@ def test_samplers_that_draw_agree_where_ranks_have_drawn_differently(
     assert first != second
     numbers = gather_object([torch.rand(1).item()])
     assert numbers[0] != numbers[1], "each rank keeps random numbers of its own"
+
+
+@ranks(2)
+@pytest.mark.parametrize("seedable", [False, True])
+def test_ranks_that_read_the_same_batches_agree_on_their_order(rank: int, seedable: bool) -> None:
+    """As the stages of one replica do; an engine that knows no mesh says so by `num_processes=1`."""
+    set_seed(3)
+    torch.rand(rank)  # each makes another part of the model
+    plain: Any = DataLoader(range(NUM_SAMPLES), 2, shuffle=True)
+    whole = {"num_processes": 1, "process_index": 0, "use_seedable_sampler": seedable}
+    loader = prepare_data_loader(plain, rng_types=["generator"], **whole)
+    for _ in range(2):
+        orders = gather_object([[sample for batch in loader for sample in batch.tolist()]])
+        assert orders[0] == orders[1]
+        assert sorted(orders[0]) == list(range(NUM_SAMPLES))
+    if rank == 0:  # alone, and without waiting for the others
+        assert len(list(prepare_data_loader(DataLoader(range(NUM_SAMPLES), 2, shuffle=True), **whole))) == 24

@@ -154,19 +154,27 @@ def test_a_dummy_scheduler_decays_as_the_plugin_says(rank: int, world: int) -> N
         assert all(loss == pytest.approx(5.0, abs=1.0) for loss in losses)
 
 
+def launched(script: Path, *options: str) -> str:
+    """What a script prints that two processes run."""
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", "--use_megatron_lm"]
+    ended = subprocess.run([*command, *options, str(script)], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
+
+
+@pytest.mark.launch
+def test_stages_read_the_same_shuffled_batches() -> None:
+    """Stages have drawn different amounts of random numbers when they begin to read."""
+    options = ["--megatron_lm_pp_degree", "2", "--megatron_lm_num_micro_batches", "4"]
+    said = launched(ROOT / "examples" / "by_feature" / "megatron_lm_gpt_pretraining.py", *options)
+    assert float(said.split()[-1]) < 0.5, said
+
+
 @pytest.mark.launch
 def test_the_example_runs_under_the_launcher() -> None:
-    options = ["--cpu", "--num_processes", "2", "--use_megatron_lm", "--megatron_lm_tp_degree", "2"]
-    command = [sys.executable, "-m", "accel_cli", "launch", *options, "--megatron_lm_num_micro_batches", "2"]
-    ended = subprocess.run(
-        [*command, str(ROOT / "docs" / "examples" / "megatron_lm.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    found = re.search(r"loss (\S+) -> (\S+), (\d+)%", ended.stdout)
-    assert found is not None, ended.stdout
+    options = ["--megatron_lm_tp_degree", "2", "--megatron_lm_num_micro_batches", "2"]
+    said = launched(ROOT / "docs" / "examples" / "megatron_lm.py", *options)
+    found = re.search(r"loss (\S+) -> (\S+), (\d+)%", said)
+    assert found is not None, said
     assert float(found[2]) < 0.5 * float(found[1])
     assert int(found[3]) > 80

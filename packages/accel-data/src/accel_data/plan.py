@@ -74,7 +74,9 @@ class LoaderPlan:
     @property
     def is_sharded(self) -> bool:
         """Whether other processes read the same dataset, this process's shard of it or others."""
-        return self.num_processes > 1 or (self.mesh is not None and self.mesh.size() > 1)
+        if self.num_processes > 1 or (self.mesh is not None and self.mesh.size() > 1):
+            return True
+        return bool(self.rng_types) and PartialState().num_processes > 1  # they read the whole, and in the same order
 
     @property
     def local_batch_size(self) -> int | None:
