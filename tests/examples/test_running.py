@@ -31,6 +31,7 @@ MORE_IMAGES = [
     Run("by_feature/memory.py", "trying batch size 128\n(.*\n)*trying batch size 46\n"),
     Run("by_feature/multi_process_metrics.py", "(359|384) predictions with padding, 359 without"),
     Run("by_feature/profiler.py --record_shapes --with_flops"),
+    Run("by_feature/schedule_free.py"),
     Run("by_feature/tracking.py"),
     Run("config_yaml_templates/run_me.py", "process 0 of [12] on cpu"),
     Run("inference/distributed/speech.py", "process 0 has transcribed (21|11) recordings"),

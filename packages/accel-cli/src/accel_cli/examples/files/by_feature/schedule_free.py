@@ -1,0 +1,87 @@
+"""Train without a learning rate schedule: an optimizer that averages its steps, from the library schedulefree.
+
+    accelerate launch schedule_free.py
+    accelerate launch --num_processes 2 schedule_free.py --learning_rate 5e-3
+
+What differs from `cv_example.py`: the optimizer, which holds other parameters while it trains than those to evaluate, so
+`optimizer.train()` and `optimizer.eval()` go with those of the model; save checkpoints after `optimizer.eval()`. The last line is an
+accuracy of at least 0.95. Needs schedulefree.
+"""
+
+import argparse
+
+import torch
+from schedulefree import AdamWScheduleFree
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+
+def make_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
+    """Training batches, and batches of a held-out fifth: images, (batch, 1, 8, 8), from 0 to 1, and their digits."""
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    dataset = TensorDataset(images, torch.tensor(digits))
+    train, held_out = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
+    return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(held_out, batch_size=64)
+
+
+def make_model() -> nn.Module:
+    """A network from images, (batch, 1, 8, 8), to logits, (batch, 10)."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(256, 10),
+    )
+
+
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    """The accuracy; each image counts once, also where the last batch was padded to serve all processes."""
+    model.eval()
+    correct = total = 0
+    for images, labels in loader:
+        with torch.no_grad():
+            predicted = model(images).argmax(dim=-1)
+        predicted, labels = accelerator.gather_for_metrics((predicted, labels))
+        correct += (predicted == labels).sum().item()
+        total += len(labels)
+    return correct / total
+
+
+def main() -> None:
+    """Train and evaluate."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--batch_size", type=int, default=32, help="on each process")
+    parser.add_argument("--learning_rate", type=float, default=3e-3)
+    args = parser.parse_args()
+
+    accelerator = Accelerator()
+    set_seed(0)
+    model = make_model()
+    optimizer = AdamWScheduleFree(model.parameters(), lr=args.learning_rate, warmup_steps=20)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *make_loaders(args.batch_size))
+
+    for epoch in range(args.epochs):
+        model.train()
+        optimizer.train()
+        for images, labels in train_loader:
+            loss = nn.functional.cross_entropy(model(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.eval()
+        accelerator.print(f"epoch {epoch + 1}: accuracy {evaluate(accelerator, model, eval_loader):.3f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
