@@ -158,7 +158,8 @@ def trackers(arguments: list[str]) -> int:
 
 def quantization(arguments: list[str]) -> int:
     """Try what uses bitsandbytes and torchao against the real libraries, in an environment of its own."""
-    tests = ["tests/integrations/test_bitsandbytes.py", "tests/integrations/test_torchao.py"]
+    examples = "tests/examples/test_running.py::test_8_bit_floats_reach_what_they_promise"
+    tests = ["tests/integrations/test_bitsandbytes.py", "tests/integrations/test_torchao.py", examples]
     return apart("quantization", tests, arguments)
 
 

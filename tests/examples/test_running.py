@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,6 @@ LANGUAGE = [
 MESHES = [
     Run("torch_native_parallelism/nd_parallel.py", "One process|sharded parameters: 0 1"),
     Run("torch_native_parallelism/nd_parallel_trainer.py"),
-    Run("torch_native_parallelism/fsdp2_fp8.py", "13 layers in FP8, emulated"),
     Run("alst_ulysses_sequence_parallelism/sp_alst.py", r"a rank's batches \(8, (64|32)\)"),
 ]
 MESHES_OF_TWO = [
@@ -64,6 +64,7 @@ MESHES_OF_TWO = [
     Run("torch_native_parallelism/nd_parallel.py --cp_size 2", r"context parallel, sharded sequences \(ring\): 0 1"),
     Run("torch_native_parallelism/nd_parallel_trainer.py --tp_size 2"),
 ]
+FP8 = [Run("torch_native_parallelism/fsdp2_fp8.py", "13 layers in FP8, emulated")]
 DEEPSPEED = [
     Run("by_feature/deepspeed_with_config_support.py", "ZeRO stage 2"),
     Run("by_feature/deepspeed_with_config_support.py --config {here}/zero_stage3_config.json", "ZeRO stage 3"),
@@ -131,7 +132,16 @@ def test_deepspeed_reaches_what_it_promises(processes: int, tmp_path: Path) -> N
         check(run, printed)
 
 
+@pytest.mark.launch
+@pytest.mark.thorough
+@pytest.mark.parametrize("processes", [1, 2])
+def test_8_bit_floats_reach_what_they_promise(processes: int, tmp_path: Path) -> None:
+    if not os.environ.get("LIBRARIES_REQUIRED"):
+        pytest.importorskip("torchao")
+    check(*FP8, *launch(FP8, processes, tmp_path))
+
+
 def test_every_example_is_run() -> None:
-    run = {one.words.split()[0] for group in [*GROUPS.values(), DEEPSPEED] for one in group}
+    run = {one.words.split()[0] for group in [*GROUPS.values(), DEEPSPEED, FP8] for one in group}
     programs = {f"{name}.py" for name, example in read_examples().items() if example.path.is_file()}
     assert programs - {f"{name}.py" for name in WITHOUT_PROCESSES} <= run
