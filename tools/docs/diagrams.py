@@ -10,6 +10,7 @@ from tools.docs.drawing import Drawing
 from tools.docs.names import PACKAGES, ROOT
 
 FOLDER = ROOT / "docs" / "diagrams"
+EXAMPLES = ROOT / "packages" / "accel-cli" / "src" / "accel_cli" / "examples" / "files"  # programs of users
 
 
 def imports() -> dict[str, set[str]]:
@@ -18,6 +19,8 @@ def imports() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for package, module in PACKAGES.items():
         for path in (ROOT / "packages" / package / "src" / module).rglob("*.py"):
+            if path.is_relative_to(EXAMPLES):
+                continue
             imported = {name.partition(".")[0] for name in _imported(ast.parse(path.read_text()))}
             found[package] |= {names[name] for name in imported if name in names} - {package}
     return found
