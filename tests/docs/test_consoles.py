@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from accel_cli.main import COMMANDS, full_parser
+from accel_cli.main import COMMANDS, full_parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
@@ -113,3 +114,40 @@ def test_commands_are_accepted(page: Path, capsys: pytest.CaptureFixture[str]) -
             if ended.code:
                 wrong.append(f"{' '.join(words)}: {capsys.readouterr().err.strip().splitlines()[-1]}")
     assert wrong == []
+
+
+BASH = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def bash_commands(page: Path) -> list[list[str]]:
+    """What can be done here of the `bash` blocks of a page: launches are planned; nothing needs a person, MPI or a cluster."""
+    found = []
+    for words in command_lines("".join(f"```bash\n{block}```\n" for block in BASH.findall(page.read_text()))):
+        asks = words[0] == "config" and words[1:2] not in (["default"], ["update"])
+        if not asks and "--submit" not in words and ("--mpirun_hostfile" not in words or shutil.which("mpirun")):
+            found.append(["launch", "--dry_run", *words[1:]] if words[0] == "launch" else words)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", [page for page in PAGES if bash_commands(page)], ids=lambda page: page.name)
+def test_bash_blocks_do_what_can_be_done_here(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in (
+        "train.py",
+        "train.sh",
+        "package/train.py",
+        "docs/examples/digits.py",
+        "docs/examples/megatron_lm.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    (tmp_path / "train.sh").chmod(0o755)
+    (tmp_path / "hosts").write_text("worker1 slots=8\nworker2 slots=8\n")
+    for name in ("fsdp.yaml", "old.yaml"):
+        (tmp_path / name).write_text("distributed_type: 'NO'\nnum_processes: 1\n")
+    for command in bash_commands(page):
+        assert main(command) == 0, f"{' '.join(command)}: {capsys.readouterr().err}"
