@@ -34,17 +34,17 @@ def _install(site: Path, module: str, version: str = "1.0", *, distribution: str
 
 
 def test_an_installed_library_is_found_without_being_imported(site: Path) -> None:
-    assert not libraries.is_schedulefree_available()  # which no group of this repository has
+    assert not libraries.is_msamp_available()  # which is not published any more
     libraries._is_found.cache_clear()
     libraries.installed_version.cache_clear()
-    _install(site, "schedulefree")
-    assert libraries.is_schedulefree_available()
-    assert "schedulefree" not in sys.modules
+    _install(site, "msamp")
+    assert libraries.is_msamp_available()
+    assert "msamp" not in sys.modules
 
 
 def test_a_folder_of_that_name_is_no_library(site: Path) -> None:
-    (site / "schedulefree").mkdir()  # as wandb makes one for its runs
-    assert not libraries.is_schedulefree_available()
+    (site / "msamp").mkdir()  # as wandb makes one for its runs
+    assert not libraries.is_msamp_available()
 
 
 def test_what_was_imported_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
