@@ -65,7 +65,7 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
     existing.parent.mkdir()
     existing.write_text("mine")
     assert main(["examples", "copy", "slurm", str(tmp_path)]) == 2
-    assert "submit_multigpu.sh exists already" in capsys.readouterr().err
+    assert "submit_multigpu.sh already exists" in capsys.readouterr().err
     assert existing.read_text() == "mine"
     assert list(existing.parent.iterdir()) == [existing]
 

@@ -99,7 +99,7 @@ def _copy(example: Example, examples: Mapping[str, Example], folder: Path) -> No
     chosen = [example, *(examples[name] for name in example.needs)]
     copies = {folder / target: source for one in chosen for source, target in one.files()}
     if existing := [str(target) for target in copies if target.exists()]:
-        raise ExistingFileError(f"{existing[0]} exists already. Name another folder, or remove it first.")
+        raise ExistingFileError(f"{existing[0]} already exists. Name another folder, or remove it first.")
     try:
         for target, source in copies.items():
             target.parent.mkdir(parents=True, exist_ok=True)
