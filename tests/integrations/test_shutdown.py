@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_cli.launch import machine
 from accel_state import shutdown
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks
@@ -86,6 +87,25 @@ def test_closing_ends_every_group(rank: int, world: int, tmp_path: Path) -> None
     del extra
     store = dist.FileStore(str(tmp_path / "again"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
+@ranks(2)
+def test_runs_after_each_other_leave_no_connections(rank: int, world: int) -> None:
+    files = [open(os.devnull) for _ in range(1_100)]  # noqa: SIM115 - the watcher's connection comes after these
+    counts = []
+    for _ in range(12):
+        port = [machine.free_port()]
+        dist.broadcast_object_list(port)
+        PartialState().destroy_process_group()
+        PartialState._reset_state()
+        os.environ["MASTER_PORT"] = str(port[0])
+        state = PartialState(cpu=True)
+        state.wait_for_everyone()
+        gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert counts[-1] < counts[2] + 30, counts  # each round has five connections or more
+    for file in files:
+        file.close()
 
 
 # ---- when it happens --------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ SECONDS_AFTER_AN_ERROR = 1.0
 SECONDS_TO_RELEASE = 0.5
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()  # groups, also those destroyed by hand that a model keeps alive
+_spent: list[list[Any]] = []  # what the groups closed since the last default group have left, with their connections
+_spent_before: list[list[Any]] = []
 _callbacks: list[weakref.ref[Callable[[], None]]] = []
 _registered_in: int | None = None  # a process id, because forked processes inherit the rest, but not the threads
 
@@ -38,6 +40,7 @@ def register() -> None:
 
     if dist.is_initialized():
         _watched.add(dist.group.WORLD)
+        _free_what_is_spent()
     if _registered_in is None:
         atexit.register(_close_at_exit)
     _registered_in = os.getpid()
@@ -160,8 +163,8 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
     Each thread gets a collective that fails at once, before it communicates, and whose callback blocks until
     all threads are in such a callback: then all have finished their earlier work. What remains is to release the
     callbacks. A weak reference reports that from C code, so the thread releases the interpreter's lock
-    without acquiring it again. Everything else that belongs to the failed collectives is never freed, lest the
-    threads hold the last reference.
+    without acquiring it again. Everything else that belongs to the failed collectives is kept, lest the
+    threads hold the last reference: until the default group after the next, or for ever.
     """
     import torch
     import torch.distributed as dist
@@ -203,7 +206,18 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
             released.get(timeout=seconds)
     except queue.Empty:
         return False
-    return num_held == num_threads
+    if num_held < num_threads:
+        return False
+    _spent.append(kept)
+    return True
+
+
+def _free_what_is_spent() -> None:
+    """Free what was left before the last default group; its store is asked by other ranks until this one begins."""
+    global _spent, _spent_before
+    for each in _spent_before:
+        each.clear()
+    _spent, _spent_before = [], _spent
 
 
 def _keep_for_ever(thing: Any) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Self
 
 import torch.distributed as dist
 
 from accel_state.watch.calls import GroupCalls
 
+SECONDS_TO_CONNECT = 5.0
 FOLDER = "accelerate_watch"
 RUNS, STANDS, ENDED = "runs", "stands", "ended"
 NEVER = 2**40
@@ -93,8 +94,13 @@ class Board:
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
         # closed when the server is: asking a store that is gone would print warnings
-        self._lifeline = socket.create_connection((store.host, store.port), timeout=5.0)
-        self._store = dist.PrefixStore(f"{FOLDER}/{name}", store.clone())
+        self._lifeline = socket.create_connection((store.host, store.port), timeout=SECONDS_TO_CONNECT)
+        self._lifeline.setblocking(False)
+        client = dist.TCPStore(  # not clone(), which tries for as long as the store's timeout when the server has gone
+            store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=SECONDS_TO_CONNECT)
+        )
+        client.set_timeout(store.timeout)
+        self._store = dist.PrefixStore(f"{FOLDER}/{name}", client)
         self._rank = rank
         self._world = world
 
@@ -104,8 +110,13 @@ class Board:
         Raises:
             StoreGoneError: Its process has ended.
         """
-        if select.select([self._lifeline], [], [], 0)[0]:
-            raise StoreGoneError
+        try:
+            self._lifeline.recv(1)  # not select(), which refuses file descriptors above 1,023
+        except BlockingIOError:  # open, and silent
+            return
+        except OSError:
+            pass
+        raise StoreGoneError
 
     def publish(self, note: Note) -> None:
         """Replace the note of this rank."""
@@ -164,7 +175,7 @@ def tcp_store(store: Any) -> Any | None:
     """The TCP store under prefixes; None for a store of another kind."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store if isinstance(store, dist.TCPStore) and hasattr(store, "clone") else None
+    return store if isinstance(store, dist.TCPStore) else None
 
 
 def announce_name(store: Any, generation: int) -> str:

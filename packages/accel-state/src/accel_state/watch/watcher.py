@@ -107,18 +107,19 @@ class Watcher:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, how: str, place: str = "") -> None:
+    def stop(self, how: str, place: str = "", may_connect: bool = True) -> None:
         """Stop the thread, and tell the others that this rank calls no more collectives.
 
         Args:
             how: One of the words of `judging`, and what belongs to it.
             place: The line of the program.
+            may_connect: Whether to connect to the store if that was not done before.
         """
         if self._stopping.is_set():
             return
         self._stopping.set()
         self._thread.join(SECONDS_TO_STOP)
-        if not self._thread.is_alive():
+        if not self._thread.is_alive() and (may_connect or self._board is not None):
             with contextlib.suppress(Exception):
                 self._publish_end(how, place or self._last_place)
 
@@ -369,7 +370,7 @@ def begin(since_nanoseconds: int | None = None) -> None:
     if _current is not None:
         generation = _current.generation + 1
         since = time.time_ns() if since_nanoseconds is None else since_nanoseconds
-        _current.stop(LEFT)
+        _current.stop(LEFT, may_connect=False)  # its store may be gone, now that the others are in another group
         _current.close()
     _prepare_process()
     with contextlib.suppress(RuntimeError, OSError):  # no store: nothing to watch with
