@@ -10,6 +10,8 @@ pytestmark = needs_reference
 def test_loaders() -> None:
     intended = {
         "items: dispatched": "items without batches can be dispatched",
+        "items: skipped": "items without batches can be skipped, too",
+        "ready batches: skipped": "the same, for a dataset of batches",
         "dataclass: dispatched": "1.15 dispatches only batches of tensors in containers that it knows",
         "text: dispatched": "the same",
         "nothing: dispatched": "the same",

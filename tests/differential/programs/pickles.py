@@ -38,7 +38,9 @@ ENUMS = [
     "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend", "FP8BackendType",
     "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
 ]  # fmt: skip
-NEW = {"average_over", "expert_parallel", "plan", "pp_handler", "pp_size"}  # settings that 1.15 does not have
+NEW = {  # settings that 1.15 does not have
+    "average_over", "exit_code_after_signal", "expert_parallel", "plan", "pp_handler", "pp_size", "save_on_signals",
+}  # fmt: skip
 OF_STATES = [
     "backend", "debug", "device", "distributed_type", "fork_launched", "local_process_index", "num_processes",
     "process_index", "use_distributed", "is_main_process", "is_last_process",
