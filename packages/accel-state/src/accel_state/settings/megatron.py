@@ -148,10 +148,13 @@ class MegatronLMPlugin(Plugin):
         pipeline_model_parallel_split_rank, num_layers_per_virtual_pipeline_stage (`int`, *optional*): Layout of the
             pipeline.
         is_train_batch_min (`bool`): With several loaders, take the smallest batch size rather than the largest.
-        train_iters, train_samples, lr_decay_iters, lr_decay_samples: The schedule, with the following ones; taken from
-            the scheduler where left out.
-        lr_warmup_iters, lr_warmup_samples, lr_warmup_fraction, lr_decay_style, min_lr: As above.
-        weight_decay_incr_style, start_weight_decay, end_weight_decay: As above.
+        train_iters, train_samples, lr_decay_iters, lr_decay_samples (`int`, *optional*): Length of the run and of the decay, in
+            steps or samples; taken from the scheduler where left out.
+        lr_warmup_iters, lr_warmup_samples (`int`), lr_warmup_fraction (`float`, *optional*): Length of the warmup, in steps, in
+            samples, or as a part of the decay.
+        lr_decay_style (`str`), min_lr (`float`): `"linear"`, `"cosine"`, `"constant"` or `"inverse-square-root"`, down to a
+            learning rate.
+        weight_decay_incr_style (`str`), start_weight_decay, end_weight_decay (`float`, *optional*): Weight decay that grows.
         consumed_samples (list of `int`, *optional*): Samples seen in training, validation and test.
         no_wd_decay_cond, scale_lr_cond (function, *optional*), lr_mult (`float`): Which parameters have no weight decay,
             and which have another learning rate.
@@ -161,10 +164,11 @@ class MegatronLMPlugin(Plugin):
         tensorboard_dir (`str`, *optional*), set_all_logging_options (`bool`): Megatron's own logging.
         eval_iters, eval_interval (`int`): Batches per evaluation, and steps between evaluations.
         return_logits (`bool`): Whether the forward pass returns logits.
-        custom_train_step_class, custom_train_step_kwargs, custom_model_provider_function: User functions and classes
-            that replace Megatron's, as the following ones.
-        custom_prepare_model_function, custom_megatron_datasets_provider_function: As above.
-        custom_get_batch_function, custom_loss_function: As above.
+        custom_train_step_class, custom_train_step_kwargs: A class, and its arguments, whose `forward_step` reads micro-batches
+            and computes everything.
+        custom_model_provider_function, custom_prepare_model_function: Build this rank's part of the model, and wrap it.
+        custom_megatron_datasets_provider_function: Returns the datasets for training, validation and test.
+        custom_get_batch_function, custom_loss_function: Read a micro-batch, and compute its loss from the model's output.
         other_megatron_args (`dict`, *optional*): Further arguments, by Megatron's names; they take precedence.
     """
 

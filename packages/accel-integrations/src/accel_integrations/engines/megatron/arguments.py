@@ -52,14 +52,11 @@ def make_scheduler(dummy: MegatronLMDummyScheduler, optimizer: torch.optim.Optim
         count: The number of data-parallel processes.
 
     Raises:
-        ValueError: The length is not known, or the shape is not one of Megatron-LM's.
+        ValueError: The length is not known, the warmup is given twice, or the shape is not one of Megatron-LM's.
     """
     plugin.set_scheduler_args(dummy)
-    steps, warmup, style = (
-        plugin.lr_decay_iters or plugin.train_iters,
-        plugin.lr_warmup_iters or 0,
-        plugin.lr_decay_style,
-    )
+    steps, style = plugin.lr_decay_iters or plugin.train_iters, plugin.lr_decay_style
+    warmup = _warmup_steps(plugin, steps)
     if style not in DECAYS:
         raise ValueError(f"lr_decay_style={style!r} is not known. Choose one of {', '.join(map(repr, DECAYS))}.")
     highest = max(group["lr"] for group in optimizer.param_groups) or 1.0
@@ -74,6 +71,19 @@ def make_scheduler(dummy: MegatronLMDummyScheduler, optimizer: torch.optim.Optim
         return lowest + (1 - lowest) * DECAYS[style](done)
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step // count))
+
+
+def _warmup_steps(plugin: Any, steps: int) -> float:
+    """The steps of the warmup: `lr_warmup_iters`, or a fraction of the decay, which need not be whole, as in Megatron-LM."""
+    fraction, warmup = plugin.lr_warmup_fraction, plugin.lr_warmup_iters or 0
+    if fraction is None:
+        return float(warmup)
+    if warmup:
+        raise ValueError(
+            f"lr_warmup_fraction={fraction!r} and {warmup} warmup steps cannot be combined. Set lr_warmup_fraction of "
+            "MegatronLMPlugin, or lr_warmup_iters, or warmup_num_steps of MegatronLMDummyScheduler."
+        )
+    return float(fraction * steps)
 
 
 def _cosine(done: float) -> float:

@@ -90,7 +90,7 @@ class MegatronLMEngine(Engine):
         """
         state = self.context.state
         check_installed()
-        check_fields(self.plugin)
+        check_fields(self.plugin, warn=state.is_main_process)
         degrees = Degrees.of(self.plugin, state.num_processes)
         if state.parallelism_config is not None and state.parallelism_config.active_mesh_dims:
             raise ValueError(
