@@ -149,6 +149,14 @@ def test_without_the_sdk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "accel_cli.launch.runners.sagemaker" in capsys.readouterr().out
 
 
+def test_a_dry_run_needs_no_credentials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "sagemaker", None)
+    assert main(["launch", "--dry_run", "--config_file", write(profile=None), "train.py"]) == 0
+    said = capsys.readouterr()
+    assert "a launch on this machine would fail: There are no AWS credentials" in said.err
+    assert "accel_cli.launch.runners.sagemaker" in said.out
+
+
 def test_with_a_version_that_has_another_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,13 +55,16 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     from accel_cli.launch.machine import Machine
     from accel_cli.launch.plan import make_plan
     from accel_cli.launch.resolve import complete, from_namespace, read_settings
+    from accel_cli.launch.runners.sagemaker import check_credentials
     from accel_cli.launch.validate import check_flags, check_script, check_settings, only_warn_in_dry_run
 
     check_flags(from_namespace(args))
     settings = read_settings(args, os.environ)
     check_script(settings)  # before the accelerators are counted, which takes seconds
     settings = complete(settings, os.environ, Machine())
-    notes = (*settings.notes, *check_settings(settings), *only_warn_in_dry_run(check_libraries, settings))
+    notes = [*settings.notes, *check_settings(settings)]
+    for check in (check_libraries, check_credentials):
+        notes += only_warn_in_dry_run(check, settings)
     if not settings.quiet:
         for note in notes:
             print(f"accelerate launch: {note}", file=sys.stderr)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from accel_cli.errors import MissingFileError, UsageError
+from accel_cli.errors import MissingFileError, NotHereError, UsageError
 from accel_cli.launch.flags.table import RESOURCES, value_of
 from accel_cli.launch.libraries import SAGEMAKER
 from accel_cli.launch.plan import Plan
@@ -33,7 +33,12 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     config = settings.sagemaker
     estimator, inputs = job(config, settings)
     text = json.dumps({"estimator": estimator, "inputs": inputs})
-    variables = credentials(config, settings, environ)
+    try:
+        variables = credentials(config, settings, environ)
+    except NotHereError:
+        if not settings.dry_run:
+            raise
+        variables = {}
     return Plan(
         "sagemaker", (sys.executable or "python3", "-m", __name__, text), variables, quiet=bool(settings.quiet)
     )
@@ -137,11 +142,21 @@ def _number_or_text(text: str) -> int | float | bool | str:
     return text
 
 
+def check_credentials(settings: LaunchSettings) -> None:
+    """Check that there are AWS credentials for a job.
+
+    Raises:
+        NotHereError: There are none.
+    """
+    if settings.sagemaker is not None:
+        credentials(settings.sagemaker, settings, os.environ)
+
+
 def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables with the AWS credentials.
 
     Raises:
-        ValueError: Neither the config file, nor the flags, nor the environment have any.
+        NotHereError: Neither the config file, nor the flags, nor the environment have any.
     """
     variables = {"AWS_DEFAULT_REGION": config.region} if config.region else {}
     if config.profile:
@@ -151,7 +166,7 @@ def credentials(config: Any, settings: LaunchSettings, environ: Mapping[str, str
         return variables | given
     if environ.get("AWS_PROFILE") or all(environ.get(name) for name in given):
         return variables
-    raise UsageError(
+    raise NotHereError(
         "There are no AWS credentials. Set profile in the config file, or give --aws_access_key_id and "
         "--aws_secret_access_key."
     )
