@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -106,6 +107,32 @@ def test_runs_after_each_other_leave_no_connections(rank: int, world: int) -> No
     assert counts[-1] < counts[2] + 30, counts  # each round has five connections or more
     for file in files:
         file.close()
+
+
+@ranks(2)
+def test_a_forked_process_leaves_what_its_parent_had_closed(rank: int, world: int, tmp_path: Path) -> None:
+    for number in range(2):
+        PartialState(cpu=True).destroy_process_group()
+        start_group(tmp_path / f"parent {number}", rank, world)
+    PartialState(cpu=True).destroy_process_group()
+    left = [*shutdown._spent_before, *shutdown._spent]
+    assert left
+    if (child := os.fork()) == 0:  # freeing would wait for threads that it does not have, and crash now and then
+        with contextlib.suppress(BaseException):
+            for number in range(2):
+                start_group(tmp_path / f"child {rank} {number}", 0, 1)
+                dist.destroy_process_group()
+            os._exit(0 if all(left) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    start_group(tmp_path / "again", rank, world)
+
+
+def start_group(store: Path, rank: int, world: int) -> None:
+    """Start a default process group on a new store, as `PartialState` does."""
+    PartialState._reset_state()
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), world), rank=rank, world_size=world)
+    shutdown.register()
 
 
 # ---- when it happens --------------------------------------------------------------------------------------------

@@ -215,6 +215,8 @@ def _drain_backend(backend: Any, seconds: float) -> bool:
 def _free_what_is_spent() -> None:
     """Free what was left before the last default group; its store is asked by other ranks until this one begins."""
     global _spent, _spent_before
+    if os.getpid() != _registered_in:  # in a forked process the threads are missing that freeing would wait for
+        _spent_before = _spent = []
     for each in _spent_before:
         each.clear()
     _spent, _spent_before = [], _spent
