@@ -112,10 +112,11 @@ class Run:
         engine: A key of `ENGINES`.
         num_groups: Number of parameter groups.
         seed: Of the weights; the run that loads begins with others.
+        further: More arguments of `Accelerator`.
     """
 
-    def __init__(self, engine: str, num_groups: int = 2, seed: int = 0) -> None:
-        settings = ENGINES[engine].settings()
+    def __init__(self, engine: str, num_groups: int = 2, seed: int = 0, **further: Any) -> None:
+        settings = ENGINES[engine].settings() | further
         self.accelerator = Accelerator(
             cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True), **settings
         )
@@ -140,11 +141,12 @@ class Run:
             generator = torch.Generator().manual_seed(self.step)
             tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=generator)
             batch = tokens.chunk(place.count)[place.index]
-            loss = token_loss(self.model(batch), shift(batch))
-            self.accelerator.backward(loss)
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
+            with self.accelerator.accumulate(self.model):
+                loss = token_loss(self.model(batch), shift(batch))
+                self.accelerator.backward(loss)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
             losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
             self.step += 1
         return losses
@@ -159,10 +161,10 @@ class Run:
 
 
 @contextmanager
-def run_of(engine: str, num_groups: int, seed: int = 0) -> Iterator[Run]:
-    """A run whose traces are gone afterwards."""
+def run_of(engine: str, num_groups: int, seed: int = 0, **further: Any) -> Iterator[Run]:
+    """A run whose traces are gone afterwards; the arguments are those of `Run`."""
     warnings.simplefilter("ignore")
-    run = Run(engine, num_groups, seed)
+    run = Run(engine, num_groups, seed, **further)
     yield run
     run.accelerator.free_memory()
     reset_state()

@@ -77,7 +77,7 @@ class Engine(ABC):
     """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
-    window_gradients: ClassVar[WindowGradients | None] = None
+    window_gradients: WindowGradients | None = None
     """Where the gradients of an open accumulation window are, so that checkpoints may hold them; None if nowhere."""
     dispatches_streams: ClassVar[bool] = True
     """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
@@ -126,6 +126,13 @@ class Engine(ABC):
         if state.parallelism_config is not None:
             return state.parallelism_config.data_place(state.process_index, state.num_processes)
         return DataPlace(state.process_index, state.num_processes)
+
+    def arrangement(self) -> dict[str, Any]:
+        """What two runs must have in common for a rank to use the parts of gradients of the other's rank: plain data."""
+        state = self.context.state
+        config = state.parallelism_config
+        sizes = {} if config is None else dict(zip(*config._get_mesh(), strict=True))
+        return {"engine": self.name, "num_processes": state.num_processes, **sizes}
 
     @property
     def readers(self) -> Any:

@@ -17,6 +17,8 @@ from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
 from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
+from accel_integrations.engines.window_places import flat_handles
+from accel_integrations.engines.windows import InFlatGrad
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
@@ -44,6 +46,7 @@ class FSDP1Engine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self._flat = FlatParameters()
+        self.window_gradients = InFlatGrad(self._wrapped)
 
     def check(self) -> None:
         """Check that the mesh has no dimensions but "dp_replicate" and "dp_shard".
@@ -218,12 +221,8 @@ class FSDP1Engine(Engine):
         return found
 
     def _handles(self) -> Iterator[Any]:
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
         for model in self.context.prepared.wrapped:
-            for module in FullyShardedDataParallel.fsdp_modules(model):
-                if module._handle is not None:
-                    yield module._handle
+            yield from (handle for _, handle in flat_handles(model))
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
@@ -271,13 +270,8 @@ class FlatParameters:
             before: From `remember`.
             wrapped: The wrapped model.
         """
-        from torch.distributed.fsdp import FullyShardedDataParallel
-
-        for name, module in wrapped.named_modules():
-            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
-                continue
-            prefix = plain_name(f"{name}." if name else "")
-            flat: Any = module._handle.flat_param
+        for prefix, handle in flat_handles(wrapped):
+            flat: Any = handle.flat_param
             self._names_in[flat] = [prefix + plain_name(inner) for inner in flat._fqns]
             for inner in flat._fqns:
                 reference = before.get(prefix + plain_name(inner))

@@ -1,112 +1,169 @@
 """Where engines keep the gradients of an open accumulation window, so that checkpoints can hold them.
 
-A window is open between a micro-batch that is not a sync step and the next one that is. Until its end each rank has the
-gradients of its own losses, unreduced and of the full shape: so they fit every engine that can keep them.
+A window is open between a micro-batch that is not a sync step and the next one that is. Most engines keep until its end
+the gradients of each rank's own losses, unreduced and of the full shape: these are *whole*, and fit every engine. Where
+parameters are split over ranks, or gradients reduced at each micro-batch, a rank keeps *parts*, which fit the same
+arrangement of ranks only.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable
+from itertools import chain
 
-import torch
 from torch import nn
 
+from accel_integrations.engines.window_places import (
+    InFlat,
+    OfParameter,
+    OfShard,
+    Place,
+    flat_handles,
+    unsharded_places,
+)
+from accel_integrations.prepared.parameters import plain_name
 from accel_ops.modules import to_local
+
+Places = dict[str, Place]
 
 
 class WindowGradients(ABC):
-    """Reads and writes this rank's gradients of an open window; `model` is always without its wrappers."""
+    """Finds the gradients of an open window; `model` is always without its wrappers."""
 
     @abstractmethod
-    def can_keep(self, model: nn.Module) -> bool:
-        """Whether each of the model's gradients is a plain tensor of the full shape until the window ends."""
+    def takes_whole(self, model: nn.Module) -> bool:
+        """Whether whole gradients can be put into all of the model's parameters."""
 
     @abstractmethod
-    def read(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """The gradients so far, by name of the parameter; parameters without one are left out. Nothing is copied."""
+    def whole(self, model: nn.Module) -> Places:
+        """Where whole gradients are, by name of the parameter."""
 
     @abstractmethod
-    def write(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Replace the gradients of all parameters: those that are not given have none.
+    def parts(self, model: nn.Module) -> Places:
+        """Where parts of gradients are, by names that are equal on the same rank of an equal arrangement."""
 
-        Args:
-            model: A prepared model.
-            gradients: By name of the parameter, of its full shape; moved to its device, cast to its gradients' dtype.
-        """
+    def clear(self, model: nn.Module) -> None:
+        """Drop what has accumulated."""
+        for place in chain(self.whole(model).values(), self.parts(model).values()):
+            place.put(None)
+
+    def note_put(self, model: nn.Module) -> None:
+        """Called after gradients were put into the model's places."""
 
 
 class InGrad(WindowGradients):
-    """Gradients accumulate in `.grad`."""
+    """Gradients accumulate in `.grad`; those of tensor-parallel parameters are parts."""
 
-    def can_keep(self, model: nn.Module) -> bool:
+    def takes_whole(self, model: nn.Module) -> bool:
         """Unless parameters are DTensors."""
-        return all(to_local(parameter) is parameter for parameter in model.parameters())
+        return not self.parts(model)
 
-    def read(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """What is in `.grad` of the parameters."""
-        return {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    def whole(self, model: nn.Module) -> Places:
+        """`.grad` of plain parameters."""
+        return {name: OfParameter(one) for name, one in model.named_parameters() if to_local(one) is one}
 
-    def write(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Put them into `.grad` of the parameters."""
-        for name, parameter in model.named_parameters():
-            gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
+    def parts(self, model: nn.Module) -> Places:
+        """This rank's shard of `.grad` of parameters that are DTensors."""
+        return {name: OfParameter(one) for name, one in model.named_parameters() if to_local(one) is not one}
+
+
+class OfStages(WindowGradients):
+    """Each rank of a pipeline has `.grad` of its own stages.
+
+    Args:
+        note_gradients: Told of each model into which gradients were put: they are to be reduced at the window's end.
+    """
+
+    def __init__(self, note_gradients: Callable[[nn.Module], None]) -> None:
+        self._note_gradients = note_gradients
+
+    def takes_whole(self, model: nn.Module) -> bool:
+        """No: what a whole window holds of a parameter belongs to several pipelines."""
+        return False
+
+    def whole(self, model: nn.Module) -> Places:
+        """None: no rank has the gradients of all parameters."""
+        return {}
+
+    def parts(self, model: nn.Module) -> Places:
+        """`.grad` of the parameters of this rank's stages."""
+        return {name: OfParameter(one) for name, one in model.named_parameters()}
+
+    def note_put(self, model: nn.Module) -> None:
+        """Tell the engine that there are gradients to reduce."""
+        self._note_gradients(model)
 
 
 class Unsharded(WindowGradients):
     """`fully_shard` keeps unsharded gradients beside its parameters while they are not reduce-scattered.
 
-    They are in `.grad` of the unsharded parameter where they are reduced in the dtype they are computed in, else in
-    `unsharded_accumulated_grad`, which torch adds to in any case (`torch.distributed.fsdp._fully_shard._fsdp_param`).
+    What is reduce-scattered at each micro-batch (`sync_each_batch=True`) is in `.grad` of the sharded parameters.
     """
 
-    def can_keep(self, model: nn.Module) -> bool:
+    def takes_whole(self, model: nn.Module) -> bool:
         """Unless tensor parallelism shards what `fully_shard` unshards, or parameters are DTensors without it."""
-        keepers = _keepers(model)
+        sharded = unsharded_places(model)
         return all(
-            not keepers[id(parameter)][0].is_dtensor if id(parameter) in keepers else to_local(parameter) is parameter
-            for parameter in model.parameters()
+            not sharded[id(one)].is_part if id(one) in sharded else to_local(one) is one for one in model.parameters()
         )
 
-    def read(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Those of sharded parameters from where torch keeps them, and `.grad` of the others."""
-        keepers = _keepers(model)
-        found = {
-            name: _unsharded_gradient(keepers[id(parameter)][0]) if id(parameter) in keepers else parameter.grad
-            for name, parameter in model.named_parameters()
-        }
-        return {name: gradient for name, gradient in found.items() if gradient is not None}
-
-    def write(self, model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Put those of sharded parameters where torch adds to them, and the others into `.grad`."""
-        keepers = _keepers(model)
+    def whole(self, model: nn.Module) -> Places:
+        """The unsharded gradients, and `.grad` of parameters that are not sharded."""
+        sharded = unsharded_places(model)
+        found: Places = {}
         for name, parameter in model.named_parameters():
-            parameter.grad, gradient = None, gradients.get(name)
-            if id(parameter) not in keepers:
-                parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
-                continue
-            keeper, policy = keepers[id(parameter)]
-            if (unsharded := getattr(keeper, "_unsharded_param", None)) is not None:
-                unsharded.grad = None
-            dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
-            keeper.unsharded_accumulated_grad = None if gradient is None else gradient.to(keeper.device, dtype)
+            place = sharded.get(id(parameter))
+            if place is not None and not place.is_part:
+                found[name] = place
+            elif place is None and to_local(parameter) is parameter:
+                found[name] = OfParameter(parameter)
+        return found
+
+    def parts(self, model: nn.Module) -> Places:
+        """The shards of reduced gradients, and unsharded ones that tensor parallelism has split."""
+        sharded = unsharded_places(model)
+        found: Places = {}
+        for name, parameter in model.named_parameters():
+            place = sharded.get(id(parameter))
+            if place is not None:
+                found[name] = OfParameter(place.keeper.sharded_param)
+                if place.is_part:
+                    found[f"{name} (unsharded)"] = place
+            elif to_local(parameter) is not parameter:
+                found[name] = OfParameter(parameter)
+        return found
 
 
-def _unsharded_gradient(keeper: Any) -> torch.Tensor | None:
-    gradient: torch.Tensor | None = keeper.unsharded_accumulated_grad
-    return getattr(getattr(keeper, "_unsharded_param", None), "grad", None) if gradient is None else gradient
+class InFlatGrad(WindowGradients):
+    """FSDP version 1: `.grad` of flat parameters, unsharded until it is reduce-scattered.
 
+    Args:
+        wrapped_of: The wrapped model of one without its wrappers.
+    """
 
-def _keepers(model: nn.Module) -> dict[int, tuple[Any, Any]]:
-    """What `fully_shard` keeps of each parameter, with its mixed precision, by the parameter's id in both of its forms."""
-    found = {}
-    for module in model.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for keeper, policy in ((each, group.mp_policy) for group in groups if group for each in group.fsdp_params):
-            found[id(keeper.sharded_param)] = keeper, policy
-            if hasattr(keeper, "_unsharded_param"):
-                found[id(keeper._unsharded_param)] = keeper, policy
-    return found
+    def __init__(self, wrapped_of: Callable[[nn.Module], nn.Module]) -> None:
+        self._wrapped_of = wrapped_of
+
+    def takes_whole(self, model: nn.Module) -> bool:
+        """Yes: the flat gradient is unsharded until it is reduced."""
+        return True
+
+    def whole(self, model: nn.Module) -> Places:
+        """Views of the unsharded flat gradients, and `.grad` of parameters that are not in a flat one."""
+        found: Places = {}
+        flattened = set()
+        for prefix, handle in flat_handles(self._wrapped_of(model)):
+            flat = handle.flat_param
+            flattened |= {id(flat), *map(id, flat._params or ()), *map(id, flat._shared_params or ())}
+            for index, name in enumerate(flat._fqns):
+                found[prefix + plain_name(name)] = InFlat(handle, index)
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in flattened:
+                found[plain_name(name)] = OfParameter(parameter)
+        return found
+
+    def parts(self, model: nn.Module) -> Places:
+        """The shards of reduced flat gradients."""
+        handles = flat_handles(self._wrapped_of(model))
+        return {f"{prefix}_flat_param": OfShard(handle) for prefix, handle in handles if handle.uses_sharded_strategy}

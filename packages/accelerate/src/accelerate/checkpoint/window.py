@@ -7,17 +7,19 @@ where they can be read (`Engine.window_gradients`) resume it exactly; under the 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_integrations.checkpoints.pending import FileWriter
+from accel_integrations.engines.windows import Places
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.filenames import WINDOW_NAME
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
+    from accel_integrations.engines.engine import Engine
     from accelerate.checkpoint.run import Run
 
 
@@ -26,12 +28,16 @@ class Window:
     """What was collected of an open accumulation window on one rank.
 
     Attributes:
-        gradients: By index of the model and name of the parameter, as `"0.layer.weight"`.
+        gradients: Whole gradients, by index of the model and name of the parameter, as `"0.layer.weight"`.
         average: The state of `engine.averaging`.
+        parts: Parts of gradients, by index of the model and name of the part.
+        arrangement: Of the ranks that have these parts (`Engine.arrangement`); None where all gradients are whole.
     """
 
     gradients: dict[str, torch.Tensor]
     average: dict[str, Any]
+    parts: dict[str, torch.Tensor] = field(default_factory=dict)
+    arrangement: dict[str, Any] | None = None
 
 
 def window_file(process_index: int) -> str:
@@ -54,16 +60,21 @@ def write_window(files: FileWriter, accelerator: Run) -> None:
                 "Call save_state() where accelerator.sync_gradients is True."
             )
         return
-    kept = accelerator.engine.window_gradients
-    gradients = {
-        f"{index}.{name}": gradient
-        for index, model in enumerate(map(extract_model_from_parallel, accelerator._models))
-        for name, gradient in (kept.read(model) if kept is not None else {}).items()
-    }
-    files.save(
-        window_file(accelerator.state.process_index),
-        {"gradients": gradients, "average": accelerator.engine.averaging.state_dict()},
+    window = _collect(accelerator)
+    state = {"gradients": window.gradients, "average": window.average}
+    if window.arrangement is not None:
+        state |= {"parts": window.parts, "arrangement": window.arrangement}
+    files.save(window_file(accelerator.state.process_index), state)
+
+
+def _collect(accelerator: Run) -> Window:
+    whole, parts = (
+        {name: gradient for name, place in places.items() if (gradient := place.get()) is not None}
+        for places in _places(accelerator)
     )
+    has_parts = bool(parts) or not _takes_whole(accelerator)
+    arrangement = accelerator.engine.arrangement() if has_parts else None
+    return Window(whole, accelerator.engine.averaging.state_dict(), parts, arrangement)
 
 
 def read_window(
@@ -71,7 +82,8 @@ def read_window(
 ) -> Window | None:
     """Read the open window of this rank; None if the checkpoint has none.
 
-    Loaded by another number of ranks, each gets its part of all: what its loss would have added to the mean over ranks.
+    Of whole gradients, loaded by another number of ranks, each gets its share of all: what its loss would have added to the
+    mean over ranks.
 
     Args:
         names: The files of the checkpoint.
@@ -87,7 +99,7 @@ def read_window(
     found = [_checked(read(name), name) for name in map(window_file, ranks) if name in names]
     if not found:
         return None
-    if len(found) == 1 and count == world_size:
+    if found[0].arrangement is not None or (len(found) == 1 and count == world_size):
         return found[0]
     share = 1 / (count if found[0].average.get("weighted") else len(found))
     gradients: dict[str, torch.Tensor] = {}
@@ -100,14 +112,17 @@ def read_window(
 
 
 def _checked(state: Mapping[str, Any], name: str) -> Window:
-    gradients, average = state.get("gradients"), state.get("average")
+    gradients: Any = state.get("gradients")
+    average: Any = state.get("average")
+    parts: Any = state.get("parts", {})
+    arrangement: Any = state.get("arrangement")
     if (
-        not isinstance(gradients, dict)
-        or not isinstance(average, dict)
-        or not all(map(torch.is_tensor, gradients.values()))
+        not all(isinstance(each, dict) for each in (gradients, average, parts))
+        or not isinstance(arrangement, dict | None)
+        or not all(map(torch.is_tensor, (gradients | parts).values()))
     ):
         raise ValueError(f"{name!r} is damaged: it holds no gradients. Load another checkpoint.")
-    return Window(gradients, average)
+    return Window(gradients, average, parts, arrangement)
 
 
 def check_window(window: Window | None, accelerator: Run, where: str) -> None:
@@ -116,53 +131,80 @@ def check_window(window: Window | None, accelerator: Run, where: str) -> None:
     Raises:
         ValueError: Naming the first that does not.
     """
-    if window is None or not is_kept(accelerator):
+    if window is None or not _fits(window, accelerator):
         return
-    known = {
-        f"{index}.{name}": parameter.shape
-        for index, model in enumerate(map(extract_model_from_parallel, accelerator._models))
-        for name, parameter in model.named_parameters()
-    }
-    for name, gradient in window.gradients.items():
-        if name not in known or known[name] != gradient.shape:
-            has = f"has shape {list(known[name])}" if name in known else "does not exist"
-            raise ValueError(
-                f"{where} was saved inside a gradient accumulation window, with a gradient of shape {list(gradient.shape)} for "
-                f"{name!r}, which {has} here. Prepare the same models as when it was saved."
-            )
+    for kept, places in zip((window.gradients, window.parts), _places(accelerator), strict=True):
+        for name, gradient in kept.items():
+            if name not in places or places[name].shape != gradient.shape:
+                has = f"has shape {list(places[name].shape)}" if name in places else "does not exist"
+                raise ValueError(
+                    f"{where} was saved inside a gradient accumulation window, with a gradient of shape "
+                    f"{list(gradient.shape)} for {name!r}, which {has} here. Prepare the same models as when it was saved."
+                )
 
 
 def apply_window(window: Window | None, accelerator: Run) -> None:
     """Open the window of a checkpoint; without one, close whatever window was open.
 
-    Under an engine that cannot open it, the main process warns.
+    One that does not fit is left out, and the main process warns.
     """
     engine, state = accelerator.engine, accelerator.engine.gradient_state
-    if engine.window_gradients is None or not is_kept(accelerator):
-        if window is not None and accelerator.state.is_main_process:
-            warn_user(
-                "The checkpoint was saved inside a gradient accumulation window, and the "
-                f"{engine.name!r} engine cannot load the gradients of its first micro-batches: the run goes on without them. "
-                "Save where accelerator.sync_gradients is True."
-            )
+    if window is not None and not _fits(window, accelerator):
+        if accelerator.state.is_main_process:
+            warn_user(_why_left_out(window, engine))
+        window = None
+    kept = engine.window_gradients
+    if kept is None or (window is None and state.sync_gradients):
         return
-    if window is None and state.sync_gradients:
-        return
-    for index, model in enumerate(map(extract_model_from_parallel, accelerator._models)):
-        own = {} if window is None else _of_model(window.gradients, index)
-        engine.window_gradients.write(model, own)
+    models = [extract_model_from_parallel(model) for model in accelerator._models]
+    for model in models:
+        kept.clear(model)
     if window is not None:
+        for gradients, places in zip((window.gradients, window.parts), _places(accelerator), strict=True):
+            for name, gradient in gradients.items():
+                places[name].put(gradient)
+        for model in models:
+            kept.note_put(model)
         engine.averaging.load_state_dict(window.average)
     state._set_sync_gradients(window is None)
 
 
 def is_kept(accelerator: Run) -> bool:
-    """Whether a checkpoint of these models can hold an open window."""
+    """Whether a checkpoint of this run can hold an open window."""
+    return accelerator.engine.window_gradients is not None
+
+
+def _fits(window: Window, accelerator: Run) -> bool:
+    if window.arrangement is None:
+        return _takes_whole(accelerator)
+    return is_kept(accelerator) and window.arrangement == accelerator.engine.arrangement()
+
+
+def _takes_whole(accelerator: Run) -> bool:
     kept = accelerator.engine.window_gradients
-    return kept is not None and all(kept.can_keep(extract_model_from_parallel(model)) for model in accelerator._models)
+    return kept is not None and all(kept.takes_whole(extract_model_from_parallel(one)) for one in accelerator._models)
 
 
-def _of_model(gradients: Mapping[str, torch.Tensor], index: int) -> dict[str, torch.Tensor]:
-    """The gradients of one model, by name of the parameter."""
-    found = (name.partition(".") for name in gradients)
-    return {name: gradients[f"{number}.{name}"] for number, _, name in found if number == str(index)}
+def _why_left_out(window: Window, engine: Engine) -> str:
+    said = "The checkpoint was saved inside a gradient accumulation window, "
+    if window.arrangement is not None and engine.window_gradients is not None:
+        then, now = (
+            ", ".join(f"{name}={value}" for name, value in each.items())
+            for each in (window.arrangement, engine.arrangement())
+        )
+        said += f"by ranks that each hold parts of its gradients ({then}), which these ({now}) cannot use"
+    else:
+        said += f"and the {engine.name!r} engine cannot load the gradients of its first micro-batches"
+    return f"{said}: the run goes on without them. Save where accelerator.sync_gradients is True."
+
+
+def _places(accelerator: Run) -> tuple[Places, Places]:
+    """Where whole gradients and parts of gradients of all models are, by the names of a window."""
+    whole: Places = {}
+    parts: Places = {}
+    kept = accelerator.engine.window_gradients
+    for index, model in enumerate(map(extract_model_from_parallel, accelerator._models)):
+        if kept is not None:
+            whole |= {f"{index}.{name}": place for name, place in kept.whole(model).items()}
+            parts |= {f"{index}.{name}": place for name, place in kept.parts(model).items()}
+    return whole, parts
