@@ -12,7 +12,7 @@ import torch
 
 from accel_ops.modules import to_local
 from accelerate.utils import GradientAccumulationPlugin
-from tests.support.changed_engines import ENGINES, Run, run_of
+from tests.support.changed_engines import ENGINES, Run, fsdp_settings, run_of
 from tests.support.ranks import ranks
 
 WINDOW, BEFORE, AFTER = 4, 2, 6  # micro-batches: of a window, before the state is saved, and after it
@@ -75,6 +75,15 @@ def test_on_four_ranks(rank: int, world: int, engine: str, sync_each_batch: bool
 @ranks(2)
 def test_in_bf16(rank: int, world: int, engine: str, tmp_path: Path) -> None:
     check_same(engine, tmp_path / "state", mixed_precision="bf16", **settings(False))
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD")
+@pytest.mark.parametrize("flat", [False, True])
+@ranks(2)
+def test_strategies_of_fsdp1(rank: int, world: int, flat: bool, tmp_path: Path) -> None:
+    for strategy in ("SHARD_GRAD_OP", "NO_SHARD"):
+        further = fsdp_settings(1, "full", flat=flat, strategy=strategy)()
+        check_same("ddp", tmp_path / strategy, **further, **settings(False))
 
 
 @ranks(2)

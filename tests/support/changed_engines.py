@@ -41,13 +41,17 @@ TOLERANCE = 1e-6
 Settings = Callable[[], dict[str, Any]]
 
 
-def _fsdp(version: int, form: str, *, flat: bool = False, **sizes: int) -> Settings:
+def fsdp_settings(
+    version: int, form: str, *, flat: bool = False, strategy: str | None = None, **sizes: int
+) -> Settings:
+    """Arguments of `Accelerator` for FSDP; `flat` and `strategy` are version 1's."""
+
     def make() -> dict[str, Any]:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=version,
             state_dict_type=f"{form.upper()}_STATE_DICT",
             auto_wrap_policy="transformer_based_wrap",
-            **({"use_orig_params": not flat} if version == 1 else {}),
+            **({"use_orig_params": not flat, "sharding_strategy": strategy} if version == 1 else {}),
         )
         return {"fsdp_plugin": plugin, "parallelism_config": _mesh(**sizes) if sizes else None}
 
@@ -82,26 +86,26 @@ class Engine:
 
 ENGINES: dict[str, Engine] = {
     "single": Engine(1, dict),
-    "fsdp2-sharded@1": Engine(1, _fsdp(2, "sharded")),
+    "fsdp2-sharded@1": Engine(1, fsdp_settings(2, "sharded")),
     "zero2@1": Engine(1, _zero(2)),
     "zero3@1": Engine(1, _zero(3)),
     "ddp": Engine(2, dict),
-    "fsdp2-full": Engine(2, _fsdp(2, "full")),
-    "fsdp2-sharded": Engine(2, _fsdp(2, "sharded")),
-    "fsdp1-full": Engine(2, _fsdp(1, "full")),
-    "fsdp1-sharded": Engine(2, _fsdp(1, "sharded")),
-    "fsdp1-flat-full": Engine(2, _fsdp(1, "full", flat=True), (1,)),
-    "fsdp1-flat-sharded": Engine(2, _fsdp(1, "sharded", flat=True), (1,)),
+    "fsdp2-full": Engine(2, fsdp_settings(2, "full")),
+    "fsdp2-sharded": Engine(2, fsdp_settings(2, "sharded")),
+    "fsdp1-full": Engine(2, fsdp_settings(1, "full")),
+    "fsdp1-sharded": Engine(2, fsdp_settings(1, "sharded")),
+    "fsdp1-flat-full": Engine(2, fsdp_settings(1, "full", flat=True), (1,)),
+    "fsdp1-flat-sharded": Engine(2, fsdp_settings(1, "sharded", flat=True), (1,)),
     "tp": Engine(2, lambda: {"parallelism_config": _mesh(tp_size=2)}),
     "pp": Engine(2, lambda: {"parallelism_config": _mesh(pp_size=2)}),
     "zero0": Engine(2, _zero(0)),
     "zero1": Engine(2, _zero(1)),
     "zero2": Engine(2, _zero(2)),
     "zero3": Engine(2, _zero(3)),
-    "hsdp": Engine(4, _fsdp(2, "sharded", dp_replicate_size=2, dp_shard_size=2)),
-    "fsdp2+tp": Engine(4, _fsdp(2, "sharded", dp_shard_size=2, tp_size=2)),
+    "hsdp": Engine(4, fsdp_settings(2, "sharded", dp_replicate_size=2, dp_shard_size=2)),
+    "fsdp2+tp": Engine(4, fsdp_settings(2, "sharded", dp_shard_size=2, tp_size=2)),
     "ddp+pp": Engine(4, lambda: {"parallelism_config": _mesh(dp_replicate_size=2, pp_size=2)}),
-    "fsdp2+pp": Engine(4, _fsdp(2, "sharded", dp_shard_size=2, pp_size=2)),
+    "fsdp2+pp": Engine(4, fsdp_settings(2, "sharded", dp_shard_size=2, pp_size=2)),
 }
 
 

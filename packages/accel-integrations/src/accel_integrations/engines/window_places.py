@@ -135,9 +135,13 @@ class InFlat:
         return flat.grad is not None and flat.grad.shape == flat._unpadded_unsharded_size
 
     def get(self) -> torch.Tensor | None:
-        """A view, if the flat gradient is unsharded."""
-        if not self._is_unsharded:
+        """A view, if the flat gradient is unsharded; None for a frozen parameter beside trainable ones."""
+        originals = self.handle.flat_param._params
+        if not self._is_unsharded or not (originals is None or originals[self.index].requires_grad):
             return None
+        return self._view()
+
+    def _view(self) -> torch.Tensor:
         view: torch.Tensor = list(self.handle._get_unflat_views(self.handle.flat_param.grad))[self.index]
         return view
 
@@ -153,9 +157,7 @@ class InFlat:
             flat.grad = torch.empty_like(flat)
             # through `data`, as torch does: a sharded parameter refuses a gradient of another size
             flat.grad.data = torch.zeros(flat._unpadded_unsharded_size, dtype=dtype, device=handle.device)
-        view = self.get()
-        assert view is not None
-        view.copy_(gradient)
+        self._view().copy_(gradient)
         if handle._use_orig_params:
             handle._use_unsharded_grad_views()
 
