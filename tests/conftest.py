@@ -9,6 +9,7 @@ from typing import Any
 import hypothesis
 import pytest
 import pytest_randomly
+import torch
 
 from tests.support.families import in_order
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
@@ -19,6 +20,9 @@ hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("a
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
+# The first backward pass of a process counts its devices, and FakeTensorMode pretends to have one: if it came before, no
+# test could fork processes that train.
+torch.ones((), requires_grad=True).backward()
 
 
 LEFT_OUT = pytest.StashKey[int]()
