@@ -108,6 +108,8 @@ def test_the_rest_of_an_epoch_and_the_next_one_are_the_same(case: str, stop: int
         if step + 1 == stop:
             accelerator.save_state(tmp_path / "state")
     following = read(loader)
+    del loader
+    accelerator.free_memory()  # persistent workers end at once where their iterator does, not when it is collected
     set_seed(2)
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(CASES[case]())

@@ -148,6 +148,9 @@ def _drop_empty(batches: Iterator[Any]) -> None:
     except Exception as error:
         if RAISED_IN_WORKER not in str(error):
             raise
+        # torch's frame that raised it has it as a variable: a cycle, which would keep the iterator until a collection, in
+        # which its queues go first; persistent workers then hear of no end and are waited for, 5 s each
+        error.__traceback__ = None
 
 
 class TellingWorker:
