@@ -10,6 +10,7 @@ import torch
 from accel_integrations.prepared.prepared import Prepared
 from accel_ops.modules import to_local
 from accel_state.gradient_state import GradientState
+from accel_state.weak import Weak
 
 
 class AveragesGradients(Protocol):
@@ -89,17 +90,17 @@ class WindowAverage(StepAverage):
     later loss in the same micro-batch (of another model, say) is divided before its backward pass.
 
     Args:
-        engine: Averages gradients over `num_averaged` ranks.
-        prepared: Has the prepared optimizers.
+        engine: Averages gradients over `num_averaged` ranks; it owns this object.
+        record: Has the prepared optimizers.
         average_over (`"window"` or `"weights"`): Whether micro-batches have equal weights, or those passed to
             `backward`.
     """
 
     is_by_window = True
 
-    def __init__(self, engine: AveragesGradients, prepared: Prepared, average_over: str) -> None:
-        self._engine = engine
-        self._prepared = prepared
+    def __init__(self, engine: AveragesGradients, record: Weak[Prepared], average_over: str) -> None:
+        self._owner = Weak(engine)
+        self._record = record
         self._weighted = average_over == "weights"
         self._unit: float | None = None if self._weighted else 1.0
         """Weights are divided by this unit, the same on all ranks, so that gradients keep their magnitude."""
@@ -110,6 +111,10 @@ class WindowAverage(StepAverage):
         self._total: Any = 0.0  # in units; 0-dim tensor where weights are tensors
         self._weight: Any = None  # of this micro-batch, as given
         self._factor: Any = None  # set once gradients were divided
+
+    @property
+    def _engine(self) -> AveragesGradients:
+        return self._owner.get()
 
     @property
     def communicates(self) -> bool:  # type: ignore[override] # known only with the mesh
@@ -231,7 +236,7 @@ class WindowAverage(StepAverage):
     def _by_device(self, factor: Any) -> Iterator[tuple[list[torch.Tensor], Any]]:
         """The gradients of each device, each one once, with the factor on that device."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for optimizer in self._prepared.optimizers:
+        for optimizer in self._record.get().optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

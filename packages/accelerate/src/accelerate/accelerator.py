@@ -28,6 +28,7 @@ from accel_state.guessing import guess_arguments
 from accel_state.mesh import MESH_AXES
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
+from accel_state.weak import Weak
 from accel_tracking.profiling import record_profile
 from accel_tracking.registry import filter_trackers
 from accel_tracking.tracker_set import TrackerSet
@@ -204,7 +205,7 @@ class Accelerator:
                     state=self.state,
                     gradient_state=self.gradient_state,
                     handlers=handlers,
-                    prepared=self._prepared,
+                    record=Weak(self._prepared),
                     device_placement=device_placement,
                     step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                     split_batches=loader_settings.split_batches,

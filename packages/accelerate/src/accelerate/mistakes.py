@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accel_integrations.prepared.prepared import Prepared
     from accelerate.checkpoint.run import Run
 
 _latest: weakref.ref[Run] | None = None
@@ -28,16 +27,14 @@ class FirstStepCheck:
     Only where the engine replicates models: sharding engines give optimizers other parameters.
 
     Args:
-        engine: The training engine.
-        prepared: The record of prepared objects.
+        engine: The training engine, whose context has the record of prepared objects.
 
     Attributes:
         has_gone_backward: Whether `accelerator.backward` was called.
     """
 
-    def __init__(self, engine: Engine, prepared: Prepared) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._prepared = prepared
         self.has_gone_backward = False
         self._watched: Notes[Any, bool] = Notes()
 
@@ -45,7 +42,11 @@ class FirstStepCheck:
         """Warn if several ranks train a model that was not prepared."""
         self.has_gone_backward = True
         world = PartialState().num_processes
-        if world > 1 and isinstance(self._engine.window_gradients, InGrad) and not self._prepared.models:
+        if (
+            world > 1
+            and isinstance(self._engine.window_gradients, InGrad)
+            and not self._engine.context.prepared.models
+        ):
             warn_user(
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
@@ -61,10 +62,12 @@ class FirstStepCheck:
         ):
             return
         self._watched[optimizer.optimizer] = True
+        check = weakref.ref(self)  # programs may step optimizers after they have let go of the accelerator
 
         def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
             handle.remove()
-            self._before_first_step(plain)
+            if (found := check()) is not None:
+                found._before_first_step(plain)
 
         handle = register(hook)
 
@@ -75,7 +78,7 @@ class FirstStepCheck:
                 f"An optimizer steps, but accelerator.backward() was never called: gradients of {num_steps} micro-batches are "
                 "summed, not averaged. Call accelerator.backward(loss) instead of loss.backward()."
             )
-        world, models = PartialState().num_processes, self._prepared.models
+        world, models = PartialState().num_processes, self._engine.context.prepared.models
         held = {id(parameter) for model in models for parameter in model.parameters()}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         strangers = [parameter for parameter in updated if parameter.grad is not None and id(parameter) not in held]

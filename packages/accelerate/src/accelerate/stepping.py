@@ -45,8 +45,8 @@ class StepController:
         self.step = 0
         self.has_lomo_optimizer = False
         self.flag_tensor: torch.Tensor | None = None
-        self.first_step = FirstStepCheck(engine, prepared)
-        self.backward = self._first_backward  # type: ignore[method-assign] # later ones need not ask
+        self.first_step = FirstStepCheck(engine)
+        self._asks_before_backward = True  # the first time, and with LOMO optimizers
         self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
 
     # ---- gradient accumulation ----------------------------------------------------------------------------------
@@ -110,25 +110,25 @@ class StepController:
         """Accumulate the gradients of `loss`; see `Accelerator.backward`."""
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
+        if self._asks_before_backward and self._is_done_by_lomo(loss, weight, kwargs):
+            return
         self.engine.backward(self.engine.averaging.add(loss, weight), **kwargs)
 
-    def _first_backward(self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-        del self.backward
-        self.first_step.before_first_backward()
-        self.backward(loss, weight, kwargs)
+    def _is_done_by_lomo(
+        self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]
+    ) -> bool:
+        """Look at the run before its first backward pass; whether a LOMO optimizer has done this one."""
+        self._asks_before_backward = self.has_lomo_optimizer
+        if not self.first_step.has_gone_backward:
+            self.first_step.before_first_backward()
+        if not self.has_lomo_optimizer or "learning_rate" not in kwargs:
+            return False
+        self.lomo_backward(self.engine.averaging.add(loss, weight), kwargs["learning_rate"])
+        return True
 
     def step_in_backward(self) -> None:
         """From now on, update parameters within `backward` when a learning rate is passed: for LOMO optimizers."""
-        self.has_lomo_optimizer = True
-        self.backward = self._backward_or_step  # type: ignore[method-assign] # others need not ask in every step
-
-    def _backward_or_step(
-        self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]
-    ) -> None:
-        if "learning_rate" in kwargs:
-            self.lomo_backward(self.engine.averaging.add(loss, weight), kwargs["learning_rate"])
-        else:
-            StepController.backward(self, loss, weight, kwargs)
+        self.has_lomo_optimizer = self._asks_before_backward = True
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float | None) -> None:
         """Update parameters within the backward pass, by the prepared LOMO optimizers."""
@@ -178,7 +178,8 @@ class StepController:
         """Reset all counters and drop references to models."""
         self.step = 0
         self.has_lomo_optimizer = False
-        self.backward = self._first_backward  # type: ignore[method-assign]
+        self._asks_before_backward = True
+        self.first_step.has_gone_backward = False
         self._checked = ()
 
 

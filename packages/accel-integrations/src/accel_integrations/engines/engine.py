@@ -32,6 +32,7 @@ from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.mesh import DataPlace
 from accel_state.warning import warn_user
+from accel_state.weak import Weak
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,13 +57,19 @@ class EngineContext:
     state: AcceleratorState
     gradient_state: GradientState
     handlers: Handlers
-    prepared: Prepared
+    record: Weak[Prepared]
+    """Weak, because prepared optimizers, which are in the record, refer to their engine."""
     device_placement: bool = True
     step_scheduler_with_optimizer: bool = True
     split_batches: bool = False
     """True when each batch of a loader is split between the processes, rather than read once per process."""
     keeps_full_states: bool = True
     """False while other ranks than this one gather full states."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The record of everything that came through `prepare`; it lives as long as the accelerator."""
+        return self.record.get()
 
 
 class Engine(ABC):
@@ -90,9 +97,7 @@ class Engine(ABC):
         self.precision: Precision = self.make_precision(context.state.mixed_precision)
         average_over = context.gradient_state.plugin_kwargs.get("average_over", "steps")
         self.averaging: StepAverage = (
-            self.make_step_average()
-            if average_over == "steps"
-            else WindowAverage(self, context.prepared, average_over)
+            self.make_step_average() if average_over == "steps" else WindowAverage(self, context.record, average_over)
         )
         """How gradients are averaged over an accumulation window."""
 

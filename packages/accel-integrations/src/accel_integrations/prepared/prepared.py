@@ -32,7 +32,7 @@ def is_prepared(item: Any) -> bool:
     return bool(getattr(item, PREPARED_MARK, False))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class Prepared:
     """Models, optimizers, schedulers, loaders and custom objects, each list in the order of preparation.
 

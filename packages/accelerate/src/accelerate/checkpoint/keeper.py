@@ -17,6 +17,7 @@ from accel_integrations.checkpoints.folder_writer import FolderWriter
 from accel_ops.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
+from accel_state.weak import Weak
 from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
 from accelerate.checkpoint.background import BackgroundSave, BackgroundSaves, finished_save
@@ -97,16 +98,20 @@ class CheckpointKeeper:
     """Saves and loads the training state of one accelerator.
 
     Args:
-        accelerator: The accelerator whose prepared and registered objects are saved.
+        accelerator: The accelerator whose prepared and registered objects are saved; it owns this object.
     """
 
     def __init__(self, accelerator: Run) -> None:
-        self._accelerator = accelerator
+        self._owner = Weak(accelerator)
         self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
         self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
         self._saves = BackgroundSaves()
         self._buffers = HostBuffers()
         self._last_iteration: int | None = None
+
+    @property
+    def _accelerator(self) -> Run:
+        return self._owner.get()
 
     # ---- hooks --------------------------------------------------------------------------------------------------
 

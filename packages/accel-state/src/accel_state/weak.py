@@ -1,0 +1,47 @@
+"""Weak references that can be pickled: for objects that refer to what owns them.
+
+A cycle of references keeps models, optimizer states and worker processes alive until the garbage collector runs, which may be
+long after a program has let go of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Generic, TypeVar, final
+
+T = TypeVar("T")
+
+
+@final
+class Weak(Generic[T]):
+    """Refers to an object without keeping it alive. A pickled or deep copy refers to the copy.
+
+    Args:
+        target: The object, of a class that allows weak references.
+    """
+
+    __slots__ = ("_ref",)
+
+    def __init__(self, target: T) -> None:
+        self._ref = weakref.ref(target)
+
+    def find(self) -> T | None:
+        """The object; None once it is gone."""
+        return self._ref()
+
+    def get(self) -> T:
+        """The object.
+
+        Raises:
+            ReferenceError: It is gone.
+        """
+        target = self._ref()
+        if target is None:
+            raise ReferenceError(
+                "The accelerator that prepared this object no longer exists. Keep a reference to it as long as its models, "
+                "optimizers and data loaders are in use."
+            )
+        return target
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.get(),)
