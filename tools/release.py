@@ -76,10 +76,11 @@ class Workspace:
             raise RefusedError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    def last_tag(self, package: str) -> str | None:
-        """The tag of a package's last release."""
+    def last_release(self, package: str) -> str | None:
+        """The tag of a package's last release; in a clone without tags, the commit that it would be on."""
         tags = self.run("git", "tag", "--list", f"{package}-v*", "--sort=-v:refname").split()
-        return tags[0] if tags else None
+        commit = self.run("git", "log", "-1", "--format=%H", f"--grep=^Release {package} [0-9]").strip()
+        return tags[0] if tags else commit or None
 
 
 # ---- what changes in the sources --------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ def check_interface(workspace: Workspace, package: str, step: str, folder: Path)
     """
     from tools.public_interface import compare, interface
 
-    tag = workspace.last_tag(package)
+    tag = workspace.last_release(package)
     if tag is None:
         return True
     module = package.replace("-", "_")
@@ -249,7 +250,7 @@ def released_siblings(workspace: Workspace, package: str, folder: Path) -> None:
     for sibling in workspace.packages:
         if sibling == package:
             continue
-        tag = workspace.last_tag(sibling)
+        tag = workspace.last_release(sibling)
         if tag is None:
             print(f"{sibling} was never released: taken as it is here")
         source = workspace if tag is None else check_out(workspace, tag, folder / tag)
@@ -305,12 +306,10 @@ def release(package: str, step: str, *, dry_run: bool, tests: bool = True) -> No
         raise RefusedError(f"{package!r} is none of {', '.join(here.packages)}")
     if here.run("git", "status", "--porcelain"):
         raise RefusedError("There are uncommitted changes: commit them first, a release is made of what is committed.")
-    if step == "first" and here.last_tag(package):
-        raise RefusedError(f"{package} was released before ({here.last_tag(package)}): say patch, minor or major.")
+    if step == "first" and here.last_release(package):
+        raise RefusedError(f"{package} was released before ({here.last_release(package)}): say patch, minor or major.")
     if not here.address:
-        if not dry_run:
-            raise RefusedError("The repository has no address: fill repository in [tool.release] of pyproject.toml.")
-        print("The repository has no address yet: [tool.release] of pyproject.toml")
+        print("The metadata will name no project URLs: repository in [tool.release] of pyproject.toml is empty.")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy = check_out(here, "HEAD", folder / "copy")

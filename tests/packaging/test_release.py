@@ -100,6 +100,21 @@ def test_a_release_writes_version_addresses_and_bounds(workspace: Workspace, mon
     assert 'version = "0.2.0"' in (workspace.root / "uv.lock").read_text()
 
 
+def test_the_last_release_is_known_in_a_clone_without_tags(workspace: Workspace, tmp_path: Path) -> None:
+    assert workspace.last_release("accel-low") == "accel-low-v0.1.0"
+    assert workspace.last_release("accel-high") is None
+    write(workspace.root, "packages/accel-high/CHANGELOG.md", "# Changelog\n")
+    workspace.run("git", "add", "-A")
+    who = ["-c", "user.name=somebody", "-c", "user.email=nobody@example.org"]
+    workspace.run("git", *who, "commit", "-qm", "Release accel-high 1.4.2")
+    made = workspace.run("git", "rev-parse", "HEAD").strip()
+    workspace.run("git", *who, "commit", "--allow-empty", "-qm", "Release accel-highest 2.0.0")
+    copy = tmp_path / "copy"
+    workspace.run("git", "clone", "-q", "--no-tags", str(workspace.root), str(copy))
+    assert Workspace(copy).last_release("accel-high") == made
+    assert Workspace(copy).last_release("accel-low") is None
+
+
 def test_bounds_that_admit_a_version_stay_unless_the_interface_grew(workspace: Workspace) -> None:
     assert release.raise_bounds(workspace, "accel-low", "0.1.1", always=False) == []
     assert release.raise_bounds(workspace, "accel-low", "0.1.1", always=True) == ["accel-high"]
