@@ -34,7 +34,6 @@ class Samples(Dataset[torch.Tensor]):
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield
