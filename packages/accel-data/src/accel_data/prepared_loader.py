@@ -15,6 +15,7 @@ from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_a
 from accel_data.epoch_order import EpochOrder
 from accel_data.reading import ReadAhead
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
+from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import restore_rng_state
 from accel_state.gradient_state import GradientState
 
@@ -95,7 +96,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.set_epoch(self.iteration)
         self.begin()
         order.batches = start.num_skipped + skipped
-        order.workers.begin(self.base_dataloader, continues_after=order.batches if is_restored else None)
+        order.workers.begin(
+            self.base_dataloader,
+            continues_after=order.batches if is_restored else None,
+            has_position=self.use_stateful_dataloader,
+        )
         try:
             with self._without_first(skipped):
                 batches = self._counted(self._batches(restore_rng))
@@ -146,9 +151,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _opened(self) -> Iterator[Any]:
         """The batches of `source`, noting the random states of workers that read them."""
-        source = self.source
-        has_workers = self.num_workers and not self.use_stateful_dataloader  # torchdata keeps their states itself
-        return self.epoch_order.workers.read(source) if has_workers else iter(source)
+        source, has_position = self.source, self.use_stateful_dataloader
+        if self.num_workers:
+            return self.epoch_order.workers.read(source, has_position=has_position)
+        batches = iter(source)
+        if has_position and self._reading:
+            call_before_reading(batches, self._restore_reading)
+        return batches
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         order = self.epoch_order
@@ -163,9 +172,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sampler = None if isinstance(self.dataset, IterableDataset) else batch_sampler_of(self.source)
         if self._reading and isinstance(sampler, SkipBatchSampler):
             sampler.before_first = self._restore_reading
-        # torchdata draws the order and reads in one call
-        draws_here = self.num_workers == 0 and not self.use_stateful_dataloader
-        return ReadAhead(batches, self.epoch_order, draws_here=draws_here)
+        return ReadAhead(batches, self.epoch_order, draws_here=self.num_workers == 0)
 
     def _restore_reading(self) -> None:
         """Restore the random states from which the first batch of a continued epoch is read."""
