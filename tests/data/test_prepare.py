@@ -204,3 +204,9 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), num_processes=2, process_index=0)
     with pytest.raises(ValueError, match="split_batches=True needs to know the batch size"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), split_batches=True)
+
+
+@pytest.mark.parametrize(("count", "index"), [(2, 5), (2, -1), (0, 0)])
+def test_a_shard_that_there_is_none_of(count: int, index: int) -> None:
+    with pytest.raises(ValueError, match=f"process_index={index} is no shard of num_processes={count}"):
+        prepare_data_loader(DataLoader(range(4)), num_processes=count, process_index=index)

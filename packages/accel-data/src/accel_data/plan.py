@@ -86,15 +86,23 @@ class LoaderPlan:
 
 
 def shard_position(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """The number of shards of the dataset, and the index of this process's shard."""
+    """The number of shards of the dataset, and the index of this process's shard.
+
+    Raises:
+        ValueError: There is no such shard.
+    """
     if mesh is not None and num_processes is None:
         place = data_place_of(mesh)
         return place.count, place.index
     state = PartialState()
-    return (
-        state.num_processes if num_processes is None else num_processes,
-        state.process_index if process_index is None else process_index,
-    )
+    count = state.num_processes if num_processes is None else num_processes
+    index = state.process_index if process_index is None else process_index
+    if not 0 <= index < count:
+        raise ValueError(
+            f"process_index={index!r} is no shard of num_processes={count!r}. Give an index from 0 to one less than the "
+            "number of processes, or leave both out."
+        )
+    return count, index
 
 
 def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:

@@ -47,6 +47,40 @@ def call_before_reading(reader: Iterator[Any], function: Callable[[], object]) -
     iterator._sampler_iter = _CallsOnce(iterator, function)
 
 
+def saved_workers(state: Any) -> int | None:
+    """How many workers the loader had whose state this is; None if it is no state of torchdata's."""
+    if not isinstance(state, dict):
+        return None
+    if "_num_yielded" in state:
+        return 0
+    count: int | None = state.get(SNAPSHOT, {}).get(MAIN, {}).get("_num_workers")
+    return count
+
+
+def check_position(state: dict[str, Any], loader: Any) -> None:
+    """Raise an error for a state that torchdata would not load.
+
+    Args:
+        state: torchdata's; an empty one is none.
+        loader: The `StatefulDataLoader`.
+
+    Raises:
+        ValueError: It is no state of torchdata's, or was saved within an epoch with another number of workers.
+    """
+    count = saved_workers(state)
+    if state and count is None:
+        raise ValueError(
+            f"A dictionary with the keys {sorted(map(str, state))} is not the position of a data loader. Load what its "
+            "state_dict() returned."
+        )
+    if state and count != loader.num_workers and not state.get("_iterator_finished"):
+        raise ValueError(
+            f"The position was saved within an epoch that {count} workers read, and this data loader has "
+            f"num_workers={loader.num_workers}. torchdata continues an epoch with as many workers only: set "
+            f"num_workers={count}, at least until the epoch is over."
+        )
+
+
 def reads_from_start(loader: Any) -> bool:
     """Whether the workers of a loader read a stream from its start again, to continue an epoch.
 
