@@ -210,3 +210,20 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
 def test_a_shard_that_there_is_none_of(count: int, index: int) -> None:
     with pytest.raises(ValueError, match=f"process_index={index} is no shard of num_processes={count}"):
         prepare_data_loader(DataLoader(range(4)), num_processes=count, process_index=index)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_loop_over_a_loader_inside_its_own(dispatch: bool, leaves: bool) -> None:
+    loader = prepare_data_loader(DataLoader(Squares(7), batch_size=2), put_on_device=True, dispatch_batches=dispatch)
+    state, last, inner_last = GradientState(), [], []
+    for step, _ in enumerate(loader):
+        if step in (1, 3):
+            for _ in loader:
+                inner_last.append(state.end_of_dataloader)
+                if leaves and state.end_of_dataloader:
+                    break
+        last.append((state.end_of_dataloader, state.remainder == loader.remainder))
+    assert inner_last == [False, False, False, True] * 2
+    assert last == [(False, True), (False, True), (False, True), (True, True)]
+    assert not state.in_dataloader

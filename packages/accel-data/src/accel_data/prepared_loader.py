@@ -19,6 +19,9 @@ from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import restore_rng_state
 from accel_state.gradient_state import GradientState
 
+OF_BATCH = ("end_of_dataloader", "remainder", "num_real_samples")
+"""The attributes of a loader that belong to its current batch."""
+
 
 @dataclass(eq=False, slots=True)
 class EpochStart:
@@ -60,6 +63,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     iteration: int
     epoch_order: EpochOrder
     epoch_start: EpochStart
+    num_real_samples: int | None = None
+    """The number of samples of the current batch that are not padding; None for all."""
     after_batch: Callable[[], None] | None = None
     """Called whenever the program has done with a batch and asks for the next one."""
     sequence_shard: Callable[[Any], Any] | None = None
@@ -94,6 +99,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
         restore_rng = self._begin_order(is_restored)
         self.set_epoch(self.iteration)
+        outer = self._outer_batch()
         self.begin()
         order.batches = start.num_skipped + skipped
         order.workers.begin(
@@ -109,14 +115,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             order.batches = None
             self.end()
             self.gradient_state._leave_dataloader(self)
+            vars(self).update(outer)
             raise
         self.end()
+        vars(self).update(outer)
         order.finish()
         self.iteration += 1
         loader = start.rest_of if is_restored else None
         while loader is not None:  # so that its next epoch is the one after this, too
             loader.iteration = max(loader.iteration, self.iteration)
             loader = loader.epoch_start.rest_of
+
+    def _outer_batch(self) -> dict[str, Any]:
+        """What is said of the current batch of an outer loop over this loader; empty outside of one."""
+        is_iterated = any(loader is self for loader in self.gradient_state.dataloader_references)
+        return {name: getattr(self, name) for name in OF_BATCH} if is_iterated else {}
 
     def _batches_to_skip(self) -> int:
         """How many batches of this epoch a loaded checkpoint has seen; 0 if it was not saved within this epoch."""
