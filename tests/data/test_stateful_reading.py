@@ -86,13 +86,23 @@ class OwnIterator(IterableDataset[torch.Tensor]):
         self.position = state["position"]
 
 
-WORKERS = {
+WORKERS: dict[str, dict[str, Any]] = {
     "no workers": {"num_workers": 0},
     "workers": {"num_workers": 2},
     "persistent workers": {"num_workers": 2, "persistent_workers": True},
 }
-DATASETS = {"indexed": Noisy, "stream": NoisyStream, "stream with a state": StreamWithState, "iterator": OwnIterator}
-MOMENTS = {"first batch": (0, 1), "within": (0, 5), "second epoch": (1, 4), "end": (0, None)}
+DATASETS: dict[str, Any] = {
+    "indexed": Noisy,
+    "stream": NoisyStream,
+    "stream with a state": StreamWithState,
+    "iterator": OwnIterator,
+}
+MOMENTS: dict[str, tuple[int, int | None]] = {
+    "first batch": (0, 1),
+    "within": (0, 5),
+    "second epoch": (1, 4),
+    "end": (0, None),
+}
 
 
 def prepared(data: str, workers: str, seed: int) -> tuple[Accelerator, Any]:
