@@ -210,6 +210,7 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
 def test_a_shard_that_there_is_none_of(count: int, index: int) -> None:
     with pytest.raises(ValueError, match=f"process_index={index} is no shard of num_processes={count}"):
         prepare_data_loader(DataLoader(range(4)), num_processes=count, process_index=index)
+    assert len(prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=1)) == 4
 
 
 @pytest.mark.parametrize("leaves", [False, True])

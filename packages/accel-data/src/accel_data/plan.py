@@ -99,7 +99,7 @@ def shard_position(num_processes: int | None, process_index: int | None, mesh: A
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     index = state.process_index if process_index is None else process_index
-    if not 0 <= index < count:
+    if count != 1 and not 0 <= index < count:  # all read the same one
         raise ValueError(
             f"process_index={index!r} is no shard of num_processes={count!r}. Give an index from 0 to one less than the "
             "number of processes, or leave both out."
