@@ -310,3 +310,12 @@ def test_skipping_by_hand_on_two_ranks(dispatch: bool, tmp_path: Path) -> None:
         whole, resumed = json.loads((tmp_path / f"order_{rank}.json").read_text())
         assert len(whole) == 11 - SAVED_AFTER
         assert resumed == whole
+
+
+def test_a_state_saved_again_before_the_epoch_continues_has_its_position(saved: tuple[Path, list[list[int]]]) -> None:
+    folder, rest = saved
+    run = Training(folder, seed=2).loaded()
+    run.accelerator.save_state(folder / "again")
+    run = Training(folder, seed=3)
+    run.accelerator.load_state(folder / "again")
+    assert [run.step(batch) for batch in run.loader] == rest

@@ -278,6 +278,16 @@ def test_each_process_gets_its_batch_as_it_was_read(rank: int) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+def with_total(numbers: list[int]) -> dict[str, torch.Tensor]:
+    return {"rows": torch.tensor(numbers), "total": torch.tensor(numbers).sum()}
+
+
+@ranks(2)
+def test_a_value_of_a_whole_batch_cannot_be_split(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match="a batch has a 0-dim tensor. Give it a value for each sample"):
+        list(make(Squares(8), 2, collate_fn=with_total))
+
+
 @ranks(2)
 def test_a_short_batch_amid_the_last_round_cannot_be_filled_up(rank: int) -> None:
     batches = [padded([[1]]), padded([[2, 2], [3, 3]])]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset
 
 from accel_data.batch_shard import BatchSamplerShard
 from accel_data.dispatcher import DataLoaderDispatcher
@@ -204,3 +204,35 @@ def test_what_cannot_be_shared_out_is_refused() -> None:
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), num_processes=2, process_index=0)
     with pytest.raises(ValueError, match="split_batches=True needs to know the batch size"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), split_batches=True)
+
+
+@pytest.mark.parametrize(("count", "index"), [(2, 5), (2, -1), (0, 0)])
+def test_a_shard_that_there_is_none_of(count: int, index: int) -> None:
+    with pytest.raises(ValueError, match=f"process_index={index} is no shard of num_processes={count}"):
+        prepare_data_loader(DataLoader(range(4)), num_processes=count, process_index=index)
+    assert len(prepare_data_loader(DataLoader(range(4)), num_processes=1, process_index=1)) == 4
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_loop_over_a_loader_inside_its_own(dispatch: bool, leaves: bool) -> None:
+    loader = prepare_data_loader(DataLoader(Squares(7), batch_size=2), put_on_device=True, dispatch_batches=dispatch)
+    state, last, inner_last = GradientState(), [], []
+    for step, _ in enumerate(loader):
+        if step in (1, 3):
+            for _ in loader:
+                inner_last.append(state.end_of_dataloader)
+                if leaves and state.end_of_dataloader:
+                    break
+        last.append((state.end_of_dataloader, state.remainder == loader.remainder))
+    assert inner_last == [False, False, False, True] * 2
+    assert last == [(False, True), (False, True), (False, True), (True, True)]
+    assert not state.in_dataloader
+
+
+def test_a_dataset_that_is_sharded_twice_is_warned_of() -> None:
+    sampler: DistributedSampler = DistributedSampler(range(8), num_replicas=2, rank=0, shuffle=False)
+    plain = DataLoader(range(8), batch_size=2, sampler=sampler)
+    with pytest.warns(UserWarning, match="DistributedSampler with num_replicas=2.*without this sampler"):
+        prepare_data_loader(plain, num_processes=2, process_index=0)
+    prepare_data_loader(plain, num_processes=1, process_index=0)

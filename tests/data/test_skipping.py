@@ -108,3 +108,10 @@ def test_an_order_drawn_at_random_does_not_come_twice() -> None:
     loader = prepare_data_loader(DataLoader(Squares(40), batch_size=2, shuffle=True))
     rest = lists(skip_first_batches(loader, 1))
     assert lists(loader)[1:] != rest
+
+
+@pytest.mark.parametrize("wrong", [1.5, None, "1"])
+def test_a_number_of_batches_is_an_integer(wrong: object) -> None:
+    with pytest.raises(TypeError, match=r"num_batches=.*must be an integer"):
+        skip_first_batches(DataLoader(range(4)), wrong)
+    assert len(skip_first_batches(DataLoader(range(4)), torch.tensor(1))) == 3

@@ -177,3 +177,29 @@ def test_without_torchdata_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("accel_data.adapter.is_torchdata_stateful_dataloader_available", lambda: False)
     with pytest.raises(ImportError, match="torchdata"):
         DataLoaderAdapter(Squares(2), use_stateful_dataloader=True)
+
+
+def test_a_position_that_cannot_be_loaded_says_why() -> None:
+    plain = prepare_data_loader(DataLoader(Squares(8), batch_size=2))
+    for call in (plain.state_dict, lambda: plain.load_state_dict({})):
+        with pytest.raises(AttributeError, match="keeps no position. Set .*use_stateful_dataloader=True"):
+            call()
+    loader = make(Squares(8))
+    with pytest.raises(ValueError, match=r"keys \['a'\] is not the position of a data loader"):
+        loader.load_state_dict({"a": 1})
+    for _ in loader:
+        position = loader.state_dict()
+        break
+    other = make(Squares(8), num_workers=2)
+    with pytest.raises(ValueError, match="0 workers read, and this data loader has num_workers=2"):
+        other.load_state_dict(position)
+    assert len(lists(make(Squares(8)))) == 4
+
+
+@UNDER_COVERAGE
+def test_after_an_epoch_another_number_of_workers_reads_the_next_one() -> None:
+    loader = make(Numbers(8))
+    list(loader)
+    other = make(Numbers(8), num_workers=1)
+    other.load_state_dict(loader.state_dict())
+    assert lists(other) == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel_data.epoch_order import undisturbed
+from accel_data.torchdata_state import check_position, next_epoch_state, saved_workers, with_last_worker_states
 from accel_state.errors import missing_library
 from accel_state.gradient_state import GradientState
 from accel_state.libraries import is_torchdata_stateful_dataloader_available
@@ -34,6 +35,8 @@ LOADER_ARGUMENTS: dict[str, Any] = {
 }
 ORDER_KEY = "_epoch_order"
 """The key that prepared loaders add to torchdata's state, which torchdata ignores."""
+READING_KEY = "reading"
+"""Of the random states from which a process and its workers read on, beside those of the order."""
 ORDER_ARGUMENTS = frozenset({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"})
 
 
@@ -105,17 +108,34 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self.use_stateful_dataloader
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, and the random states of the epoch's order; only with a stateful loader."""
-        if self.epoch_order is None:
+        """The position after the last batch, and the random states of the epoch's order and of reading; only with a stateful loader."""
+        self._require_position()
+        order = self.epoch_order
+        if order is None:
             return self.dl_state_dict
-        return {**self.dl_state_dict, ORDER_KEY: self.epoch_order.state_dict(self)}
+        return {**self.dl_state_dict, ORDER_KEY: order.state_dict(self) | {READING_KEY: order.reading_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume after the last batch, in the same order; only with a stateful loader."""
-        self.base_dataloader.load_state_dict({key: value for key, value in state_dict.items() if key != ORDER_KEY})
+        """Resume after the last batch, in the same order; only with a stateful loader.
+
+        Raises:
+            ValueError: It is no position of torchdata's, or was saved within an epoch with another number of workers.
+        """
+        self._require_position()
+        position = {key: value for key, value in state_dict.items() if key != ORDER_KEY}
+        check_position(position, self.base_dataloader)
+        self.base_dataloader.load_state_dict(position)
         self._loaded_position = self.dl_state_dict = state_dict
         if self.epoch_order is not None and ORDER_KEY in state_dict:
             self.epoch_order.restore(self, state_dict[ORDER_KEY])
+            self.epoch_order.restore_reading(state_dict[ORDER_KEY].get(READING_KEY, {}))
+
+    def _require_position(self) -> None:
+        if not self.use_stateful_dataloader:
+            raise AttributeError(
+                f"{type(self).__name__} keeps no position. Set DataLoaderConfiguration(use_stateful_dataloader=True), or use "
+                "accelerator.save_state() and load_state(), which continue its epoch without one."
+            )
 
     def forget_position(self) -> None:
         """Start the next iteration with a full epoch, whatever position was loaded."""
@@ -146,11 +166,13 @@ class DataLoaderAdapter(DataLoader[Any]):
         torchdata would start to read for that, with workers, and draw random numbers of the epoch that begins.
         """
         base = self.base_dataloader
-        if any(
-            callable(getattr(owner, "state_dict", None)) for owner in (base.dataset, base.sampler, base.batch_sampler)
-        ):
+        owners = (base.dataset, base.sampler, base.batch_sampler)
+        fits = saved_workers(base.next_iter_state) == base.num_workers
+        if fits and any(callable(getattr(owner, "state_dict", None)) for owner in owners):
             with undisturbed(self):
-                base.state_dict()
+                state = base.state_dict()
+            if base.num_workers and base.persistent_workers:
+                base.load_state_dict(next_epoch_state(state, base.dataset))
         else:
             self._forget_base_position()
 
@@ -169,6 +191,8 @@ class DataLoaderAdapter(DataLoader[Any]):
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()
             self.dl_state_dict["_iterator_finished"] = finished
+            if finished:
+                self.dl_state_dict = with_last_worker_states(self.dl_state_dict, self.base_dataloader)
 
     # ---- copies -------------------------------------------------------------------------------------------------
 

@@ -129,7 +129,7 @@ class DataLoaderDispatcher(PreparedLoader):
                         local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
                         num_samples = sum(find_batch_size(batch) or 0 for batch in current)
                     else:
-                        global_batch = concatenate(current) if len(current) > 1 else current[0]
+                        global_batch = concatenate(check_rows(current)) if len(current) > 1 else current[0]
                         first = self._padding_samples(global_batch, first)
                         local_batches, num_samples = self._split(global_batch, first, num_shards, is_last)
                 if local_batches is None:
@@ -316,6 +316,21 @@ def rows_differ(batches: Sequence[Any]) -> bool:
         structures.add(structure)
         shapes.add(tuple(leaf.shape[1:] for leaf in leaves))
     return len(structures) == 1 and len(shapes) > 1
+
+
+def check_rows(batches: list[Any]) -> list[Any]:
+    """The batches, which can be concatenated.
+
+    Raises:
+        ValueError: One has a 0-dim tensor, which has no rows.
+    """
+    for batch in batches:
+        if any(leaf.ndim == 0 for leaf in flatten(batch, "the dispatching data loader")[0]):
+            raise ValueError(
+                "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
+                "Give it a value for each sample, or set dispatch_batches=False."
+            )
+    return batches
 
 
 def pad_ragged(batches: Sequence[Any], count: int, is_last: bool, drop_last: bool) -> list[Any] | None:

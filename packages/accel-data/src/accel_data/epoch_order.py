@@ -134,20 +134,20 @@ class EpochOrder:
                 state["iteration"] += 1
             elif self.batches and not loader.use_stateful_dataloader:  # which keeps its position itself
                 state["position"] = Position.of(loader, self.batches).state_dict()
+            elif self.resumption is not None:  # loaded, and not iterated since
+                state["position"] = self.resumption.position.state_dict()
         return state
 
     def reading_state(self) -> dict[str, Any]:
         """The random states from which this process and its workers read on; plain data, empty where they do not matter."""
-        within = bool(self.batches)
-        found = dict(self.reading) if within else {}
+        found = dict(self.reading) if self.batches or self.is_restored else {}
         workers = self.workers.state_dict(None if self.at_end else self.batches)
         return {**found, STATES_KEY: workers} if workers else found
 
     def restore_reading(self, states: dict[str, Any]) -> None:
         """Restore `reading_state`, after `restore`."""
         self.reading = {name: state for name, state in states.items() if name != STATES_KEY}
-        if STATES_KEY in states:
-            self.workers = WorkerStates.from_state(states[STATES_KEY])
+        self.workers = WorkerStates.from_state(states[STATES_KEY]) if STATES_KEY in states else WorkerStates()
 
     @classmethod
     def restore(cls, loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:

@@ -34,8 +34,6 @@ class DataLoaderShard(PreparedLoader):
         kwargs: For `torch.utils.data.DataLoader`.
     """
 
-    num_real_samples: int | None = None
-    """The number of samples of the current batch that are not padding; None for all."""
     draws_together: bool = False
     """Whether the sampler draws from torch's own generator, whose state must then be the same on all processes."""
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
 from accel_state.mesh import data_place_of
 from accel_state.processes import PartialState
+from accel_state.warning import warn_user
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class LoaderPlan:
             )
         if not self.is_stream:
             _check_indexed(self)
+            _check_not_sharded(self)
         if self.split_batches:
             _check_divisible(self.dataloader, self.num_processes)
 
@@ -86,15 +88,23 @@ class LoaderPlan:
 
 
 def shard_position(num_processes: int | None, process_index: int | None, mesh: Any) -> tuple[int, int]:
-    """The number of shards of the dataset, and the index of this process's shard."""
+    """The number of shards of the dataset, and the index of this process's shard.
+
+    Raises:
+        ValueError: There is no such shard.
+    """
     if mesh is not None and num_processes is None:
         place = data_place_of(mesh)
         return place.count, place.index
     state = PartialState()
-    return (
-        state.num_processes if num_processes is None else num_processes,
-        state.process_index if process_index is None else process_index,
-    )
+    count = state.num_processes if num_processes is None else num_processes
+    index = state.process_index if process_index is None else process_index
+    if count != 1 and not 0 <= index < count:  # all read the same one
+        raise ValueError(
+            f"process_index={index!r} is no shard of num_processes={count!r}. Give an index from 0 to one less than the "
+            "number of processes, or leave both out."
+        )
+    return count, index
 
 
 def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data_seed: int | None) -> Any:
@@ -126,6 +136,17 @@ def _check_indexed(plan: LoaderPlan) -> None:
             f"batch_size=None yields the items of {kind} one by one, without batches to shard over "
             f"{plan.num_processes} processes. Give the data loader a batch_size, or read on one process for all with "
             "dispatch_batches=True."
+        )
+
+
+def _check_not_sharded(plan: LoaderPlan) -> None:
+    """Warn of a sampler that yields this process's shard already, of which a shard would be read."""
+    sampler = plan.sampler
+    if plan.num_processes > 1 and isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        warn_user(
+            f"The sampler of this data loader is a {type(sampler).__name__} with num_replicas={sampler.num_replicas}: it yields "
+            f"a shard of the dataset, which the prepared loader shards again over {plan.num_processes} processes, so most "
+            "samples are never read. Build the data loader as for one process, without this sampler."
         )
 
 

@@ -15,8 +15,12 @@ from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_a
 from accel_data.epoch_order import EpochOrder
 from accel_data.reading import ReadAhead
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
+from accel_data.torchdata_state import call_before_reading
 from accel_ops.random import restore_rng_state
 from accel_state.gradient_state import GradientState
+
+OF_BATCH = ("end_of_dataloader", "remainder", "num_real_samples")
+"""The attributes of a loader that belong to its current batch."""
 
 
 @dataclass(eq=False, slots=True)
@@ -59,6 +63,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     iteration: int
     epoch_order: EpochOrder
     epoch_start: EpochStart
+    num_real_samples: int | None = None
+    """The number of samples of the current batch that are not padding; None for all."""
     after_batch: Callable[[], None] | None = None
     """Called whenever the program has done with a batch and asks for the next one."""
     sequence_shard: Callable[[Any], Any] | None = None
@@ -93,9 +99,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
         restore_rng = self._begin_order(is_restored)
         self.set_epoch(self.iteration)
+        outer = self._outer_batch()
         self.begin()
         order.batches = start.num_skipped + skipped
-        order.workers.begin(self.base_dataloader, continues_after=order.batches if is_restored else None)
+        order.workers.begin(
+            self.base_dataloader,
+            continues_after=order.batches if is_restored else None,
+            has_position=self.use_stateful_dataloader,
+        )
         try:
             with self._without_first(skipped):
                 batches = self._counted(self._batches(restore_rng))
@@ -104,14 +115,21 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             order.batches = None
             self.end()
             self.gradient_state._leave_dataloader(self)
+            vars(self).update(outer)
             raise
         self.end()
+        vars(self).update(outer)
         order.finish()
         self.iteration += 1
         loader = start.rest_of if is_restored else None
         while loader is not None:  # so that its next epoch is the one after this, too
             loader.iteration = max(loader.iteration, self.iteration)
             loader = loader.epoch_start.rest_of
+
+    def _outer_batch(self) -> dict[str, Any]:
+        """What is said of the current batch of an outer loop over this loader; empty outside of one."""
+        is_iterated = any(loader is self for loader in self.gradient_state.dataloader_references)
+        return {name: getattr(self, name) for name in OF_BATCH} if is_iterated else {}
 
     def _batches_to_skip(self) -> int:
         """How many batches of this epoch a loaded checkpoint has seen; 0 if it was not saved within this epoch."""
@@ -146,9 +164,13 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _opened(self) -> Iterator[Any]:
         """The batches of `source`, noting the random states of workers that read them."""
-        source = self.source
-        has_workers = self.num_workers and not self.use_stateful_dataloader  # torchdata keeps their states itself
-        return self.epoch_order.workers.read(source) if has_workers else iter(source)
+        source, has_position = self.source, self.use_stateful_dataloader
+        if self.num_workers:
+            return self.epoch_order.workers.read(source, has_position=has_position)
+        batches = iter(source)
+        if has_position and self._reading:
+            call_before_reading(batches, self._restore_reading)
+        return batches
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         order = self.epoch_order
@@ -163,9 +185,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sampler = None if isinstance(self.dataset, IterableDataset) else batch_sampler_of(self.source)
         if self._reading and isinstance(sampler, SkipBatchSampler):
             sampler.before_first = self._restore_reading
-        # torchdata draws the order and reads in one call
-        draws_here = self.num_workers == 0 and not self.use_stateful_dataloader
-        return ReadAhead(batches, self.epoch_order, draws_here=draws_here)
+        return ReadAhead(batches, self.epoch_order, draws_here=self.num_workers == 0)
 
     def _restore_reading(self) -> None:
         """Restore the random states from which the first batch of a continued epoch is read."""

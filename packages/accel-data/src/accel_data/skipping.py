@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,13 +61,18 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         seedable sampler with its epoch set, or no shuffling).
 
     Raises:
-        ValueError: When `num_batches` is negative.
+        TypeError: When `num_batches` is no integer.
+        ValueError: When it is negative.
 
     Example:
         ```python
         rest = skip_first_batches(loader, num_batches=100)
         ```
     """
+    try:
+        num_batches = operator.index(num_batches)
+    except TypeError:
+        raise TypeError(f"num_batches={num_batches!r}: the number of batches to skip must be an integer.") from None
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: the number of batches to skip must be 0 or more.")
     if hasattr(dataloader, "without_first"):  # it wraps a prepared loader

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.samplers import SkipBatchSampler
+from accel_data.torchdata_state import reads_from_start
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state, same_rng_states
 
 RAISED_IN_WORKER = "in DataLoader worker process"
@@ -41,8 +42,8 @@ class WorkerStates:
         self.num_workers = 0
         self.are_alive = self.were_alive = False
         self._batches: int | None = None  # after which the states are those of a checkpoint
-        self._at_start: dict[int, dict[str, Any]] = {}
-        self._replays = False
+        self._at_start: dict[int, dict[str, Any]] = {}  # of the epoch under way
+        self._is_stream = False
         self._told: dict[int, bytes] = {}
         self._ahead: list[tuple[int, bytes | None]] = []
 
@@ -51,24 +52,27 @@ class WorkerStates:
         """Whether reading has drawn random numbers in any of them."""
         return bool(self.states or self._told)
 
-    def begin(self, source: Any, continues_after: int | None) -> None:
+    def begin(self, source: Any, continues_after: int | None, *, has_position: bool) -> None:
         """Begin an epoch, or continue one from a checkpoint.
 
         Args:
             source: The loader that is read.
-            continues_after: How many batches of the epoch were yielded before; None for an epoch that begins.
+            continues_after: How many batches of the epoch were yielded before; None for an epoch that begins. For a
+                torchdata loader, how many are skipped besides those before its own position.
+            has_position: Whether it is one of torchdata's, which finds its position in an epoch itself.
         """
         self.settle()  # of an epoch that was left
         saved_after, self._batches = self._batches, None
         if continues_after is None:
             self.were_alive = self.are_alive
-        self._replays = isinstance(source.dataset, IterableDataset)
+        self._is_stream = isinstance(source.dataset, IterableDataset)
         self._decode()
-        if continues_after is None or continues_after != saved_after:
+        fits = continues_after == (0 if has_position else saved_after)
+        if continues_after is None or saved_after is None or not fits:
             self.next_worker = 0
             if not source.persistent_workers or continues_after is not None:
                 self.states = {}
-        self._at_start = self.states
+            self._at_start = self.states
 
     def note(self, worker: int, told: bytes | None) -> None:
         """Note what a worker sent with a batch that is read ahead."""
@@ -90,12 +94,14 @@ class WorkerStates:
                 that stay alive.
         """
         self._decode()
+        batches = batches or self._batches  # loaded, and not iterated since
         if not self.num_workers or not (batches or self.are_alive):
             return {}
-        return {
+        from_start = {"at_start": self._at_start} if batches and self._is_stream else {}
+        return from_start | {
             "batches": batches,
-            "states": self._at_start if batches and self._replays else self.states,
-            "next_worker": self.next_worker if batches and not self._replays else 0,
+            "states": self.states,
+            "next_worker": self.next_worker if batches else 0,
             "num_workers": self.num_workers,
             "were_alive": self.were_alive if batches else self.are_alive,
         }
@@ -109,27 +115,33 @@ class WorkerStates:
         """What `state_dict` described, for workers that are to be started."""
         found = cls()
         found.states = dict(state["states"])
+        found._is_stream = "at_start" in state
+        found._at_start = dict(state.get("at_start", found.states))
         found.next_worker, found.num_workers = state["next_worker"], state["num_workers"]
         found.were_alive = found.are_alive = state["were_alive"]
         found._batches = state["batches"]
         return found
 
-    def read(self, source: Any) -> Iterator[Any]:
+    def read(self, source: Any, *, has_position: bool) -> Iterator[Any]:
         """Iterate a loader with workers, and note what they send with each batch.
 
         Args:
             source: A `torch.utils.data.DataLoader` with workers.
+            has_position: Whether it is one of torchdata's, which finds its position in an epoch itself.
 
         Yields:
             Its batches.
         """
         self._decode()
         fits = self.num_workers == source.num_workers
-        states = self.states if fits else {}
+        reads_again = reads_from_start(source)
+        states = (self._at_start if reads_again else self.states) if fits else {}
         sampler = source.batch_sampler if source.batch_sampler is not None else source.sampler
         turns = 0
-        if fits and isinstance(sampler, SkipBatchSampler) and getattr(source, "in_order", True):
+        if fits and not has_position and isinstance(sampler, SkipBatchSampler) and getattr(source, "in_order", True):
             turns = sampler.empty_first = self.next_worker
+        if reads_again:  # and sends what it read from there on
+            self.states = self._at_start
         self.num_workers = source.num_workers
         with _telling_workers(source, states, draws_no_seed=self.were_alive):
             batches = iter(source)

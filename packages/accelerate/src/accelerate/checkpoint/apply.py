@@ -96,8 +96,7 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
             restore_order(loader, state.samplers[index], receivers.models)
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
-        if index in state.reading:
-            restore_reading(loader, state.reading[index])
+        restore_reading(loader, state.reading.get(index, {}))
 
 
 def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
