@@ -32,7 +32,7 @@ def set_module_tensor_to_device(
         tensor_name: The name of the tensor, qualified from `module`.
         device: The target device.
         value: The new value, of the same shape; required for a tensor on the meta device.
-        dtype: Dtype of the result, if a floating-point value is given or the device is meta; unchanged when None.
+        dtype: Dtype of the result, if a floating-point value is given or the device is meta; that of the tensor when None.
         fp16_statistics: Scales of an 8-bit weight of bitsandbytes.
         tied_params_map: Tensors that are on devices already, by `data_ptr()` of the value and by device: several names of
             one parameter share one copy.
@@ -75,17 +75,17 @@ def _existing(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
-    """The value in its final dtype; integers, as in quantised weights, are not converted."""
+    """The value in its final dtype: that of the old one, as torch loads it, or the one given, which is for real numbers."""
     if value.shape != old.shape and not _is_quantised(old):
         raise ValueError(
             f"{name!r} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}: it belongs to another "
             "model, or to another configuration of this one."
         )
+    if dtype is None:
+        return value if _is_quantised(old) else value.to(old.dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    wanted: Any = old.dtype if dtype is None else dtype
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted.removeprefix("torch."))
+    wanted: Any = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     return value.to(wanted)
 
 
