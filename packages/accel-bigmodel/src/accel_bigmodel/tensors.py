@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.hook import hooks_of
+
 Device = int | str | torch.device
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
 QUANTISED_STATE = ("CB", "SCB")  # which bitsandbytes keeps on its parameters
@@ -148,17 +150,18 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
         module: The module.
         execution_device: The device; when None, the one on which the module runs.
     """
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None and getattr(hook, "offload", False):
-        device = hook.execution_device
-        if execution_device is not None:
-            hook.execution_device = execution_device
+    offloading: list[Any] = [hook for hook in hooks_of(module) if getattr(hook, "offload", False)]
+    if offloading:
+        devices = [hook.execution_device for hook in offloading]
         try:
-            hook.pre_forward(module)
+            for hook in offloading:
+                hook.execution_device = execution_device if execution_device is not None else hook.execution_device
+                hook.pre_forward(module)
             yield
         finally:
-            hook.post_forward(module, None)
-            hook.execution_device = device
+            for hook, device in zip(offloading, devices, strict=True):
+                hook.post_forward(module, None)
+                hook.execution_device = device
         return
     if execution_device is None:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +79,21 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
+
+
+def hooks_of(module: nn.Module) -> Iterator[ModelHook]:
+    """The hooks of a module, one by one, in the order in which they run.
+
+    Args:
+        module: The module.
+    """
+    pending = [hook] if (hook := getattr(module, "_hf_hook", None)) is not None else []
+    while pending:
+        hook = pending.pop()
+        if isinstance(hook, SequentialHook):
+            pending.extend(reversed(hook.hooks))
+        else:
+            yield hook
 
 
 def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) -> Module:
