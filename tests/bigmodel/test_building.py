@@ -205,9 +205,13 @@ def test_tensors_are_replaced() -> None:
     assert layer.weight.dtype == torch.float32, "as it was"
     set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.ones(4, 4), dtype="float16")
     assert layer.weight.dtype == torch.float16
-    set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.ones(4, 4, dtype=torch.int8))
+    for integers in (torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 4, dtype=torch.bool)):
+        set_module_tensor_to_device(model, "1.weight", "cpu", value=integers)
+        assert layer.weight.dtype == torch.float16, "as torch and accelerate 1.15 load them"
+    set_module_tensor_to_device(model, "1.weight", "cpu", value=torch.ones(4, 4, dtype=torch.int8), dtype=torch.int8)
     assert layer.weight.dtype == torch.int8, "quantised"
-    set_module_tensor_to_device(model, "0.n.running_mean", "cpu", value=torch.ones(4))
+    set_module_tensor_to_device(model, "0.n.running_mean", "cpu", value=torch.ones(4, dtype=torch.int64))
+    assert model[0].n.running_mean.dtype == torch.float32  # type: ignore[index, union-attr]
     assert model[0].n.running_mean.tolist() == [1] * 4  # type: ignore[index, union-attr]
 
 

@@ -9,7 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+from accel_bigmodel.dispatch import cpu_offload
+from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module
+from accel_bigmodel.offload.collect import get_state_dict_offloaded_model
 from accel_bigmodel.offload.folder import (
     load_offloaded_weight,
     offload_state_dict,
@@ -18,6 +22,7 @@ from accel_bigmodel.offload.folder import (
     save_offload_index,
 )
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict
+from accel_bigmodel.tensors import align_module_device
 
 WEIGHTS = {
     "a.weight": torch.arange(6.0).view(2, 3),
@@ -118,3 +123,19 @@ def test_weights_of_some_modules() -> None:
     weights = {"a.b": 1, "a.c": 2, "ab.c": 3, "a": 4}
     assert extract_submodules_state_dict(weights, ["a"]) == {"a.b": 1, "a.c": 2, "a": 4}  # type: ignore[arg-type]
     assert extract_submodules_state_dict(weights, [""]) == weights  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("appended", [0, 1, 2])
+def test_weights_are_found_behind_appended_hooks(appended: int) -> None:
+    layer = nn.Linear(4, 4)
+    expected = layer.weight.detach().clone()
+    for _ in range(appended):
+        add_hook_to_module(layer, ModelHook(), append=True)
+    cpu_offload(layer, "cpu")
+    for _ in range(appended):
+        add_hook_to_module(layer, ModelHook(), append=True)
+    assert layer.weight.is_meta
+    assert torch.equal(get_state_dict_offloaded_model(layer)["weight"], expected)
+    with align_module_device(layer):
+        assert torch.equal(layer.weight, expected)
+    assert layer.weight.is_meta

@@ -91,6 +91,18 @@ def test_parameters_are_reduced_and_broadcast_outside_the_graph(rank: int, world
 
 
 @ranks(2)
+@pytest.mark.parametrize("length", [3, 3000])
+def test_an_expanded_tensor_is_broadcast(rank: int, world: int, length: int) -> None:
+    plain = torch.full((2,), float(rank))
+    for expand in ((0, 1), (0,), (1,)):  # on which ranks it is
+        row = torch.arange(float(length)) + rank
+        leaf = row.expand(2, length) if rank in expand else row.repeat(2, 1)
+        found = broadcast({"expanded": leaf, "plain": plain}, from_process=1)
+        assert torch.equal(found["expanded"], (torch.arange(float(length)) + 1).repeat(2, 1))
+        assert found["plain"] is plain
+
+
+@ranks(2)
 def test_a_default_device_of_the_program_is_not_that_of_messages(rank: int, world: int) -> None:
     mine, rows = torch.tensor([float(rank)]), torch.ones(rank + 1, 2)
     with torch.device("meta"):  # as torch.set_default_device does it

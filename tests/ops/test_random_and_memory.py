@@ -110,12 +110,17 @@ def test_smaller_and_smaller() -> None:
     with pytest.raises(TypeError, match="leave it out"):
         train(128, "x")
 
+    tried.clear()
+    train("y")
+    assert tried == [92], "a later call begins with what was found"
+
     @find_executable_batch_size(starting_batch_size=16, reduce_batch_size_fn=lambda: 0)
     def never(batch_size: int) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    with pytest.raises(RuntimeError, match="No executable batch size found for never"):
-        never()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="No executable batch size found for never"):
+            never()
 
     @find_executable_batch_size
     def broken(batch_size: int) -> None:

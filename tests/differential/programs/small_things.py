@@ -211,6 +211,7 @@ def batch_sizes() -> None:
                 raise RuntimeError(messages[0])
 
         train()
+        train()
         return tried
 
     record("batch_size own rule", own_rule)

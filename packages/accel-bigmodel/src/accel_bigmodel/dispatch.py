@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.hook import add_hook_to_module
+from accel_bigmodel.model_methods import warn_when_moved
 from accel_bigmodel.offload.folder import INDEX_NAME, offload_state_dict, read_index
 from accel_bigmodel.offload.loader import (
     OffloadedWeightsLoader,
@@ -33,7 +33,6 @@ from accel_state.devices import default_device
 Device = int | str | torch.device
 Weights = Mapping[str, torch.Tensor]
 WAYS_TO_PLACE = ("auto", "balanced", "balanced_low_0", "sequential")
-MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 
 
 def cpu_offload(
@@ -358,7 +357,7 @@ def _dispatch_parts(
     )
     retie_parameters(model, tied)
     start_streaming(model, streaming or Streaming(budget=_largest_part(model, offload)))
-    _warn_when_moved(model, offloaded=any(offload.values()))
+    warn_when_moved(model, offloaded=any(offload.values()))
 
 
 def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:
@@ -379,29 +378,3 @@ def _is_quantised(model: nn.Module) -> bool:
     flagged = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     method = getattr(model, "quantization_method", "bitsandbytes")
     return bool(flagged) and getattr(method, "value", method) == "bitsandbytes"
-
-
-def _warn_when_moved(model: nn.Module, offloaded: bool) -> None:
-    """Wrap the methods that move a model, so that they warn, or raise an error, for a dispatched one."""
-
-    def guarded(move: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(move)
-        def moved(*args: Any, **kwargs: Any) -> Any:
-            import logging
-
-            logging.getLogger("accelerate.big_modeling").warning(
-                "%s is dispatched over devices, and moving it puts its weights where its hooks do not expect them.",
-                type(model).__name__,
-            )
-            if offloaded and any(parameter.is_meta for parameter in model.parameters()):
-                raise RuntimeError(
-                    f"{type(model).__name__} has weights offloaded to CPU memory or disk and cannot be moved: use "
-                    "another device map, or remove its hooks first (remove_hook_from_submodules)."
-                )
-            return move(*args, **kwargs)
-
-        return moved
-
-    for name in MOVERS:
-        if hasattr(model, name):
-            setattr(model, name, guarded(getattr(model, name)))

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.hook import hooks_of
+
 Device = int | str | torch.device
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
 QUANTISED_STATE = ("CB", "SCB")  # which bitsandbytes keeps on its parameters
@@ -32,7 +34,7 @@ def set_module_tensor_to_device(
         tensor_name: The name of the tensor, qualified from `module`.
         device: The target device.
         value: The new value, of the same shape; required for a tensor on the meta device.
-        dtype: Dtype of the result, if a floating-point value is given or the device is meta; unchanged when None.
+        dtype: Dtype of the result, if a floating-point value is given or the device is meta; that of the tensor when None.
         fp16_statistics: Scales of an 8-bit weight of bitsandbytes.
         tied_params_map: Tensors that are on devices already, by `data_ptr()` of the value and by device: several names of
             one parameter share one copy.
@@ -75,17 +77,17 @@ def _existing(module: nn.Module, name: str) -> torch.Tensor:
 
 
 def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | torch.dtype | None) -> torch.Tensor:
-    """The value in its final dtype; integers, as in quantised weights, are not converted."""
+    """The value in its final dtype: that of the old one, as torch loads it, or the one given, which is for real numbers."""
     if value.shape != old.shape and not _is_quantised(old):
         raise ValueError(
             f"{name!r} has shape {tuple(old.shape)}, but the value has {tuple(value.shape)}: it belongs to another "
             "model, or to another configuration of this one."
         )
+    if dtype is None:
+        return value if _is_quantised(old) else value.to(old.dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    wanted: Any = old.dtype if dtype is None else dtype
-    if isinstance(wanted, str):
-        wanted = getattr(torch, wanted.removeprefix("torch."))
+    wanted: Any = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
     return value.to(wanted)
 
 
@@ -148,17 +150,18 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
         module: The module.
         execution_device: The device; when None, the one on which the module runs.
     """
-    hook = getattr(module, "_hf_hook", None)
-    if hook is not None and getattr(hook, "offload", False):
-        device = hook.execution_device
-        if execution_device is not None:
-            hook.execution_device = execution_device
+    offloading: list[Any] = [hook for hook in hooks_of(module) if getattr(hook, "offload", False)]
+    if offloading:
+        devices = [hook.execution_device for hook in offloading]
         try:
-            hook.pre_forward(module)
+            for hook in offloading:
+                hook.execution_device = execution_device if execution_device is not None else hook.execution_device
+                hook.pre_forward(module)
             yield
         finally:
-            hook.post_forward(module, None)
-            hook.execution_device = device
+            for hook, device in zip(offloading, devices, strict=True):
+                hook.post_forward(module, None)
+                hook.execution_device = device
         return
     if execution_device is None:
         yield

@@ -105,7 +105,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         from_process (`int`): The source rank.
 
     Returns:
-        `tensor`, with those values.
+        `tensor`, with those values. An expanded tensor, whose elements share memory, cannot be overwritten, so that
+        the structure is made anew with another tensor in its place.
 
     Raises:
         TypeError: When a leaf is no tensor and there are several processes.
@@ -117,6 +118,9 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     if state.num_processes == 1:
         return tensor
     leaves, structure = flatten(tensor, "broadcast")
+    expanded = [index for index, leaf in enumerate(leaves) if not leaf.is_contiguous() and 0 in leaf.stride()]
+    for index in expanded:
+        leaves[index] = leaves[index].detach().contiguous()
     transport = transport_of(state)
     broadcast_leaves(
         leaves,
@@ -128,7 +132,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         state.process_index,
         state.num_processes,
     )
-    return tensor
+    return rebuild(tensor, leaves) if expanded else tensor
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, int]:

@@ -84,7 +84,7 @@ def find_executable_batch_size(
 
     Args:
         function: Takes the batch size as its first argument, which callers leave out.
-        starting_batch_size (`int`): The first to try.
+        starting_batch_size (`int`): The first to try. A later call begins with the one that was found.
         reduce_batch_size_fn (*optional*): Returns the next to try; nine tenths of the last one when None.
 
     Returns:
@@ -120,7 +120,8 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
-        batch_size = starting_batch_size
+        if batch_size <= 0:  # none was found by the call before
+            batch_size = starting_batch_size
         _check_arguments(function, args)
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:

@@ -1,6 +1,5 @@
 """Compatibility path for what runs around the forward pass of modules."""
 
-from accel_bigmodel.dispatch import MOVERS as _accelerate_added_attributes  # noqa: F401, N811
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
 from accel_bigmodel.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
@@ -13,6 +12,7 @@ from accel_bigmodel.hooks.hook import remove_hook_from_module as remove_hook_fro
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules as remove_hook_from_submodules
 from accel_bigmodel.hooks.user_offload import CpuOffload as CpuOffload
 from accel_bigmodel.hooks.user_offload import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel.model_methods import MOVERS as _accelerate_added_attributes  # noqa: F401, N811
 from accel_bigmodel.offload.loader import PrefixedDataset as PrefixedDataset
 from accel_bigmodel.sizes import get_non_persistent_buffers as get_non_persistent_buffers
 from accel_bigmodel.sizes import named_module_tensors as named_module_tensors

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from accel_bigmodel.model_methods import remove_methods
 from accel_state.public_names import known_as
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -79,6 +81,21 @@ class SequentialHook(ModelHook):
         return module
 
 
+def hooks_of(module: nn.Module) -> Iterator[ModelHook]:
+    """The hooks of a module, one by one, in the order in which they run.
+
+    Args:
+        module: The module.
+    """
+    pending = [hook] if (hook := getattr(module, "_hf_hook", None)) is not None else []
+    while pending:
+        hook = pending.pop()
+        if isinstance(hook, SequentialHook):
+            pending.extend(reversed(hook.hooks))
+        else:
+            yield hook
+
+
 def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) -> Module:
     """Add a hook to a module.
 
@@ -92,7 +109,7 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     """
     before = getattr(module, "_hf_hook", None)
     if before is not None and append:
-        remove_hook_from_module(module)
+        _detach(module)
         hook = SequentialHook(before, hook)
     elif before is not None:
         _restore_forward(module)
@@ -132,24 +149,29 @@ _untraced_post: Any = torch._disable_dynamo(_post)
 
 
 def remove_hook_from_module(module: Module, recurse: bool = False) -> Module:
-    """Remove the hook of a module.
+    """Remove the hook of a module, and the methods that dispatching or offloading gave it.
 
     Args:
-        module: The module; nothing happens if it has no hook.
+        module: The module.
         recurse (`bool`): Remove the hooks of all submodules too.
 
     Returns:
         The module.
     """
+    _detach(module)
+    remove_methods(module)
+    if recurse:
+        for child in module.children():
+            remove_hook_from_module(child, recurse)
+    return module
+
+
+def _detach(module: nn.Module) -> None:
     hook: Any = getattr(module, "_hf_hook", None)
     if hook is not None:
         hook.detach_hook(module)
         del module._hf_hook
     _restore_forward(module)
-    if recurse:
-        for child in module.children():
-            remove_hook_from_module(child, recurse)
-    return module
 
 
 def _restore_forward(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.hook import SequentialHook
+from accel_bigmodel.hooks.hook import hooks_of
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_bigmodel.sizes import get_non_persistent_buffers
 from accel_bigmodel.tensors import align_module_device, set_module_tensor_to_device
@@ -32,7 +32,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
-        for hook in _offloading(getattr(module, "_hf_hook", None)):
+        for hook in _offloading(module):
             for name in hook.original_devices:
                 if prefix + name in found and found[prefix + name].is_meta and prefix + name not in left_out:
                     found[prefix + name] = hook.weights_map[name]
@@ -93,13 +93,11 @@ def load_offloaded_weights(
 
 def has_offloaded_weights(model: nn.Module) -> bool:
     """Whether weights of any module of a model are offloaded between forward passes."""
-    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
-    return any(True for hook in hooks for _ in _offloading(hook))
+    return any(True for module in model.modules() for _ in _offloading(module))
 
 
-def _offloading(hook: Any) -> Iterator[AlignDevicesHook]:
-    hooks = hook.hooks if isinstance(hook, SequentialHook) else (hook,)
-    return (one for one in hooks if isinstance(one, AlignDevicesHook) and one.offload)
+def _offloading(module: nn.Module) -> Iterator[AlignDevicesHook]:
+    return (hook for hook in hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload)
 
 
 def _same_tensors(model: nn.Module) -> list[list[str]]:

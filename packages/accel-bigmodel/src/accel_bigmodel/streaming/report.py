@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.hook import ModelHook, SequentialHook
+from accel_bigmodel.hooks.hook import hooks_of
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import Block, find_source
 
@@ -172,17 +172,9 @@ def _places_in(module: nn.Module, hook: AlignDevicesHook | None) -> Iterator[tup
 def offloading_hooks(model: nn.Module) -> Iterator[tuple[str, AlignDevicesHook]]:
     """The hooks that offload weights, with the names of their modules."""
     for name, module in model.named_modules():
-        for hook in _flat(getattr(module, "_hf_hook", None)):
+        for hook in hooks_of(module):
             if isinstance(hook, AlignDevicesHook) and hook.offload and hook.slots:
                 yield name, hook
-
-
-def _flat(hook: ModelHook | None) -> Iterator[ModelHook]:
-    if isinstance(hook, SequentialHook):
-        for inner in hook.hooks:
-            yield from _flat(inner)
-    elif hook is not None:
-        yield hook
 
 
 def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.model_methods import ReportMethod
 from accel_bigmodel.streaming.ahead import ReadAhead
 from accel_bigmodel.streaming.lanes import make_lane
-from accel_bigmodel.streaming.report import offload_report, offloading_hooks
+from accel_bigmodel.streaming.report import offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import make_unit
@@ -36,7 +35,7 @@ def start_streaming(model: nn.Module, settings: Streaming | None = None) -> None
             stream = WeightStream(lane, settings if settings is not None else Streaming(), names)
             for hook in names:
                 hook.stream = stream
-    model.offload_report = functools.partial(offload_report, model)  # type: ignore[assignment]
+    model.offload_report = ReportMethod(model)  # type: ignore[assignment]
 
 
 def _without_used_in_place(names: dict[AlignDevicesHook, str]) -> dict[AlignDevicesHook, str]:

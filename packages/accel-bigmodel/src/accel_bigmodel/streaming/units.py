@@ -188,8 +188,7 @@ def make_unit(name: str, hook: AlignDevicesHook) -> Unit | None:
         source, home = find_source(hook.weights_map, slot.name)
         if not _is_plain(slot.empty, source) or (hook.tied_params_map or {}).get(source.data_ptr()):
             return None
-        is_number = source.is_floating_point() or source.is_complex()
-        weights.append(UnitWeight(slot, source, slot.empty.dtype if is_number else source.dtype, home))
+        weights.append(UnitWeight(slot, source, slot.empty.dtype, home))
     return Unit(name, hook, weights) if weights else None
 
 
