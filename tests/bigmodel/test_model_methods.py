@@ -16,7 +16,7 @@ from torch import nn
 
 from accel_bigmodel import cpu_offload, dispatch_model
 from accel_bigmodel.hooks.hook import ModelHook, add_hook_to_module, remove_hook_from_submodules
-from accel_bigmodel.model_methods import ReportMethod
+from accel_bigmodel.streaming.report import ReportMethod
 
 INPUTS = torch.randn(2, 4)
 

@@ -47,16 +47,6 @@ class ModelMethod:
         return type(self), (self.model,)
 
 
-class ReportMethod(ModelMethod):
-    """`offload_report` of a model."""
-
-    def __call__(self) -> Any:
-        """Report on the model."""
-        from accel_bigmodel.streaming.report import offload_report
-
-        return offload_report(self.model)
-
-
 class GuardedMove(ModelMethod):
     """A method that moves a dispatched model: it warns first, or raises an error.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.hook import hooks_of
+from accel_bigmodel.model_methods import ModelMethod
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import Block, find_source
 
@@ -128,6 +129,14 @@ def offload_report(model: nn.Module) -> OffloadReport:
         stream.lane.start_timing()
     blocks = [_report_on(stream, block) for stream in streams for block in stream.blocks if block.ready]
     return OffloadReport(_module_rows(model), [block for block in blocks if block is not None])
+
+
+class ReportMethod(ModelMethod):
+    """`offload_report` of a model."""
+
+    def __call__(self) -> OffloadReport:
+        """Report on the model."""
+        return offload_report(self.model)
 
 
 def _report_on(stream: WeightStream, block: Block) -> BlockReport | None:

@@ -6,10 +6,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.model_methods import ReportMethod
 from accel_bigmodel.streaming.ahead import ReadAhead
 from accel_bigmodel.streaming.lanes import make_lane
-from accel_bigmodel.streaming.report import offloading_hooks
+from accel_bigmodel.streaming.report import ReportMethod, offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.stream import WeightStream
 from accel_bigmodel.streaming.units import make_unit
