@@ -22,7 +22,6 @@ from accel_state.gradient_state import GradientState
 from accel_state.settings.accumulation import GradientAccumulationPlugin
 from accel_state.settings.data import DataLoaderConfiguration
 from accel_state.settings.handlers import Handlers
-from accel_state.weak import Weak
 
 WORLD = 4
 
@@ -49,16 +48,11 @@ def reduced(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
 
 
 @pytest.fixture
-def prepared() -> Prepared:
-    return Prepared()
-
-
-@pytest.fixture
-def engine(reduced: Any, prepared: Prepared) -> XlaEngine:
+def engine(reduced: Any) -> XlaEngine:
     state = AcceleratorState(cpu=True, _from_accelerator=True)
     state.num_processes = WORLD
     gradient_state = GradientState(GradientAccumulationPlugin(num_steps=2))
-    return XlaEngine(EngineContext(state, gradient_state, Handlers.sort([]), Weak(prepared)))
+    return XlaEngine(EngineContext(state, gradient_state, Handlers.sort([]), Prepared()))
 
 
 def train(engine: XlaEngine, model: nn.Module, optimizer: Any, *, sync: bool, clips: bool = False) -> None:

@@ -26,6 +26,15 @@ class AveragesGradients(Protocol):
         ...
 
 
+class HasPrepared(Protocol):
+    """What has the record of everything that came through `prepare`."""
+
+    @property
+    def prepared(self) -> Prepared:
+        """The record."""
+        ...
+
+
 class StepAverage:
     """Divides each loss by the number of micro-batches in an accumulation window.
 
@@ -91,16 +100,16 @@ class WindowAverage(StepAverage):
 
     Args:
         engine: Averages gradients over `num_averaged` ranks; it owns this object.
-        record: Has the prepared optimizers.
+        run: Has the record of prepared optimizers: the context of the engine.
         average_over (`"window"` or `"weights"`): Whether micro-batches have equal weights, or those passed to
             `backward`.
     """
 
     is_by_window = True
 
-    def __init__(self, engine: AveragesGradients, record: Weak[Prepared], average_over: str) -> None:
+    def __init__(self, engine: AveragesGradients, run: HasPrepared, average_over: str) -> None:
         self._owner = Weak(engine)
-        self._record = record
+        self._run = run
         self._weighted = average_over == "weights"
         self._unit: float | None = None if self._weighted else 1.0
         """Weights are divided by this unit, the same on all ranks, so that gradients keep their magnitude."""
@@ -236,7 +245,7 @@ class WindowAverage(StepAverage):
     def _by_device(self, factor: Any) -> Iterator[tuple[list[torch.Tensor], Any]]:
         """The gradients of each device, each one once, with the factor on that device."""
         found: dict[torch.device, dict[int, torch.Tensor]] = {}
-        for optimizer in self._record.get().optimizers:
+        for optimizer in self._run.prepared.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

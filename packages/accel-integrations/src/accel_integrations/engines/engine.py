@@ -57,8 +57,8 @@ class EngineContext:
     state: AcceleratorState
     gradient_state: GradientState
     handlers: Handlers
-    record: Weak[Prepared]
-    """Weak, because prepared optimizers, which are in the record, refer to their engine."""
+    record: Prepared | Weak[Prepared]
+    """Weak where something else owns it: prepared optimizers, which are in it, refer to their engine."""
     device_placement: bool = True
     step_scheduler_with_optimizer: bool = True
     split_batches: bool = False
@@ -68,8 +68,8 @@ class EngineContext:
 
     @property
     def prepared(self) -> Prepared:
-        """The record of everything that came through `prepare`; it lives as long as the accelerator."""
-        return self.record.get()
+        """The record of everything that came through `prepare`."""
+        return self.record.get() if isinstance(self.record, Weak) else self.record
 
 
 class Engine(ABC):
@@ -97,7 +97,7 @@ class Engine(ABC):
         self.precision: Precision = self.make_precision(context.state.mixed_precision)
         average_over = context.gradient_state.plugin_kwargs.get("average_over", "steps")
         self.averaging: StepAverage = (
-            self.make_step_average() if average_over == "steps" else WindowAverage(self, context.record, average_over)
+            self.make_step_average() if average_over == "steps" else WindowAverage(self, context, average_over)
         )
         """How gradients are averaged over an accumulation window."""
 
