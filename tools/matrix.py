@@ -27,7 +27,14 @@ from tools.environments import install, make_environment  # noqa: E402 - found o
 TORCH = ("2.9", "2.11", "2.13", "newest")
 PYTHON = ("3.11", "3.13")
 CORNERS = ((TORCH[0], PYTHON[0]), (TORCH[-1], PYTHON[-1]))
-NOT_TRIED = ("clients", "examples", "tracking/services", "differential", "packaging", "gpu")  # libraries that are not installed
+NOT_TRIED = (
+    "clients",
+    "examples",
+    "tracking/services",
+    "differential",
+    "packaging",
+    "gpu",
+)  # libraries that are not installed
 PAGE = ROOT / "docs" / "compatibility.md"
 BLOCK = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
 
