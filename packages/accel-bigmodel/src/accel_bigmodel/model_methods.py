@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from accel_state.weak import Weak
 
 MOVERS = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu")
 
@@ -26,17 +27,12 @@ class ModelMethod:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
+        self._model = Weak(model)
 
     @property
     def model(self) -> nn.Module:
         """The model, while there is one."""
-        model = self._model()
-        if model is None:
-            raise ReferenceError(
-                f"The model of this {type(self).__name__} was deleted: keep a reference to the model."
-            )
-        return model
+        return self._model.get()
 
     @property
     def replaced(self) -> Any:

@@ -20,10 +20,11 @@ class Weak(Generic[T]):
         target: The object, of a class that allows weak references.
     """
 
-    __slots__ = ("_ref",)
+    __slots__ = ("_kind", "_ref")
 
     def __init__(self, target: T) -> None:
         self._ref = weakref.ref(target)
+        self._kind = type(target).__name__
 
     def find(self) -> T | None:
         """The object; None once it is gone."""
@@ -38,8 +39,8 @@ class Weak(Generic[T]):
         target = self._ref()
         if target is None:
             raise ReferenceError(
-                "The accelerator that prepared this object no longer exists. Keep a reference to it as long as its models, "
-                "optimizers and data loaders are in use."
+                f"The {self._kind} that this object belongs to was deleted. Keep a reference to it (of what prepare() made, to "
+                "the accelerator) as long as the object is in use."
             )
         return target
 
