@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
+import threading
 from collections.abc import Iterator
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -116,12 +119,48 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     old_forward = module.forward
     module = hook.init_hook(module)
     module._hf_hook, module._old_forward = hook, old_forward  # type: ignore[assignment]
-    hooked = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
+    if any(getattr(one, "offload", False) for one in hooks_of(module)):
+        hooked = functools.partial(_forward_in_turn, module, _Turn())
+    else:
+        hooked = functools.partial(_hooked_forward, module)
+    functools.update_wrapper(hooked, old_forward)
     if _is_traced(module):  # a class of its own, whose `forward` is the one that is called
         type(module).forward = staticmethod(hooked)  # newer Pythons bind a partial function of a class
     else:
         module.forward = hooked
     return module
+
+
+class _Turn:
+    """The lock of a module that one thread at a time runs. A copy of the module has its own."""
+
+    __slots__ = ("__weakref__", "lock")
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _turns.add(self)
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+
+_turns: WeakSet[_Turn] = WeakSet()
+
+
+def _renew_locks() -> None:
+    for turn in _turns:
+        turn.lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)  # the threads that held them are not there
+
+
+def _forward_in_turn(module: nn.Module, turn: _Turn, *args: Any, **kwargs: Any) -> Any:
+    """One thread at a time: another one would take the weights away that this one computes with."""
+    if torch.compiler.is_compiling():
+        return _hooked_forward(module, *args, **kwargs)
+    with turn.lock:
+        return _hooked_forward(module, *args, **kwargs)
 
 
 def _hooked_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ pages are also entered into the page tables of this process.
 from __future__ import annotations
 
 import mmap
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class ReadAhead:
         self._ahead: dict[AlignDevicesHook, None] = {}  # being read, not yet used
         self._ahead_bytes = 0
         self._touched: set[AlignDevicesHook] = set()
+        self._lock = threading.Lock()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
 
     @property
@@ -56,8 +58,12 @@ class ReadAhead:
 
     def fetch(self, hook: AlignDevicesHook) -> bool:
         """Start reading the weights that follow; returns False, because the hook fills its slots itself."""
-        if hook not in self._mapped:
-            return False
+        if hook in self._mapped:
+            with self._lock:
+                self._read_on_from(hook)
+        return False
+
+    def _read_on_from(self, hook: AlignDevicesHook) -> None:
         if next(iter(self._ahead), None) is hook:
             del self._ahead[hook]
             self._ahead_bytes -= self._bytes_of(hook)
@@ -75,7 +81,6 @@ class ReadAhead:
             self._ahead[last] = None
             self._ahead_bytes += self._bytes_of(last)
             self._start_reading(last)
-        return False
 
     def release(self, hook: AlignDevicesHook, output: Any) -> Any:
         """Return the output: there is nothing to release."""
