@@ -31,7 +31,7 @@ class HasPrepared(Protocol):
 
     @property
     def prepared(self) -> Prepared:
-        """The record."""
+        """Models, optimizers, schedulers and loaders, in the order in which they were prepared."""
         ...
 
 
