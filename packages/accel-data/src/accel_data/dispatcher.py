@@ -129,7 +129,7 @@ class DataLoaderDispatcher(PreparedLoader):
                         local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
                         num_samples = sum(find_batch_size(batch) or 0 for batch in current)
                     else:
-                        global_batch = concatenate(check_rows(current)) if len(current) > 1 else current[0]
+                        global_batch = join_batches(current)
                         first = self._padding_samples(global_batch, first)
                         local_batches, num_samples = self._split(global_batch, first, num_shards, is_last)
                 if local_batches is None:
@@ -318,19 +318,23 @@ def rows_differ(batches: Sequence[Any]) -> bool:
     return len(structures) == 1 and len(shapes) > 1
 
 
-def check_rows(batches: list[Any]) -> list[Any]:
-    """The batches, which can be concatenated.
+def join_batches(batches: list[Any]) -> Any:
+    """One batch with the samples of all.
 
     Raises:
         ValueError: One has a 0-dim tensor, which has no rows.
     """
-    for batch in batches:
-        if any(leaf.ndim == 0 for leaf in flatten(batch, "the dispatching data loader")[0]):
-            raise ValueError(
-                "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
-                "Give it a value for each sample, or set dispatch_batches=False."
-            )
-    return batches
+    if len(batches) == 1:
+        return batches[0]
+    try:
+        return concatenate(batches)
+    except RuntimeError as error:
+        if all(leaf.ndim for batch in batches for leaf in flatten(batch, "the dispatching data loader")[0]):
+            raise
+        raise ValueError(
+            "dispatch_batches=True concatenates batches and splits them by samples, and a batch has a 0-dim tensor. "
+            "Give it a value for each sample, or set dispatch_batches=False."
+        ) from error
 
 
 def pad_ragged(batches: Sequence[Any], count: int, is_last: bool, drop_last: bool) -> list[Any] | None:
