@@ -194,8 +194,9 @@ def _run_body(module: str, name: str, rank: int, world: int, folder: str, values
                 value.undo()
         reset_state()
         gc.collect()
-        gc.freeze()  # what is left is there to stay (modules, mostly): looking at it again costs 0.3 s a test
         if dist.is_initialized():
             dist.destroy_process_group()
         forget_meshes()
+        gc.collect()  # meshes refer to one another: frozen, they would keep their groups, with threads that wake all the time
+        gc.freeze()  # what is left is there to stay (modules, mostly): looking at it again costs 0.3 s a test
         restore_environment(before)
