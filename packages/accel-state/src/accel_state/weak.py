@@ -7,6 +7,7 @@ long after a program has let go of them.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar, final
 
 T = TypeVar("T")
@@ -23,7 +24,7 @@ class Weak(Generic[T]):
     __slots__ = ("_kind", "_ref")
 
     def __init__(self, target: T) -> None:
-        self._ref = weakref.ref(target)
+        self._ref: Callable[[], T | None] = weakref.ref(target)
         self._kind = type(target).__name__
 
     def find(self) -> T | None:
@@ -45,4 +46,15 @@ class Weak(Generic[T]):
         return target
 
     def __reduce__(self) -> Any:
-        return type(self), (self.get(),)
+        return _weak, (self._ref(), self._kind)
+
+
+def _weak(target: T | None, kind: str) -> Weak[T]:
+    """A copy, also of a reference to an object that is gone."""
+    made: Weak[T] = Weak.__new__(Weak)
+    made._ref, made._kind = _gone if target is None else weakref.ref(target), kind
+    return made
+
+
+def _gone() -> None:
+    """Stands for a weak reference to an object that is gone."""
