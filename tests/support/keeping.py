@@ -81,8 +81,13 @@ class Kept:
         models = self._models
         self.engine = PlainEngine(Prepared(models, models, self._optimizers, self._schedulers, self._dataloaders))
         self.keeper = CheckpointKeeper(self)  # type: ignore[arg-type]
-        self.save_state, self.load_state = self.keeper.save_state, self.keeper.load_state
         self.save_model = partial(save_model, self)  # type: ignore[arg-type]
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.keeper.save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        self.keeper.load_state(*args, **kwargs)
 
     def get_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         return model.state_dict()
