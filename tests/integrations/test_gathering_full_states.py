@@ -93,8 +93,8 @@ def check_who_keeps(kind: str, rank: int, tmp_path: Path) -> None:
 
         def look(models: Any, weights: Any, folder: str) -> None:
             seen.extend(map(set, weights))
-            # the states of all models and optimizers are collected; gloo's thread may still have the last tensor
-            assert rank == 0 or (len(watch.made) > 20 and watch.num_alive <= 1)
+            # the states of all models and optimizers are collected; each of gloo's two threads may still have its last tensor
+            assert rank == 0 or (len(watch.made) > 20 and watch.num_alive <= 2)
 
         hook = accelerator.register_save_state_pre_hook(look)
         folder = Path(os.fspath(accelerator.save_state(tmp_path / "state")))
