@@ -152,7 +152,8 @@ def _renew_locks() -> None:
         turn.lock = threading.RLock()
 
 
-os.register_at_fork(after_in_child=_renew_locks)  # the threads that held them are not there
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_locks)  # the threads that held them are not there
 
 
 def _forward_in_turn(module: nn.Module, turn: _Turn, *args: Any, **kwargs: Any) -> Any:
