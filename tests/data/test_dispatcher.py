@@ -1,5 +1,6 @@
 """One process reads for all: real groups."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -71,9 +72,11 @@ def test_only_the_first_process_reads_a_stream(rank: int, world: int) -> None:
 
 
 @ranks(2)
-def test_an_empty_stream_has_no_batches(rank: int, world: int) -> None:
-    loader = make(Numbers(0), 2)
-    assert lists(loader) == lists(loader) == []
+def test_what_is_empty_has_no_batches(rank: int, world: int) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Squares has length 0")
+        for loader in (make(Numbers(0), 2), make(Squares(0), 2), make(Squares(0), 2, split_batches=True)):
+            assert lists(loader) == lists(loader) == for_metrics(loader) == []
 
 
 @ranks(3)

@@ -196,14 +196,23 @@ def test_batches_that_cannot_be_cut_are_refused(size: int, data: Dataset, dispat
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
-    with pytest.raises(ValueError, match="Squares has length 0"):
-        prepare_data_loader(DataLoader(Squares(0)))
     with pytest.raises(ValueError, match="put_on_device=False"):
         prepare_data_loader(DataLoader(Squares(4)), dispatch_batches=True)
     with pytest.raises(ValueError, match=r"batch_size=None.*Squares.*over 2 processes.*dispatch_batches=True"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), num_processes=2, process_index=0)
     with pytest.raises(ValueError, match="split_batches=True needs to know the batch size"):
         prepare_data_loader(DataLoader(Squares(4), batch_size=None), split_batches=True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])
+def test_a_dataset_of_length_0_is_over_at_once(options: dict[str, bool], rank: int) -> None:
+    with pytest.warns(UserWarning, match=r"Squares has length 0.*Check how the dataset was read"):
+        loader = prepare_data_loader(
+            DataLoader(Squares(0), batch_size=2), num_processes=2, process_index=rank, **options
+        )
+    assert len(loader) == 0
+    assert [list(loader) for _ in range(2)] == [[], []]
 
 
 @pytest.mark.parametrize(("count", "index"), [(2, 5), (2, -1), (0, 0)])

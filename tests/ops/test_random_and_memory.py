@@ -36,6 +36,24 @@ def test_seeds() -> None:
     set_seed(2**32 + 1)  # numpy takes no more than 32 bits
     set_seed(3, device_specific=True)
     assert draw() == first, "the first process adds nothing"
+    set_seed(np.int64(3))
+    assert draw() == first
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "message"),
+    [
+        ("7", TypeError, r"set_seed\('7'\): a str is no seed"),
+        (1.5, TypeError, r"set_seed\(1.5\): a float is no seed"),
+        (2**64, ValueError, r"set_seed\(18446744073709551616\): torch takes seeds from"),
+        (-(2**63) - 1, ValueError, "torch takes seeds from"),
+    ],
+)
+def test_seeds_that_are_none_change_nothing(seed: object, error: type[Exception], message: str) -> None:
+    before = random.getstate()
+    with pytest.raises(error, match=message):
+        set_seed(seed)  # type: ignore[arg-type]
+    assert random.getstate() == before
 
 
 def test_deterministic() -> None:

@@ -28,6 +28,7 @@ def test_defaults() -> None:
         ({"even_batches": 2}, "even_batches=2 .* true or false"),
         ({"dispatch_batches": "main"}, "dispatch_batches='main'"),
         ({"data_seed": 1.5}, "data_seed=1.5 .* integer"),
+        ({"data_seed": 2**64}, "data_seed=18446744073709551616 .* integer from"),
     ],
 )
 def test_wrong_values_are_refused(given: dict[str, Any], message: str) -> None:

@@ -122,14 +122,13 @@ def choose_sampler(dataloader: DataLoader[Any], use_seedable_sampler: bool, data
 
 
 def _check_indexed(plan: LoaderPlan) -> None:
-    """Raise an error for an indexed dataset without samples, or, unless one process alone reads it, without batches."""
+    """Warn of an indexed dataset without samples; raise an error for one without batches, unless one process alone reads it."""
     dataset: Any = plan.dataloader.dataset
     reads_on_one = plan.num_processes == 1 or plan.is_dispatched
     kind = type(dataset).__name__
     if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ValueError(
-            f"{kind} has length 0, so there is nothing to shard. Check how it was read, or do not prepare a data loader "
-            "for it."
+        warn_user(
+            f"{kind} has length 0: a loop over its prepared loader is over at once. Check how the dataset was read."
         )
     if not reads_on_one and batch_sampler_of(plan.dataloader) is None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +28,17 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific (`bool`): Add the rank, so that processes draw different numbers; the ranks of a tensor parallel
             group count as one, because their dropout must be the same.
         deterministic (`bool`): Make torch use deterministic algorithms, or fail where there is none.
+
+    Raises:
+        TypeError: The seed is no integer.
+        ValueError: torch takes no such seed.
     """
+    try:
+        seed = operator.index(seed)  # NumPy's integers, too
+    except TypeError:
+        raise TypeError(f"set_seed({seed!r}): a {type(seed).__name__} is no seed. Give an integer.") from None
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"set_seed({seed}): torch takes seeds from -2**63 to 2**64 - 1 only.")
     common = seed
     if device_specific:
         seed += PartialState().process_index // _tensor_parallel_size()

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
-from accel_state.settings.option import BOOLEAN, INTEGER, option, resolve_options
+from accel_state.settings.option import BOOLEAN, Kind, as_integer, is_integer, option, resolve_options
+
+SEED = Kind(
+    "an integer from -2**63 to 2**64 - 1 (seeds of torch)",
+    int,
+    lambda value: is_integer(value) and -(2**63) <= operator.index(value) < 2**64,
+    convert=as_integer,
+    metavar="N",
+)
 
 
 @known_as("accelerate.utils.dataclasses.DataLoaderConfiguration")
@@ -38,7 +47,7 @@ class DataLoaderConfiguration:
     dispatch_batches: bool | None = option(None, kind=BOOLEAN)
     even_batches: bool = option(True, kind=BOOLEAN)
     use_seedable_sampler: bool = option(False, kind=BOOLEAN)
-    data_seed: int | None = option(None, kind=INTEGER)
+    data_seed: int | None = option(None, kind=SEED)
     non_blocking: bool = option(False, kind=BOOLEAN)
     use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
 
