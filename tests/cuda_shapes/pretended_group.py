@@ -42,8 +42,9 @@ def pretend_groups() -> None:
 
     Other ranks also count as present in saves, to which they bring no shards: torch's check of that is left out.
     """
-    c10d.ProcessGroupNCCL = _pretended(c10d.ProcessGroupNCCL)  # type: ignore[misc]
-    c10d.ProcessGroupGloo = _pretended(c10d.ProcessGroupGloo)  # type: ignore[misc]
+    for name in ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupGloo"):  # the second is torch 2.15's
+        if hasattr(c10d, name):
+            setattr(c10d, name, _pretended(getattr(c10d, name)))
     FakeProcessGroup._set_sequence_number_for_group = lambda group: None  # type: ignore[method-assign]
     real = dist.init_process_group
 

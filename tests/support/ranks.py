@@ -147,7 +147,10 @@ def _work(pipe: Connection, root: str) -> None:
     sys.path.insert(0, root)
     import torch
 
+    from accel_state.watch.calls import start_recorder
+
     torch.set_num_threads(1)
+    start_recorder()
     if SLOW_RANK is not None:
         sys.addaudithook(_slow_down)
     while (task := pipe.recv()) is not None:

@@ -332,6 +332,7 @@ class PartialState(ProcessPlace):
         self.set_device()
         if kind.before_group is not None and rank_info.world_size > 1:
             kind.before_group()
+        watcher.prepare()
         process_group.start_process_group(rank_info, self.backend, options)
         if kind.name == "cpu":
             process_group.split_cpu_threads(rank_info.local_world_size)

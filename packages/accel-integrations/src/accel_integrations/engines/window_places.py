@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accel_integrations.engines.unsharded_gradients import dtype_of, keepers_of, put_gradient
 from accel_integrations.prepared.parameters import plain_name
 from accel_ops.modules import to_local
 
@@ -65,15 +66,13 @@ class OfUnsharded:
     """The unsharded gradient that `fully_shard` keeps.
 
     It is in `.grad` of the unsharded parameter where it is reduced in the dtype it is computed in, else in
-    `unsharded_accumulated_grad`, which torch adds to in any case (`torch.distributed.fsdp._fully_shard._fsdp_param`).
+    `unsharded_accumulated_grad`, which torch before 2.15 adds to in any case (`accel_integrations.engines.unsharded_gradients`).
 
     Attributes:
         keeper: torch's `FSDPParam`.
-        policy: Its mixed precision.
     """
 
     keeper: Any
-    policy: Any
 
     @property
     def is_part(self) -> bool:
@@ -97,13 +96,10 @@ class OfUnsharded:
 
     def put(self, gradient: torch.Tensor | None) -> None:
         """Put it where torch adds to it."""
-        keeper = self.keeper
-        if (unsharded := getattr(keeper, "_unsharded_param", None)) is not None:
-            unsharded.grad = None
         if gradient is not None:
-            dtype = self.policy.reduce_dtype or self.policy.param_dtype or keeper.sharded_param.dtype
-            gradient = _distributed(gradient.to(keeper.device, dtype), self._spec if self.is_part else None)
-        keeper.unsharded_accumulated_grad = gradient
+            gradient = gradient.to(self.keeper.device, dtype_of(self.keeper))
+            gradient = _distributed(gradient, self._spec if self.is_part else None)
+        put_gradient(self.keeper, gradient)
 
     @property
     def _spec(self) -> Any:
@@ -205,10 +201,8 @@ def unsharded_places(model: nn.Module) -> dict[int, OfUnsharded]:
     """
     found = {}
     for module in model.modules():
-        state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        for keeper, policy in ((each, group.mp_policy) for group in groups if group for each in group.fsdp_params):
-            place = OfUnsharded(keeper, policy)
+        for keeper in keepers_of(module):
+            place = OfUnsharded(keeper)
             found[id(keeper.sharded_param)] = place
             if hasattr(keeper, "_unsharded_param"):
                 found[id(keeper._unsharded_param)] = place

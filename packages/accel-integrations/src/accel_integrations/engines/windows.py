@@ -14,6 +14,7 @@ from itertools import chain
 
 from torch import nn
 
+from accel_integrations.engines.unsharded_gradients import make_room
 from accel_integrations.engines.window_places import (
     InFlat,
     OfParameter,
@@ -119,6 +120,11 @@ class Unsharded(WindowGradients):
             elif place is None and to_local(parameter) is parameter:
                 found[name] = OfParameter(parameter)
         return found
+
+    def clear(self, model: nn.Module) -> None:
+        """Drop what has accumulated, and make room for what is put."""
+        make_room(model)
+        super().clear(model)
 
     def parts(self, model: nn.Module) -> Places:
         """The shards of reduced gradients, and unsharded ones that tensor parallelism has split."""

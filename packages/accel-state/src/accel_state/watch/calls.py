@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from accel_state.libraries import is_torch_version
+
 MOST_CALLS = 48
 """How many calls of a group are told to other ranks: they are at most a few apart."""
 MOST_ENTRIES = 512  # of the recorder that are looked at
+BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+"""torch's variable: how many calls its recorder keeps; 2.9 keeps none by default, later versions 2,000."""
 DUMPS = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
 """The function of torch that returns the recorder of a backend, in the versions that have it."""
 
@@ -113,6 +118,12 @@ class GroupCalls:
         """The inverse of `to_json`."""
         calls = [Call.from_json(each) for each in values[1]]
         return cls(tuple(values[0]), {call.number: call for call in calls})
+
+
+def start_recorder() -> None:
+    """Have torch record calls; to be called before the first process group is made."""
+    if is_torch_version("<", "2.11"):
+        os.environ.setdefault(BUFFER_SIZE, "2000")
 
 
 def read_calls(since_nanoseconds: int) -> dict[str, GroupCalls]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from accel_state import shutdown
 from accel_state.environment import parse_flag_from_env
 from accel_state.watch import ending, losses, stacks
-from accel_state.watch.calls import GroupCalls, count_calls, read_calls
+from accel_state.watch.calls import GroupCalls, count_calls, read_calls, start_recorder
 from accel_state.watch.judging import DIED, FINISHED, LEFT, RAISED, Verdict, judge, may_conflict
 from accel_state.watch.notes import (
     ENDED,
@@ -346,6 +346,12 @@ class Watcher:
 
 _current: Watcher | None = None
 _is_prepared = False
+
+
+def prepare() -> None:
+    """Have torch record what ranks call, unless `ACCELERATE_WATCH_RANKS` says no; before a process group is made."""
+    if parse_flag_from_env(VARIABLE, default=True):
+        start_recorder()
 
 
 def begin(since_nanoseconds: int | None = None) -> None:
