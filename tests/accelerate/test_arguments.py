@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,18 @@ def test_loader_settings_are_readable_and_even_batches_can_be_set() -> None:
     assert config.even_batches is False
 
 
-def test_split_batches_as_an_argument_works_and_warns() -> None:
-    with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
+def test_split_batches_as_an_argument_has_no_effect_and_says_so() -> None:
+    with pytest.warns(FutureWarning, match=r"has no effect.*DataLoaderConfiguration\(split_batches=True\)"):
         accelerator = Accelerator(cpu=True, split_batches=True)
-    assert accelerator.split_batches is True
-    with pytest.raises(ValueError, match="split_batches=True and dataloader_config"):
-        Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration())
-    assert Accelerator(cpu=True, split_batches=_split_batches).split_batches is False
+    assert accelerator.split_batches is False
+    splits = DataLoaderConfiguration(split_batches=True)
+    with pytest.warns(FutureWarning, match=r"split_batches=False\) has no effect"):
+        assert Accelerator(cpu=True, split_batches=False, dataloader_config=splits).split_batches is True
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Accelerator(cpu=True, split_batches=True, dataloader_config=splits).split_batches is True
+        assert Accelerator(cpu=True, split_batches=False).split_batches is False
+        assert Accelerator(cpu=True, split_batches=_split_batches).split_batches is False
 
 
 # ---- accumulation -------------------------------------------------------------------------------------------------------

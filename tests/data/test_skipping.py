@@ -1,8 +1,10 @@
 """Starting in the middle of an epoch."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepare import prepare_data_loader
@@ -115,3 +117,26 @@ def test_a_number_of_batches_is_an_integer(wrong: object) -> None:
     with pytest.raises(TypeError, match=r"num_batches=.*must be an integer"):
         skip_first_batches(DataLoader(range(4)), wrong)
     assert len(skip_first_batches(DataLoader(range(4)), torch.tensor(1))) == 3
+
+
+class ByEpoch(Sampler):  # type: ignore[type-arg]
+    """A batch sampler whose order depends on the epoch that it was told."""
+
+    batch_size, drop_last, epoch = None, True, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[self.epoch, place] for place in range(4)])
+
+    def __len__(self) -> int:
+        return 4
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_the_epoch_that_a_program_told_its_batch_sampler_stays(skipped: int) -> None:
+    loader = prepare_data_loader(DataLoader(Squares(8), batch_sampler=ByEpoch()), even_batches=False)
+    rest = skip_first_batches(loader, skipped)
+    loader.batch_sampler.set_epoch(3)
+    assert lists(rest) == [[3, place] for place in range(skipped, 4)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as functional
 from torch import nn
 
@@ -60,6 +63,28 @@ def test_attention_without_causal_mask_needs_chunks_in_order(rank: int) -> None:
         output = model(buffer)
         accelerator.backward(output.sum())
     assert torch.allclose(output, expected.chunk(2, dim=1)[rank], atol=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
+def test_exchanges_on_the_cpu_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
+    """Two at once end the process now and then: the threads of gloo write into one string without a lock."""
+    under_way = []
+    for name in ("all_gather_tensor", "all_gather_single", "permute_tensor"):
+        if hasattr(functional_collectives, name):
+            begin = getattr(functional_collectives, name)
+
+            def counted(*arguments: object, begin: Any = begin, **options: object) -> Any:
+                under_way.append(torch._C._distributed_c10d._get_work_registry_size())
+                return begin(*arguments, **options)
+
+            monkeypatch.setattr(functional_collectives, name, counted)
+    accelerator = accelerator_with(cp_comm_strategy=strategy)
+    model = accelerator.prepare(Attention(is_causal=True))
+    buffer = torch.randn(2, 8, 8)
+    with accelerator.maybe_context_parallel([buffer], [1]):
+        accelerator.backward(model(buffer).sum())
+    assert under_way == [0] * 4, "forward: keys and values; backward: them, their gradients twice"
 
 
 @ranks(2)

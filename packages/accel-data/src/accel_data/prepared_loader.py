@@ -231,8 +231,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Choose the epoch of the next iteration, for samplers and datasets that shuffle by it."""
         self.iteration = epoch
         batches: Any = batch_sampler_of(self)
-        receiver: Any
-        for receiver in (batches, getattr(innermost(batches), "sampler", None)):
+        receivers: list[Any] = [getattr(innermost(batches), "sampler", None)]
+        # a program that skips in a new process, where epochs are counted from 0 again, may have set its batch sampler's itself
+        if epoch > 0 or not isinstance(batches, SkipBatchSampler):
+            receivers.insert(0, batches)
+        for receiver in receivers:
             if hasattr(receiver, "set_epoch"):
                 receiver.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):

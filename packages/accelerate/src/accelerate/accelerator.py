@@ -92,7 +92,7 @@ class Accelerator:
 
     Args:
         device_placement (`bool`): Whether `prepare` moves models to the device and data loaders move batches there.
-        split_batches (`bool`): Deprecated, use `DataLoaderConfiguration(split_batches=...)`.
+        split_batches (`bool`): Has no effect, as in 1.15: use `DataLoaderConfiguration(split_batches=...)`.
         mixed_precision (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`, *optional*): The dtype of the forward pass under autocast.
             When None, `ACCELERATE_MIXED_PRECISION`, which `accelerate launch` sets, or else full precision.
         gradient_accumulation_steps (`int`): Micro-batches per optimizer step. The environment variable

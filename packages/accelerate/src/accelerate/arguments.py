@@ -122,28 +122,17 @@ def check_num_steps(key: str, value: Any) -> int:
 def resolve_loader_settings(
     config: DataLoaderConfiguration | None, split_batches: bool | NotGiven
 ) -> DataLoaderConfiguration:
-    """How data loaders shard their data; `split_batches` as an argument of its own is deprecated.
-
-    Raises:
-        ValueError: Both are passed.
-    """
-    if isinstance(split_batches, NotGiven):
-        return (
-            DataLoaderConfiguration()
-            if config is None
-            else _checked("dataloader_config", config, DataLoaderConfiguration)
-        )
-    if config is not None:
-        raise ValueError(
-            f"split_batches={split_batches!r} and dataloader_config={config!r} are both given. Set split_batches in "
-            "the DataLoaderConfiguration only."
-        )
-    warn_user(
-        f"Accelerator(split_batches={split_batches!r}) is deprecated. Pass "
-        f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches!r}).",
-        FutureWarning,
+    """How data loaders shard their data; `split_batches` as an argument of its own has no effect, as in 1.15."""
+    settings = (
+        DataLoaderConfiguration() if config is None else _checked("dataloader_config", config, DataLoaderConfiguration)
     )
-    return DataLoaderConfiguration(split_batches=split_batches)
+    if isinstance(split_batches, bool) and split_batches is not settings.split_batches:
+        warn_user(
+            f"Accelerator(split_batches={split_batches!r}) has no effect, as in accelerate 1.15. To split batches, pass "
+            "dataloader_config=DataLoaderConfiguration(split_batches=True).",
+            FutureWarning,
+        )
+    return settings
 
 
 def resolve_dynamo(backend: Any, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:

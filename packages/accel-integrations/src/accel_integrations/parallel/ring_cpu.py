@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,6 +21,32 @@ def register() -> None:
     operators = ring_operators()
     operators.setdefault(FORWARD, _forward)
     operators.setdefault(BACKWARD, _backward)
+    ring = ring_attention()
+    if not hasattr(ring._create_rotater, "__wrapped__"):
+        ring._create_rotater = _one_at_a_time(ring._create_rotater)
+
+
+def _one_at_a_time(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Have exchanges of CPU tensors end before the next one begins.
+
+    An all-gather and an all-to-all that are under way in one group of gloo end the process after some 10,000 times: its
+    two threads write the name of what each has done into one string of C++, without a lock (torch 2.13).
+    """
+
+    @wraps(create)
+    def create_rotater(*arguments: Any, **options: Any) -> Any:
+        rotater = create(*arguments, **options)
+        begin = rotater.exchange_buffers
+
+        def exchange_buffers(buffer: torch.Tensor) -> None:
+            begin(buffer)
+            if buffer.device.type == "cpu":
+                rotater.next_buffer()  # waits for it
+
+        rotater.exchange_buffers = exchange_buffers
+        return rotater
+
+    return create_rotater
 
 
 def _forward(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[DTensor, ...]:
