@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.output import own_lines
+
 PROGRAMS = Path(__file__).parent / "mistaken.py"
 REASON = "the ranks can never go on"
 
@@ -68,8 +70,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def said(outcome: dict[str, Any]) -> str:
-    lines = "".join(outcome["err"].values()).splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith("[Gloo]"))
+    return "\n".join(own_lines("".join(outcome["err"].values())))
 
 
 def rows(text: str) -> list[str]:
