@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 GLOO = ("[Gloo]", "is connected to", "Expected number of connected")
 
 
