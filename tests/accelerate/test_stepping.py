@@ -102,6 +102,18 @@ def test_accumulate_without_prepare_is_refused() -> None:
     assert accelerator.step == 0
 
 
+def test_what_was_freed_may_still_be_used() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.free_memory()
+    for expected in (False, True):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            assert accelerator.sync_gradients is expected
+
+
 @pytest.mark.filterwarnings("ignore:This Accelerator sets gradient_accumulation_steps=1 for all")
 def test_models_may_come_in_a_list_be_unprepared_beside_an_optimizer_or_be_prepared_elsewhere() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

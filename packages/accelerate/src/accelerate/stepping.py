@@ -48,6 +48,7 @@ class StepController:
         self.first_step = FirstStepCheck(engine)
         self._asks_before_backward = True  # the first time, and with LOMO optimizers
         self._checked: tuple[nn.Module, ...] = ()  # the models of the last `accumulate`, found in order
+        self._was_freed = False  # what was prepared is no longer known, but may still be used
 
     # ---- gradient accumulation ----------------------------------------------------------------------------------
 
@@ -87,7 +88,8 @@ class StepController:
                     "`with accelerator.accumulate(model):`."
                 )
         known = self.prepared
-        if not (known.models or known.optimizers or known.dataloaders or any(map(is_prepared, found))):
+        is_known = bool(known.models or known.optimizers or known.dataloaders)
+        if not (is_known or self._was_freed or any(map(is_prepared, found))):
             raise RuntimeError(
                 f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has not "
                 "prepared anything. Call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
@@ -181,6 +183,7 @@ class StepController:
         self._asks_before_backward = True
         self.first_step.has_gone_backward = False
         self._checked = ()
+        self._was_freed = True
 
 
 class Accumulation(ContextDecorator):
