@@ -10,6 +10,7 @@ import torch.distributed._functional_collectives as functional_collectives
 import torch.nn.functional as functional
 from torch import nn
 
+from accel_integrations.parallel.torch_ring import ring_attention
 from accel_state.mesh import ParallelismConfig
 from accel_state.settings.parallelism import TorchContextParallelConfig
 from accelerate import Accelerator
@@ -34,6 +35,7 @@ def test_buffers_are_sharded_within_and_restored_afterwards(rank: int) -> None:
     assert kept.tolist() == [list(range(8))]
     assert given_up.shape == (1, 4, 2)
     assert functional.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert not ring_attention()._replaced_functions, "one more is kept in each step"
 
 
 class Attention(nn.Module):

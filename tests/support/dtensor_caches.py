@@ -22,7 +22,7 @@ def forget_meshes() -> None:
 
 def _clearing_functions() -> Iterator[Any]:
     import torch
-    from torch.distributed.tensor import DTensor, _redistribute
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
     sharding: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
     places: tuple[tuple[Any, str], ...] = (
@@ -31,6 +31,7 @@ def _clearing_functions() -> Iterator[Any]:
         (getattr(sharding, "cache", None), "cache_clear"),  # 2.9
         (_redistribute._gen_transform_infos, "cache_clear"),
         (_redistribute, "clear_redistribute_planner_cache"),  # from 2.10
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
     )
     for holder, name in places:
         clear = getattr(holder, name, None)

@@ -16,7 +16,7 @@ from accel_integrations.parallel.patched_attention import (
     drop_masks,
     watch_attention,
 )
-from accel_integrations.parallel.torch_ring import restored_after_errors, ring_attention
+from accel_integrations.parallel.torch_ring import forgotten_afterwards, restored_after_errors, ring_attention
 from accel_integrations.parallel.transform import Transform
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def sharded_sequences(
     length = sharded[0].shape[along[0]]
     _options().enable_load_balance = config.cp_handler.cp_load_balance and length % (2 * mesh.size()) == 0
     parallel = context_parallel(mesh, buffers=sharded, buffer_seq_dims=along, no_restore_buffers=no_restore)
-    with restored_after_errors(), parallel, ATTENTION.block():
+    with forgotten_afterwards(), restored_after_errors(), parallel, ATTENTION.block():
         yield
 
 

@@ -60,6 +60,7 @@ class AttentionPatch:
         self._depth -= 1
         if self._depth == 0:
             functional.scaled_dot_product_attention = self._before  # type: ignore[assignment]
+            self._before = None  # it may hold a mesh
 
     @contextmanager
     def block(self) -> Iterator[None]:

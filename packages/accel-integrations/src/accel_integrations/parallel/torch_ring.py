@@ -39,3 +39,15 @@ def restored_after_errors() -> Iterator[None]:
         functional.scaled_dot_product_attention = attention
         dispatcher._custom_op_handlers = handlers
         raise
+
+
+@contextmanager
+def forgotten_afterwards() -> Iterator[None]:
+    """Drop the functions that a block of context parallelism has put in place of attention: torch keeps one a block, and its mesh."""
+    kept: dict[Any, Any] = ring_attention()._replaced_functions
+    before = set(kept)
+    try:
+        yield
+    finally:
+        for function in kept.keys() - before:
+            del kept[function]
