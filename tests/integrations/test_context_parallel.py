@@ -70,7 +70,7 @@ def test_attention_without_causal_mask_needs_chunks_in_order(rank: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
 def test_exchanges_on_the_cpu_come_one_at_a_time(monkeypatch: pytest.MonkeyPatch, strategy: str) -> None:
-    """Two at once end the process now and then: the threads of gloo write into one string without a lock."""
+    """Two at once, in one group of gloo, end the process now and then."""
     under_way = []
     for name in ("all_gather_tensor", "all_gather_single", "permute_tensor"):
         if hasattr(functional_collectives, name):
