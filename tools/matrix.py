@@ -26,6 +26,7 @@ from tools.environments import install, make_environment  # noqa: E402 - found o
 
 TORCH = ("2.9", "2.11", "2.13", "newest")
 PYTHON = ("3.11", "3.13")
+PAIRS = (*((torch, python) for torch in TORCH for python in PYTHON), ("newest", "3.14"))
 CORNERS = ((TORCH[0], PYTHON[0]), (TORCH[-1], PYTHON[-1]))
 NOT_TRIED = (
     "clients",
@@ -151,7 +152,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--write", action="store_true", help="put the table into docs/compatibility.md")
     options, rest = parser.parse_known_args(arguments)
-    pairs = CORNERS if options.corners else [(torch, python) for torch in TORCH for python in PYTHON]
+    pairs = CORNERS if options.corners else PAIRS
     outcomes = [try_cell(cell, rest) for cell in options.cell or [Cell(*pair) for pair in pairs]]
     shown = table(outcomes)
     print(shown)
