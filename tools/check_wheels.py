@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Build every package and use it as a stranger would: alone, from its wheel, in an empty environment.
 
+Each is built twice, to the same bytes, and PyPI would take it (`tools.release.build`).
 The umbrella must also be what other libraries mean when they ask for accelerate.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tools.environments import install, make_environment  # noqa: E402 - found only from here on
+from tools.release import RefusedError, Workspace, build  # noqa: E402
 
 TORCH = "torch>=2.13,<2.14"  # of the workspace
 CLIENTS = ("transformers[torch]", "peft")
@@ -29,6 +32,17 @@ def readme_example(package: Path) -> str:
     if found is None:
         raise SystemExit(f"{package.name}: README.md has no Python example")
     return found.group(1)
+
+
+def build_wheel(package: Path, wheels: Path, folder: Path) -> None:
+    """Build a package as a release does, and put its wheel beside the others."""
+    try:
+        built = build(Workspace(ROOT), package.name, folder / f"{package.name}-built")
+    except RefusedError as error:
+        raise SystemExit(str(error)) from None
+    for file in built:
+        if file.suffix == ".whl":
+            shutil.copy2(file, wheels)
 
 
 def try_alone(package: Path, wheels: Path, folder: Path) -> None:
@@ -81,9 +95,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheels = folder / "wheels"
-        subprocess.run(
-            ["uv", "build", "-q", "--all-packages", "--wheel", "--no-sources", "-o", str(wheels)], cwd=ROOT, check=True
-        )
+        wheels.mkdir()
+        for package in PACKAGES:
+            build_wheel(package, wheels, folder)
         for package in PACKAGES:
             if not wanted or package.name in wanted:
                 try_alone(package, wheels, folder)
