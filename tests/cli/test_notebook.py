@@ -204,7 +204,9 @@ def test_a_trial_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PROGRAM = """
+import os
 import sys
+import time
 from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -227,11 +229,21 @@ def broken():
         raise KeyError("in the second")
     state.wait_for_everyone()  # whose error follows from the other one
 
+def broken_beside_one_that_catches():
+    if os.environ["RANK"] == "1":
+        raise KeyError("in the second")
+    try:
+        time.sleep(100)
+    except Exception:  # a termination is none
+        Path(sys.argv[1], "caught").touch()
+
 debug_launcher(cell, ("debug",))
 notebook_launcher(cell, ("notebook",), num_processes=2, mixed_precision="bf16", use_port="0")
-for launcher in (debug_launcher, notebook_launcher):
+for launcher, function in (
+    (debug_launcher, broken), (notebook_launcher, broken), (notebook_launcher, broken_beside_one_that_catches)
+):
     try:
-        launcher(broken, num_processes=2)
+        launcher(function, num_processes=2)
     except Exception as error:
         assert "in the second" in str(error) and "Traceback" in str(error), error
         if launcher is notebook_launcher:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ def _reporting(function: Callable[..., Any], folder: str) -> Callable[..., Any]:
 
     @wraps(function)
     def reporting(*args: Any) -> Any:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the handler of torch's agent, which raises
         rank = os.environ.get("RANK", "0")
         with suppress(FileNotFoundError):
             os.unlink(os.path.join(folder, f"{rank}.error"))  # of the attempt before a restart
