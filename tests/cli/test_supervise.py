@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,14 @@ SIGNALLED = Path(__file__).parent / "signalled.py"
 BY_TORCH = ["--role", "trainer"]  # which only torch's agent knows
 
 
-def without_gloo(lines: Iterable[str]) -> Iterator[str]:
-    """What the processes print; gloo of torch 2.9 prints to standard output, too."""
-    return (line for line in lines if not line.startswith("[Gloo]"))
+def told(pattern: str, launcher: subprocess.Popen[str]) -> list[str]:
+    """What the pattern finds in the next line of each of the two processes.
+
+    Between these lines are those of gloo of torch 2.9, which prints to standard output, now and then one into another.
+    """
+    assert launcher.stdout is not None
+    found = (re.search(pattern, line) for line in iter(launcher.stdout.readline, ""))
+    return [match[0] for match in islice((match for match in found if match), 2)]
 
 
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
@@ -104,8 +109,7 @@ def test_no_process_outlives_the_launcher(number: signal.Signals) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*LAUNCH, SCRIPT, "waits"], stdout=subprocess.PIPE, text=True, env=environment) as launcher:
         assert launcher.stdout is not None
-        lines = without_gloo(iter(launcher.stdout.readline, ""))
-        workers = [int(next(lines).split()[1]) for _ in range(2)]
+        workers = [int(pid) for pid in told(r"(?<=waiting )\d+", launcher)]
         handles = [os.pidfd_open(worker) for worker in workers]
         launcher.send_signal(number)
         assert launcher.stdout.read() == "", "the pipe ends when the last process does"
@@ -123,9 +127,7 @@ def ends_with(
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, env=environment, **pipes) as launcher:
-        assert launcher.stdout is not None
-        lines = without_gloo(iter(launcher.stdout.readline, ""))
-        assert [next(lines) for _ in range(2)] == ["ready\n"] * 2
+        assert told("ready$", launcher) == ["ready"] * 2
         launcher.send_signal(getattr(signal, name))
         said, _ = launcher.communicate(timeout=60)
     return launcher.returncode, said
