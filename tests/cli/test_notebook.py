@@ -120,7 +120,7 @@ def test_several_processes(started: list[Any], monkeypatch: pytest.MonkeyPatch) 
     notebook_launcher(print, ("a",), num_processes=2, max_restarts=2)
     config, _, _, environ = started[1]
     assert (config.rdzv_backend, config.rdzv_endpoint, config.max_restarts) == ("c10d", "localhost:0", 2)
-    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert (environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"], config.local_addr) == ("1", "localhost")
 
 
 def test_several_machines_with_accelerators(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

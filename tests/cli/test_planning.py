@@ -83,7 +83,7 @@ def test_the_agents_options_are_passed_on() -> None:
 def test_restarts_need_a_rendezvous_that_works_twice() -> None:
     two = ["--cpu", "--num_processes", "2", "--max_restarts", "1"]
     plan = plan_of(*two, "train.py")
-    assert {"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0"} <= set(plan.argv)
+    assert {"--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--local_addr=localhost"} <= set(plan.argv)
     assert plan.environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert "--rdzv_endpoint=127.0.0.1:1234" in plan_of(*two, "--main_process_port", "1234", "train.py").argv
     own = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}

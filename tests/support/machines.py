@@ -47,3 +47,10 @@ def two_machines(prefix: str) -> Iterator[tuple[str, str]]:
 def inside(machine: str, hostname: str, command: str) -> list[str]:
     """The words that run a shell command on a machine, which then has a name of its own."""
     return ["ip", "netns", "exec", machine, "unshare", "--uts", "sh", "-c", f"hostname {hostname}; exec {command}"]
+
+
+def under_an_unknown_name() -> list[str]:
+    """The words before a command that give it a host name that nothing resolves; none where that is not permitted."""
+    words = ["unshare", "--uts", "sh", "-c", 'hostname unknown.invalid && exec "$@"', "sh"]
+    may = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    return words if may else []

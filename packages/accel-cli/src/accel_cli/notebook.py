@@ -119,6 +119,7 @@ def notebook_launcher(
         monitor_interval=monitor_interval,
         start_method="fork",
         log_line_prefix_template=log_line_prefix_template,
+        local_addr="localhost" if num_nodes == 1 else None,  # the host's name need not resolve
     )
     print(f"Starting {num_processes} processes on {'the CPU' if kind.name == 'cpu' else kind.name}.")
     with patch_environment(**variables):

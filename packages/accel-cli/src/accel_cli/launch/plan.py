@@ -213,8 +213,9 @@ def _rendezvous_address(settings: LaunchSettings) -> dict[str, object]:
     address = settings.main_process_ip or "127.0.0.1"
     port = settings.main_process_port or DEFAULT_PORT
     alone = settings.num_machines == 1
-    if alone and not settings.port_was_named and rendezvous(settings) == "c10d":
-        return {"rdzv_endpoint": "localhost:0"}  # the agent takes a free port
+    if alone and rendezvous(settings) == "c10d":  # else the agent tells its processes this machine's host name
+        endpoint = f"{address}:{port}" if settings.port_was_named else "localhost:0"  # the agent takes a free port
+        return {"rdzv_endpoint": endpoint, "local_addr": settings.main_process_ip or "localhost"}
     if rendezvous(settings) == "static" and (alone or settings.same_network):
         return {"master_addr": address, "master_port": port}
     return {"rdzv_endpoint": f"{address}:{port}"}
