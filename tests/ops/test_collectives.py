@@ -224,6 +224,13 @@ def test_padding(rank: int, world: int) -> None:
     assert found["a"].tolist() == ([[7, 7], [1, 1]] if rank == 0 else [[1, 1], [1, 1]])
     assert found["b"][0] is data["b"][0]
     assert pad_across_processes(data["b"][1], dim=-1).shape == (4, 2)
+    mask, ids = torch.ones(rank + 1, dtype=torch.bool), torch.ones(rank + 1, dtype=torch.int8)
+    assert pad_across_processes(mask).tolist() == [True, rank == 1], "a mask stays one"
+    labels, halves, same = (pad_across_processes([mask, ids, mask[:1]], pad_index=index) for index in (-100, 0.5, 0))
+    assert labels[0].tolist() == [1, -100 if rank == 0 else 1], "which is not True"
+    assert [leaf.dtype for leaf in labels] == [torch.int64, torch.int8, torch.bool], "the same on every process"
+    assert [leaf.dtype for leaf in halves] == [torch.float32, torch.float32, torch.bool]
+    assert [leaf.dtype for leaf in same] == [torch.bool, torch.int8, torch.bool]
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     with pytest.warns(CannotPadNestedTensorWarning):
         assert pad_across_processes(nested) is nested

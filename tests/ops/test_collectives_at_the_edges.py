@@ -78,10 +78,26 @@ def test_reduce_keeps_the_dtype_of_sums(rank: int, world: int, dtype: torch.dtyp
 
 
 @ranks(2)
-def test_parameters_are_reduced_and_broadcast_outside_the_graph(rank: int, world: int) -> None:
+@pytest.mark.parametrize("reduction", ["sum", "mean", "max"])
+def test_gradients_of_what_is_reduced_flow_to_the_own_tensor(rank: int, world: int, reduction: Any) -> None:
+    """As a loss that is averaged over processes before the backward pass needs it."""
+    weight, plain = torch.full((3,), rank + 1.0, requires_grad=True), torch.ones(3)
+    found = reduce([weight * 2, plain, weight.bfloat16()], reduction)
+    with torch.no_grad():
+        assert not reduce(weight, reduction).requires_grad
+    assert [leaf.requires_grad for leaf in found] == [reduction != "max", False, reduction != "max"]
+    if reduction != "max":
+        found[0] /= 4  # results are the caller's own
+        (found[0].sum() + found[2].float().sum()).backward()
+        own = 1.0 if reduction == "sum" else 1 / world
+        assert weight.grad.tolist() == [own * 2 / 4 + own] * 3  # type: ignore[union-attr]
+        assert found[0].tolist() == [(1 + 2) * 2 * own / 4] * 3
+
+
+@ranks(2)
+def test_parameters_are_reduced_and_broadcast(rank: int, world: int) -> None:
     parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)))
-    total = reduce(parameter, "sum")
-    assert not total.requires_grad
+    assert reduce(parameter, "sum").tolist() == [[1, 1]] * 2
     assert parameter.tolist() == [[rank, rank]] * 2
     assert broadcast(parameter, from_process=1) is parameter
     assert parameter.tolist() == [[1, 1]] * 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict, UserDict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,6 +67,7 @@ structures = st.recursive(
         st.dictionaries(st.text(max_size=3), inner, max_size=3),
         st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
         st.dictionaries(st.text(max_size=3), inner, max_size=3).map(UserDict),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(lambda items: defaultdict(list, items)),
     ),
     max_leaves=8,
 )
@@ -78,7 +79,12 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or len(one) != len(other):
         return False
     if isinstance(one, (dict, UserDict)):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        factories = getattr(one, "default_factory", None), getattr(other, "default_factory", None)
+        return (
+            factories[0] is factories[1]
+            and list(one) == list(other)
+            and all(same(one[key], other[key]) for key in one)
+        )
     return all(map(same, one, other))
 
 
@@ -100,6 +106,8 @@ def test_structures_survive_packing(data: Any) -> None:
 def test_mapping_keeps_types(data: Any) -> None:
     assert same(recursively_apply(lambda tensor: tensor.clone(), data), data)
     assert same(send_to_device(data, "cpu"), data)
+    longer = recursively_apply(lambda leaf: leaf.float() if leaf.dtype in (torch.half, torch.bfloat16) else leaf, data)
+    assert same(convert_to_fp32(data), longer)
 
 
 def test_mapping_other_leaves() -> None:
@@ -122,6 +130,7 @@ def test_batches() -> None:
     assert slice_tensors(data, slice(1, 2))["a"].tolist() == [[2, 3]]
     joined = concatenate([data, data])
     assert joined["a"].shape == (6, 2)
+    assert concatenate([defaultdict(list, data)] * 2).default_factory is list
     assert isinstance(concatenate([Pair(torch.ones(1), torch.ones(2))] * 2), Pair)
     with pytest.raises(TypeError, match="'x'"):
         concatenate(["x", "y"])

@@ -369,6 +369,7 @@ def test_bf16_on_xla(downcast: str | None, expected: bool, monkeypatch: pytest.M
     assert "XLA_USE_BF16" not in os.environ  # it would round parameters too
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API settings")  # by which torch 2.9.0 announces others
 def test_compiled_float32_may_use_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:0")
     monkeypatch.setattr(DeviceKind, "set_device", lambda self, index: None)

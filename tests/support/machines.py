@@ -52,5 +52,7 @@ def inside(machine: str, hostname: str, command: str) -> list[str]:
 def under_an_unknown_name() -> list[str]:
     """The words before a command that give it a host name that nothing resolves; none where that is not permitted."""
     words = ["unshare", "--uts", "sh", "-c", 'hostname unknown.invalid && exec "$@"', "sh"]
-    may = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    may = (
+        shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    )
     return words if may else []

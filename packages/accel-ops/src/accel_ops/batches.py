@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.nested import TensorInformation, honor_type, is_tensor_information, recursively_apply
+from accel_ops.nested import TensorInformation, honor_mapping, honor_type, is_tensor_information, recursively_apply
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -66,8 +66,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, (tuple, list)):
         return honor_type(first, (concatenate([item[index] for item in data], dim) for index in range(len(first))))
     if isinstance(first, Mapping):
-        made: Any = type(first)
-        return made({key: concatenate([item[key] for item in data], dim) for key in first})
+        return honor_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
     if not isinstance(first, torch.Tensor):
         if len(data) == 1:
             return first

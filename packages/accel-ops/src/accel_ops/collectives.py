@@ -13,7 +13,7 @@ from accel_ops.gather_payload import payload_of
 from accel_ops.gathering import gather_leaves
 from accel_ops.nested import flatten, rebuild, recursively_apply
 from accel_ops.objects import check_source, gather_object
-from accel_ops.reducing import reduce_leaves
+from accel_ops.reducing import reduce_leaves, with_own_gradients
 from accel_ops.transport import Reduction, transport_of
 from accel_ops.verification import verify_operation
 from accel_state.enums import DistributedType
@@ -63,7 +63,8 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
         scale (`float`): A factor for the result; XLA only.
 
     Returns:
-        The same structure with results of the same dtypes; means of integers become floats.
+        The same structure with results of the same dtypes; means of integers become floats. Gradients of sums and means
+        flow to the tensors of this process alone: multiplied by 1, or by 1 / `num_processes`.
 
     Raises:
         TypeError: When a leaf is not a tensor.
@@ -93,7 +94,7 @@ def reduce(tensor: Any, reduction: Literal["mean", "sum", "none", "max", "min"] 
         )
     if wire != state.device:
         results = [result.to(leaf.device) for result, leaf in zip(results, leaves, strict=True)]
-    return rebuild(tensor, results)
+    return rebuild(tensor, with_own_gradients(leaves, results, HOW[reduction], factor))
 
 
 @verify_operation
@@ -193,7 +194,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         pad_first (`bool`): Pad at the beginning.
 
     Returns:
-        The same structure; leaves that are large enough already are not copied.
+        The same structure; leaves that are large enough already are not copied. Where processes pad a tensor of integers
+        or truth values with what its dtype cannot hold, all of them get torch's common dtype of the two: int64 for a mask
+        padded with -100.
 
     Raises:
         TypeError: When a leaf is not a tensor.
@@ -211,26 +214,43 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         return tensor
     own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
     largest = iter(_largest_sizes(own, tuple([leaf.dim() for leaf in leaves]), tensor, state))
-    return recursively_apply(lambda leaf: _padded(leaf, dim, next(largest), pad_index, pad_first), tensor)
+    return recursively_apply(lambda leaf: _padded(leaf, dim, *next(largest), pad_index, pad_first), tensor)
 
 
-def _largest_sizes(own: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState) -> list[int]:
-    """The largest of each size on any rank; the sizes go in the places of those in dimension 0 of an announcement."""
+def _largest_sizes(
+    own: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState
+) -> list[tuple[int, bool]]:
+    """The largest of each size on any rank, and whether others are smaller.
+
+    The sizes go in the places of those in dimension 0 of an announcement.
+    """
     transport = transport_of(state).between_hosts(state)
     operation = Operation("pad_across_processes", tensor, SAME_DIMENSIONS)
     payload = payload_of((operation.name, dimensions), tuple([(torch.uint8, (size,)) for size in own]), True)
     wire = transport.collective_device(state)
     announced = announce([], payload, operation, transport, state.num_processes, wire)
-    return [max(sizes) for sizes in zip(*announced.sizes, strict=True)]
+    return [(max(sizes), min(sizes) != max(sizes)) for sizes in zip(*announced.sizes, strict=True)]
 
 
-def _padded(leaf: torch.Tensor, dim: int, size: int, pad_index: float, pad_first: bool) -> torch.Tensor:
-    if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] == size:
+def _padded(
+    leaf: torch.Tensor, dim: int, size: int, is_ragged: bool, pad_index: float, pad_first: bool
+) -> torch.Tensor:
+    if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim or not is_ragged:
+        return leaf
+    leaf = leaf.to(_padded_dtype(leaf, pad_index))  # also on the ranks that have nothing to pad
+    if leaf.shape[dim] == size:
         return leaf
     shape = list(leaf.shape)
     shape[dim] = size - leaf.shape[dim]
     padding = leaf.new_full(shape, pad_index)
     return torch.cat([padding, leaf] if pad_first else [leaf, padding], dim=dim)
+
+
+def _padded_dtype(leaf: torch.Tensor, pad_index: float) -> torch.dtype:
+    """A dtype that holds a tensor and its padding; a mask that is padded with 0 or 1 stays one."""
+    if leaf.dtype.is_floating_point or leaf.dtype.is_complex or (leaf.dtype == torch.bool and pad_index in (0, 1)):
+        return leaf.dtype
+    return torch.result_type(leaf, pad_index)
 
 
 def wait_for_everyone() -> None:

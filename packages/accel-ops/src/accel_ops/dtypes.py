@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.nested import honor_type
+from accel_ops.nested import honor_mapping, honor_type
 from accel_state.public_names import known_as
 
 HALF = (torch.float16, torch.bfloat16)
@@ -22,8 +22,7 @@ def convert_to_fp32(tensor: Any) -> Any:
     if isinstance(tensor, (tuple, list)):
         return honor_type(tensor, (convert_to_fp32(item) for item in tensor))
     if isinstance(tensor, Mapping):
-        made: Any = type(tensor)
-        return made({key: convert_to_fp32(item) for key, item in tensor.items()})
+        return honor_mapping(tensor, {key: convert_to_fp32(item) for key, item in tensor.items()})
     return tensor
 
 

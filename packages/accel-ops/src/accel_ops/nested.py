@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,12 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
+def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Make a mapping of the type of `obj`, a `defaultdict` with its factory, of `items`."""
+    made: Any = type(obj)
+    return made(obj.default_factory, items) if isinstance(obj, defaultdict) else made(items)
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
@@ -78,15 +85,13 @@ def recursively_apply(
         )
         return honor_type(data, items)
     if isinstance(data, Mapping):
-        made: Callable[[Any], Any] = type(data)
-        return made(
-            {
-                key: recursively_apply(
-                    func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
-                )
-                for key, item in data.items()
-            }
-        )
+        values = {
+            key: recursively_apply(
+                func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
+            )
+            for key, item in data.items()
+        }
+        return honor_mapping(data, values)
     if test_type(data):
         return func(data, *args, **kwargs)
     if error_on_other_type:
@@ -150,8 +155,7 @@ def _put(data: Any, leaves: Iterator[Any]) -> Any:
     if type(data) is list:
         return [next(leaves) if isinstance(item, torch.Tensor) else _put(item, leaves) for item in data]
     if isinstance(data, Mapping):
-        made: Callable[[Any], Any] = type(data)
-        return made({key: _put(item, leaves) for key, item in data.items()})
+        return honor_mapping(data, {key: _put(item, leaves) for key, item in data.items()})
     return honor_type(data, (_put(item, leaves) for item in data))
 
 

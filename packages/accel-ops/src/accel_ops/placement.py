@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.nested import honor_type
+from accel_ops.nested import honor_mapping, honor_type
 
 
 def send_to_device(
@@ -33,13 +33,11 @@ def send_to_device(
         return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
     if isinstance(tensor, Mapping):
         skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or []
-        made: Any = type(tensor)
-        return made(
-            {
-                key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
-                for key, item in tensor.items()
-            }
-        )
+        values = {
+            key: item if key in skipped else send_to_device(item, device, non_blocking, skip_keys)
+            for key, item in tensor.items()
+        }
+        return honor_mapping(tensor, values)
     return tensor
 
 

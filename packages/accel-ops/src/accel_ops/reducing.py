@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),
 }
+DIFFERENTIABLE: frozenset[Reduction] = frozenset({"sum"})
 MAX_REDUCED_DTYPES = 2  # each dtype needs its own all-reduce; more of them are all-gathered once and reduced locally
 
 
@@ -73,6 +75,41 @@ def reduce_leaves(
         for index, result in zip(bucket, reduced, strict=True):
             results[index] = result
     return results
+
+
+class _OwnTerm(torch.autograd.Function):
+    """What was reduced, with the gradient of this rank's term of the sum: that of the others is theirs to take."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, reduced: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return reduced.clone()  # results of one dtype are parts of one tensor, and only some may need gradients
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradients[0] * ctx.factor, None, None
+
+
+def with_own_gradients(
+    leaves: list[torch.Tensor], results: list[torch.Tensor], how: Reduction, factor: float
+) -> list[torch.Tensor]:
+    """Let gradients of the results flow to this rank's leaves.
+
+    Args:
+        leaves: What was reduced.
+        results: What `reduce_leaves` returned for them.
+        how: The reduction.
+        factor: The factor of the results: the derivative.
+
+    Returns:
+        `results`, those whose leaves need gradients as parts of the graph, when the reduction is a sum.
+    """
+    if how not in DIFFERENTIABLE or not torch.is_grad_enabled():
+        return results
+    return [
+        _OwnTerm.apply(leaf, result, factor) if leaf.requires_grad else result
+        for leaf, result in zip(leaves, results, strict=True)
+    ]
 
 
 def _flats(leaves: list[torch.Tensor], layout: Layout) -> list[torch.Tensor]:

@@ -984,7 +984,7 @@ class Accelerator:
 
         Args:
             tensor (`torch.Tensor` or nested structure of them): Equal shapes on all processes.
-            reduction (`"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`): The operation; "none" is an alias of "sum".
+            reduction (`"sum"`, `"mean"`, `"max"`, `"min"` or `"none"`): The operation; "none" returns `tensor` itself.
             scale (`float`): A factor for the result; XLA only.
 
         Returns:
