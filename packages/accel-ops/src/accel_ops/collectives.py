@@ -195,7 +195,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
     Returns:
         The same structure; leaves that are large enough already are not copied. Where processes pad a tensor of integers
-        or truth values with what its dtype cannot hold, all of them get torch's common dtype of the two: int64 for a mask
+        or bool with what its dtype cannot hold, all of them get torch's common dtype of the two: int64 for a mask
         padded with -100.
 
     Raises:
