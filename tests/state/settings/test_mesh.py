@@ -46,6 +46,12 @@ def test_all_sizes_are_one_by_default() -> None:
     assert config.build_device_mesh("cpu") is None
 
 
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp", "cp", "sp", "pp"])
+def test_an_axis_of_several_processes_is_enabled(axis: str) -> None:
+    assert not getattr(ParallelismConfig(), f"{axis}_enabled")
+    assert getattr(ParallelismConfig(**{f"{axis}_size": 2}), f"{axis}_enabled")
+
+
 def test_names_of_axes_by_purpose() -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=3, tp_size=4, cp_size=5)
     assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
