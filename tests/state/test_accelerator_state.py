@@ -355,15 +355,17 @@ def test_the_group_can_be_ended(rank: int) -> None:
 # ---- devices that are not here --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("downcast", "expected"), [(None, False), ("yes", True)])
-def test_bf16_on_xla(downcast: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("precision", "downcast", "expected"), [("bf16", None, False), ("bf16", "yes", True), ("no", "yes", False)]
+)
+def test_bf16_on_xla(precision: str, downcast: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = DeviceKind("meta", DistributedType.XLA, "xla", numbered=False, bf16=True, always_distributed=True)
     monkeypatch.setattr("accel_state.processes.detect_device_kind", lambda: kind)
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     monkeypatch.delenv("ACCELERATE_DOWNCAST_BF16", raising=False)
     if downcast:
         monkeypatch.setenv("ACCELERATE_DOWNCAST_BF16", downcast)
-    state = make(mixed_precision="bf16")
+    state = make(mixed_precision=precision)
     assert state.downcast_bfloat is expected
     assert os.environ.get("XLA_DOWNCAST_BF16") == ("1" if expected else None)
     assert "XLA_USE_BF16" not in os.environ  # it would round parameters too
