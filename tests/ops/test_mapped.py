@@ -15,6 +15,7 @@ from safetensors.torch import save, save_file
 
 from accel_ops.mapped import MappedShard, mapped_shard
 from accel_ops.safetensors_dtypes import DTYPES
+from accel_ops.safetensors_header import read_header
 from accel_ops.tensor_files import DTYPE_NAMES
 
 
@@ -72,6 +73,16 @@ def write_raw(path: Path, header: Any, data: bytes = b"", padding: int = 0) -> P
 
 def entry(begin: Any = 0, end: Any = 8, dtype: Any = "F32", shape: Any = (2,)) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_bytes"), [("F8_E8M0", 8), ("F6_E3M2", 6), ("F6_E2M3", 6), ("F4", 4), ("U16", 16), ("C64", 64)]
+)
+def test_a_dtype_that_torch_may_lack_has_its_size(tmp_path: Path, dtype: str, num_bytes: int) -> None:
+    header = read_header(write_raw(tmp_path / "m", {"a": entry(0, num_bytes, dtype, [8])}, bytes(num_bytes)))
+    assert header.tensors["a"].num_bytes == num_bytes
+    with pytest.raises(ValueError, match="'a'"):
+        read_header(write_raw(tmp_path / "m", {"a": entry(0, num_bytes + 1, dtype, [8])}, bytes(num_bytes + 1)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])

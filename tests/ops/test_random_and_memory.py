@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from accel_ops.memory import (
+    clear_device_cache,
     convert_bytes,
     find_executable_batch_size,
     release_memory,
@@ -248,4 +250,16 @@ def test_a_rank_that_does_not_finish_is_an_error(rank: int, world: int) -> None:
 def test_letting_go() -> None:
     assert release_memory([1], {}) == [None, None]
     assert convert_bytes(1500) == "1.46 KB"
+
+
+def test_what_nothing_reaches_is_collected_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "collect", lambda collect=gc.collect: collected.append(collect()))
+    collected: list[int] = []
+    clear_device_cache()
+    assert collected == []
+    clear_device_cache(garbage_collection=True)
+    assert len(collected) == 1
+
+
+def test_bytes_are_written_for_people() -> None:
     assert convert_bytes(3 * 1024**5) == "3.0 PB"
