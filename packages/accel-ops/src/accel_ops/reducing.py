@@ -26,7 +26,6 @@ FOLDS: dict[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
     "max": lambda parts: parts.amax(0),
     "min": lambda parts: parts.amin(0),
 }
-DIFFERENTIABLE: frozenset[Reduction] = frozenset({"sum"})
 MAX_REDUCED_DTYPES = 2  # each dtype needs its own all-reduce; more of them are all-gathered once and reduced locally
 
 
@@ -104,7 +103,7 @@ def with_own_gradients(
     Returns:
         `results`, those whose leaves need gradients as parts of the graph, when the reduction is a sum.
     """
-    if how not in DIFFERENTIABLE or not torch.is_grad_enabled():
+    if how != "sum" or not torch.is_grad_enabled():
         return results
     return [
         _OwnTerm.apply(leaf, result, factor) if leaf.requires_grad else result
