@@ -1,5 +1,6 @@
 """Run by the supervision tests: two processes that do what the first argument says."""
 
+import ctypes
 import os
 import signal
 import sys
@@ -23,6 +24,10 @@ def main(what: str) -> None:
         accelerator.gather(torch.ones(1)) if rank == 0 else accelerator.wait_for_everyone()
     elif what == "left_alone":
         accelerator.gather(torch.ones(1)) if rank == 0 else sleep_for_ever()
+    elif what == "keeps_the_gil":
+        compiled, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+        for _ in range(2):
+            compiled.pthread_mutex_lock(mutex)
     elif what == "computes":
         until = time.monotonic() + 4.5  # longer than the timeout of the test
         while rank == 0 and time.monotonic() < until:

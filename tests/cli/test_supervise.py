@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from itertools import islice
@@ -22,9 +23,10 @@ from accel_cli.launch.runners import local
 from accel_cli.launch.runners.signals import status_after
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
-from accel_cli.supervise.watch import Watch, _busy_seconds, _holds_accelerator
+from accel_cli.supervise.watch import MOST_UNANSWERED, Watch, _busy_seconds, _holds_accelerator
 from accel_ops.transport import ALL_GATHER
 from accel_state import supervision
+from accel_state.watch.on_request import answer_requests
 
 SCRIPT = str(Path(__file__).parent / "supervised.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
@@ -71,6 +73,15 @@ def test_a_process_that_waits_for_one_that_never_comes() -> None:
     done = launch("--hang_timeout", "2", SCRIPT, "left_alone")
     assert done.returncode == 124
     assert re.search(r"^1\s+-\s+.*supervised.py:\d+ in sleep_for_ever$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.thorough
+@pytest.mark.launch
+@pytest.mark.skipif(sys.platform != "linux", reason="locks a mutex as Linux has them")
+def test_compiled_code_that_keeps_the_gil() -> None:
+    done = launch("--hang_timeout", "2", SCRIPT, "keeps_the_gil")
+    assert done.returncode == 124
+    assert len(re.findall(r"^\d  .*supervised.py:\d+ in main$", done.stderr, re.MULTILINE)) == 2
 
 
 @pytest.mark.sample(1)
@@ -212,6 +223,49 @@ def test_stacks_are_read() -> None:
     busy = parse(STACKS.replace("torch/distributed", "torch/nn"))
     assert (busy.collective, busy.is_waiting) == ("", False)
     assert parse("").place == "nowhere in Python"
+
+
+def stacks_from(pipe: int) -> str:
+    """What `faulthandler` writes piece by piece, to the outermost frame of the main thread."""
+    text = ""
+    while not text.endswith((" in <module>\n", "  ...\n")):  # or as many frames as it writes
+        text += os.read(pipe, 1 << 16).decode()
+    return text
+
+
+def test_stacks_are_asked_for_without_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler walks the frames of threads that run, which crashes a healthy process now and then."""
+    monkeypatch.setattr("os.kill", lambda *args: args[1] and sent.append(args))  # 0 asks whether a process lives
+    sent: list[Any] = []
+    written, stacks = os.pipe()
+    watch = Watch(hang_timeout=600)
+    try:
+        Path(watch.folder, "0.pid").write_text(str(os.getpid()))
+        requests = answer_requests(watch.folder, 0, stacks)
+        monkeypatch.setattr("accel_cli.supervise.watch.SAMPLES", 1e9)
+        for _ in range(20):
+            watch.look()
+            stack = parse(answer := stacks_from(written))
+            with Path(watch.folder, "0.stacks").open("a") as file:
+                file.write(answer)
+            assert any("test_supervise.py" in str(frame) for frame in stack.frames)
+            assert "most recent call first" in stack.text
+            assert "on_request" not in stack.text, "the thread that writes is none of the program's"
+        assert sent == []
+        with monkeypatch.context() as context:
+            context.setattr("accel_cli.supervise.watch._parent_of", lambda process_id: os.getpid())
+            looks = next(number for number in range(20) if watch.look() or sent)  # nobody copies the answers now
+        assert looks == MOST_UNANSWERED + 1, "the first one reads the last answer"
+        assert sent == [(os.getpid(), supervision.STACK_SIGNAL)]
+    finally:
+        watch.close()
+        os.close(written)
+
+
+def test_nobody_waits_for_requests_that_never_come(watch: Watch) -> None:
+    before = threading.active_count()
+    assert answer_requests(watch.folder, 0, 2) is None
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a process reports to the launcher that supervises it: progress, its Python stacks, and the error it exits with.
 
-The launcher names a folder. Each process keeps a counter there, writes its Python stacks into a file when it is sent a
-signal, and writes the traceback of an uncaught exception, which the launcher prints once and first. Without such a
+The launcher names a folder. Each process keeps a counter there, writes its Python stacks into a file when it is asked to
+(`accel_state.watch.on_request`; a signal where that cannot work), and writes the traceback of an uncaught exception, which the launcher prints once and first. Without such a
 launcher, nothing of this happens.
 """
 
@@ -14,6 +14,8 @@ import time
 from contextlib import suppress
 from types import TracebackType
 from typing import Any
+
+from accel_state.watch.on_request import answer_requests
 
 VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
 # one that scripts do not use: SIGUSR1 and SIGUSR2 are theirs, to save a checkpoint when a scheduler sends them
@@ -88,7 +90,7 @@ def _begin(rank: int, launcher: int, folder: str) -> None:
         crash = open(os.path.join(folder, f"{rank}.crash"), "wb", buffering=0)  # noqa: SIM115
         faulthandler.enable(file=crash, all_threads=True)
         _kept.append(crash)
-    _kept.extend([pages, stacks])
+    _kept.extend([pages, stacks, answer_requests(folder, rank, stacks.fileno())])
     if sys.platform.startswith("linux"):
         import ctypes
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from accel_state.watch.stacks import IN_DISTRIBUTED, collective_of, place_of
 
-FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+THREAD = re.compile(r"^(?=Thread |Current thread |Stack )", re.MULTILINE)
+FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
+WRITER = re.compile(r'^  File ".*\bon_request\.py", line', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Stack:
 
     Attributes:
         frames: The frames.
-        text: The output of `faulthandler`, with all other threads.
+        text: The output of `faulthandler`, with all other threads but the one that wrote it.
     """
 
     frames: tuple[Frame, ...]
@@ -57,12 +59,10 @@ class Stack:
 def parse(text: str) -> Stack:
     """Parse the output of `faulthandler` for all threads of a process.
 
-    The main thread is the last one.
+    The main thread is the last one. The thread that wrote them is left out.
     """
-    blocks: list[list[Frame]] = []
-    for line in text.splitlines():
-        if line.startswith(("Thread ", "Current thread ", "Stack ")):
-            blocks.append([])
-        elif (found := FRAME.match(line)) and blocks:
-            blocks[-1].append(Frame(found["file"], int(found["line"]), found["function"]))
-    return Stack(tuple(blocks[-1]) if blocks else (), text.strip())
+    parts = (part.rstrip() for part in THREAD.split(text.strip()))
+    threads = [part for part in parts if part and not WRITER.search(part)]
+    last = threads[-1] if threads else ""
+    frames = (Frame(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(last))
+    return Stack(tuple(frames), "\n\n".join(threads))

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.supervision import REPORT, STACK_SIGNAL, VARIABLE
+from accel_state.watch.on_request import ASKS, requests_of
 
 PREFIX = "accelerate_watch_"
 START_SECONDS = 60.0  # until a process must have reported
 PATIENCE_SECONDS = 1.0  # how long to wait for an error that caused another one
 SAMPLES = 4  # checks of each process within the hang timeout
+MOST_UNANSWERED = 3  # checks without progress, after which a process does not answer because it cannot
 ACCELERATORS = ("/dev/nvidia", "/dev/kfd", "/dev/dri", "/dev/accel", "/dev/davinci", "/dev/neuron", "/dev/cambricon")
 BUSY_FRACTION = 0.5  # of the time, from which on a process that runs or waits for a CPU core counts as computing
 
@@ -31,6 +33,7 @@ class _Process:
     busy_seconds: float = 0.0
     stack: Stack | None = None
     stacks_read: int = 0  # bytes of its file
+    unanswered: int = 0  # checks in a row that found neither progress nor the stacks that were asked for
     moved_at: float = field(default_factory=time.monotonic)
 
 
@@ -50,6 +53,8 @@ class Watch:
         self.hang_timeout = hang_timeout
         _remove_left_behind()
         self.folder = tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}_")  # readable by this user only
+        if hang_timeout is not None:
+            open(os.path.join(self.folder, ASKS), "wb").close()
         self.is_hanging = False
         self._say = (lambda text: None) if quiet else say or _to_stderr
         self._told: dict[int, Failure] = {}
@@ -157,8 +162,8 @@ class Watch:
             process = self._processes.setdefault(rank, _Process())
             if self._has_moved(rank, process_id, process, now - self._asked_at):
                 process.moved_at = now
-        for process_id in self._ids.values():
-            _ask_for_stacks(process_id)  # read at the next look
+        for rank, process_id in self._ids.items():
+            self._ask_for_stacks(rank, process_id)  # read at the next look
         self._asked_at = now
         if self._processes and all(now - process.moved_at > timeout for process in self._processes.values()):
             self.is_hanging = True
@@ -180,6 +185,7 @@ class Watch:
         before = _Process(process.count, process.busy_seconds, process.stack)
         process.count, process.busy_seconds = count, busy_seconds
         process.stack = stack or process.stack
+        process.unanswered = process.unanswered + 1 if stack is None and count == before.count else 0
         if count != before.count or process.stack is None or before.stack is None:
             return True
         if stack is not None and stack.frames != before.stack.frames:
@@ -195,6 +201,18 @@ class Watch:
                 return int.from_bytes(file.read(8), sys.byteorder)
         except OSError:
             return 0
+
+    def _ask_for_stacks(self, rank: int, process_id: int) -> None:
+        """Request the stacks of a process: by its thread, or by the signal where compiled code keeps the GIL."""
+        if self._processes[rank].unanswered > MOST_UNANSWERED:
+            _send_signal(process_id)
+            return
+        with suppress(OSError):  # it has no thread that reads requests, or has ended
+            requests = os.open(requests_of(self.folder, rank), os.O_WRONLY | os.O_NONBLOCK)
+            try:
+                os.write(requests, b"?")
+            finally:
+                os.close(requests)
 
     def _stack(self, rank: int, process: _Process) -> Stack | None:
         """The stack that the process wrote at the last request; None if it wrote none."""
@@ -225,8 +243,8 @@ class Watch:
         )  # fmt: skip
 
 
-def _ask_for_stacks(process_id: int) -> None:
-    """Request the stacks of a process, unless it has ended and its id belongs to another process now."""
+def _send_signal(process_id: int) -> None:
+    """Request the stacks of a process by the signal, unless it has ended and its id belongs to another process now."""
     if _parent_of(process_id) in (os.getpid(), None):
         with suppress(ProcessLookupError):
             os.kill(process_id, STACK_SIGNAL)  # type: ignore[arg-type]
