@@ -17,6 +17,7 @@ from torch import nn
 import accelerate
 import accelerate.big_modeling
 import accelerate.hooks
+import accelerate.utils.modeling
 from accelerate import Accelerator, PartialState, dispatch_model, load_checkpoint_and_dispatch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
@@ -24,6 +25,7 @@ from accelerate.utils import (
     DistributedType,
     OffloadedWeightsLoader,
     PrefixedDataset,
+    fsdp_utils,
     set_module_tensor_to_device,
 )
 from tests.support.ranks import ranks
@@ -296,6 +298,37 @@ def test_what_was_before_hooks_is_kept() -> None:
     accelerate.hooks.remove_hook_from_module(layer)
     assert not hasattr(layer, "_hf_hook")
     assert not hasattr(layer, "_old_forward")
+
+
+def test_states_of_models_are_read_and_loaded_by_private_functions() -> None:
+    """As unsloth does, also of adapters only."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    source, target = new_model(), new_model()
+    for options in (None, StateDictOptions(full_state_dict=True)):
+        with torch.no_grad():
+            source[0].weight.add_(1)
+        state = fsdp_utils._get_model_state_dict(source, sd_options=options)
+        assert list(state) == list(source.state_dict())
+        result = fsdp_utils._set_model_state_dict(target, state, adapter_only=True, sd_options=options)
+        assert (result.missing_keys, result.unexpected_keys) == ([], [])
+        assert torch.equal(target[0].weight, source[0].weight)
+
+
+def test_states_of_adapters_are_read_and_loaded_by_private_functions() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["0"], r=2, init_lora_weights=False)
+    source, target = peft.get_peft_model(new_model(), config), peft.get_peft_model(new_model(), config)
+    state = fsdp_utils._get_model_state_dict(source, adapter_only=True)
+    assert len(state) == 2
+    fsdp_utils._set_model_state_dict(target, state, adapter_only=True)
+    loaded = fsdp_utils._get_model_state_dict(target, adapter_only=True)
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "torch.float16", torch.float16])
+def test_dtypes_are_found_by_name(dtype: Any) -> None:
+    assert accelerate.utils.modeling._get_proper_dtype(dtype) is torch.float16
 
 
 def test_pipelines_chain_models_by_their_hooks() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import accelerate.accelerator
 import accelerate.big_modeling
 import accelerate.hooks
 import accelerate.utils.modeling
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.compat import seams
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model
 from tests.support.ranks import ranks
 
@@ -108,6 +112,81 @@ def test_a_library_may_shard_models_itself(rank: int, world: int) -> None:
     assert calls == ["wrapped Sequential", "before 2", "own", "own"]
     assert losses_of(accelerator) == pytest.approx(expected)
     assert len(calls) == 4
+
+
+def add_axis_for_experts(patch: pytest.MonkeyPatch, size: int, checked: list[Any]) -> None:
+    """As axolotl does: an axis "ep" along which ranks read different data and whole parameters are sharded."""
+    original = ParallelismConfig.__post_init__
+    names = {name: getattr(ParallelismConfig, name).fget for name in ("dp_dim_names", "dp_shard_cp_dim_names")}
+
+    def post_init(self: Any) -> None:
+        original(self)
+        self.ep_size = 1
+        self._sizes["ep"] = 1
+        self._set_size("ep", size)
+
+    def get_mesh(self: Any) -> Any:
+        return tuple(self.active_mesh_dims), tuple(self._sizes[axis] for axis in self.active_mesh_dims)
+
+    patch.setattr(ParallelismConfig, "__post_init__", post_init)
+    patch.setattr(ParallelismConfig, "total_size", property(lambda self: math.prod(self._sizes.values())))
+    for name, own in names.items():
+        patch.setattr(ParallelismConfig, name, property(lambda self, own=own: ["ep", *own(self)]))
+    patch.setattr(ParallelismConfig, "_get_mesh", get_mesh)
+    patch.setattr(ParallelismConfig, "_validate_accelerator", lambda self, accelerator: checked.append(accelerator))
+
+
+@ranks(2)
+@pytest.mark.parametrize("shards", [True, False])
+def test_a_library_may_add_an_axis(rank: int, world: int, shards: bool) -> None:
+    def losses(sizes: dict[str, int]) -> list[Any]:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if shards else None
+        accelerator = Accelerator(fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
+        model: nn.Module = new_model()
+        loader: Any = DataLoader(TensorDataset(torch.arange(32.0).view(8, 4)), batch_size=2)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        seen: list[Any] = [accelerator]
+        for (batch,) in loader:
+            loss = model(batch).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += [batch[0, 0].item(), loss.item()]
+        return seen
+
+    expected = losses({"dp_shard_size": 2} if shards else {"dp_replicate_size": 2})
+    checked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        add_axis_for_experts(patch, 2, checked)
+        AcceleratorState._reset_state()
+        seen = losses({})
+    assert checked == [seen[0]]
+    assert seen[0].torch_device_mesh.mesh_dim_names == ("ep",)
+    assert seen[1:] == pytest.approx(expected[1:])
+    with pytest.raises(ValueError, match="'experts' is no axis"):
+        ParallelismConfig()._set_size("experts", 2)
+
+
+def test_a_library_may_say_that_processes_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As unsloth does on one device."""
+    asked: list[Any] = []
+
+    def prepare(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
+        asked.append((cpu, sagemaker_dp, backend))
+        return None, DistributedType.NO
+
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    assert PartialState._prepare_backend(PartialState.__new__(PartialState), True) == (
+        "gloo",
+        DistributedType.MULTI_CPU,
+    )
+    monkeypatch.setattr(PartialState, "_prepare_backend", prepare)
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.process_index, state.distributed_type) == (1, 0, DistributedType.NO)
+    assert asked == [(True, False, None)]
 
 
 def test_a_library_may_say_that_nothing_is_distributed(monkeypatch: pytest.MonkeyPatch) -> None:

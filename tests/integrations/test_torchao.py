@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from accel_state.libraries import is_torchao_available
 from accel_state.processes import PartialState
 from accel_state.settings.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
+import accelerate.accelerator
 from accelerate import Accelerator
 from tests.integrations.training import new_engine
 from tests.support.ranks import ranks
@@ -62,6 +65,22 @@ def losses_of(accelerator: Accelerator, model: nn.Module, steps: int = 40) -> li
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_a_library_may_convert_layers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As axolotl does, which leaves out routers of experts."""
+    original = accelerate.accelerator.convert_model_to_fp8_ao
+
+    def convert(model: nn.Module, config: Any = None, module_filter_func: Any = None, **others: Any) -> None:
+        assert module_filter_func is None
+        original(model, config=config, module_filter_func=lambda layer, name: name == "2.2", **others)
+
+    monkeypatch.setattr(accelerate.accelerator, "convert_model_to_fp8_ao", convert, raising=False)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[emulated()])
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16)))
+    model = accelerator.prepare_model(model)
+    converted = [name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"]
+    assert converted == ["2.2"]
 
 
 # ---- which layers -------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         self._joined: dict[str, DeviceMesh] = {}
         resolve_options(self)
+        self._sizes = {axis: self._size_of(axis) for axis in MESH_AXES}  # libraries add axes of their own
         self._check_sizes()
         self._fill_handler("tp", TorchTensorParallelConfig)
         self._fill_handler("cp", TorchContextParallelConfig)
@@ -188,6 +189,13 @@ class ParallelismConfig:
     def _size_of(self, axis: str) -> int:
         size: int = getattr(self, f"{axis}_size")
         return size
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        """Change the size of an axis. Libraries with axes of their own call this."""
+        if parallelism not in self._sizes:
+            raise ValueError(f"{parallelism!r} is no axis: it must be one of {', '.join(self._sizes)}.")
+        self._sizes[parallelism] = size
+        setattr(self, f"{parallelism}_size", size)
 
     def _used(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._size_of(axis) > 1]
@@ -289,6 +297,10 @@ class ParallelismConfig:
             f"ParallelismConfig describes {factors} = {self.total_size} processes, but the run has {num_processes}: "
             f"change the sizes so that their product is the number of processes, or launch {self.total_size} processes."
         )
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Called with the `Accelerator` whose state was made with this configuration. Other libraries monkeypatch it."""
+        self.check_world_size(accelerator.num_processes)
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The axes in use and their sizes, in the order of the mesh."""

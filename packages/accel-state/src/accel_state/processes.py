@@ -327,7 +327,11 @@ class PartialState(ProcessPlace):
             )
             kind = device_kind("cpu")
         process_group.check_distributed(rank_info)
-        self.backend = process_group.choose_backend(kind, rank_info, options.get("backend"))
+        self.backend, _ = self._prepare_backend(self._cpu, False, options.get("backend"))
+        if self.backend is None:  # says a replacement: every process trains by itself
+            self.num_processes, self.process_index, self.local_process_index = 1, 0, 0
+            self.set_device()
+            return
         process_group.check_backend(self.backend, kind)
         self.set_device()
         if kind.before_group is not None and rank_info.world_size > 1:
@@ -336,6 +340,24 @@ class PartialState(ProcessPlace):
         process_group.start_process_group(rank_info, self.backend, options)
         if kind.name == "cpu":
             process_group.split_cpu_threads(rank_info.local_world_size)
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """The backend of the process group to start, and the distributed type. Other libraries monkeypatch this method.
+
+        Args:
+            cpu (`bool`): Whether to compute on the CPU.
+            sagemaker_dp (`bool`): Without effect: the environment says it.
+            backend (`str`, *optional*): The backend that the program asks for.
+        """
+        kind = device_kind("cpu") if cpu else self._kind()
+        if kind.collective_backend is None:
+            kind = device_kind("cpu")
+        place = kind.own_place() or detect_cluster(os.environ)
+        if place is None:
+            return backend, DistributedType.NO
+        return process_group.choose_backend(kind, place, backend), kind.distributed_type
 
     def _kind(self) -> DeviceKind:
         """The kind of this process's device."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from accel_bigmodel.replaceable import register_lookup
 from accel_data.skipping import skip_first_batches
 from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
@@ -48,7 +49,7 @@ from accelerate.checkpoint.attendance import attendance
 from accelerate.checkpoint.window import is_kept
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
-from accelerate.compat.seams import replacement
+from accelerate.compat.seams import late_bound, replacement
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
+register_lookup("convert_model_to_fp8_ao", lambda: late_bound(__name__, "convert_model_to_fp8_ao"))
 
 
 @accept_old_names
@@ -211,6 +213,9 @@ class Accelerator:
                     split_batches=loader_settings.split_batches,
                 )
             )
+
+        if self.parallelism_config is not None:
+            self.parallelism_config._validate_accelerator(self)
 
         # Controllers
         self._stepping = StepController(self.engine, self.gradient_state, self._prepared)

@@ -23,6 +23,7 @@ from accel_integrations.parallel.replicas import GradientAverager, redistribute_
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import Notes
 from accel_ops.modules import model_has_dtensor
+from accel_state.mesh import MESH_AXES
 from accel_state.warning import warn_user
 
 DEVICES_WITHOUT_INDEX = ("cpu", "hpu")  # DistributedDataParallel takes no device_ids for these
@@ -51,7 +52,8 @@ class DDPEngine(Engine):
         if config is None:
             return
         check_no_ulysses(config, self.name)
-        axes = [axis for axis in config.active_mesh_dims if axis not in AXES]
+        known = set(MESH_AXES) - set(AXES)  # what other axes mean, those know who add them
+        axes = [axis for axis in config.active_mesh_dims if axis in known]
         if axes:
             raise ValueError(
                 f"ParallelismConfig uses {', '.join(axes)}, but the 'ddp' engine supports only {', '.join(AXES)}. Pass "

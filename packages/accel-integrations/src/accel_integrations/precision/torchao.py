@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from accel_integrations.precision.autocast import autocast, wrap_forward
+from accel_bigmodel.replaceable import look_up
 from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao, has_ao_layers
 from accel_integrations.precision.precision import Precision
 from accel_state.settings.fp8 import AORecipeKwargs
@@ -38,7 +39,8 @@ class TorchAOPrecision(Precision):
     def convert(self, model: nn.Module) -> nn.Module:
         """Replace linear layers by float8 ones."""
         if not has_ao_layers(model):
-            convert_model_to_fp8_ao(model, self._recipe.config, self._recipe.module_filter_func)
+            convert = look_up("convert_model_to_fp8_ao", convert_model_to_fp8_ao)
+            convert(model, config=self._recipe.config, module_filter_func=self._recipe.module_filter_func)
         if not has_ao_layers(model):
             warn_user(
                 f"mixed_precision='fp8' converts no layer of {type(model).__name__}, which trains in bfloat16. By "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,12 @@ from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.precision.sharded_scaler import ShardedGradScaler
 from accel_integrations.prepared.parameters import plain_name
+from accel_ops.modules import is_peft_model
 from accel_ops.tied import ensure_weights_retied as ensure_weights_retied
 from accel_state.settings.fsdp import RAM_EFFICIENT_VARIABLE
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -109,3 +113,49 @@ def _successor(old: torch.Tensor, mapping: Mapping[Any, torch.Tensor]) -> torch.
 def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedGradScaler:
     """A gradient scaler for sharded gradients, with the arguments of `torch.amp.GradScaler`."""
     return ShardedGradScaler(**kwargs)
+
+
+def get_model_state_dict(
+    model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The state dict of a model, or of its active adapter only.
+
+    Args:
+        model: The model; with options it may be sharded.
+        adapter_only: Take the weights of the active adapter, if it is a model of peft.
+        sd_options: How torch collects it; None for `model.state_dict()`.
+    """
+    if adapter_only and is_peft_model(model):
+        from peft import get_peft_model_state_dict
+
+        adapter: Any = model.active_adapter
+        state: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=adapter)
+        return state
+    if sd_options is None:
+        return model.state_dict()
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_state
+
+    return get_state(model, options=sd_options)
+
+
+def set_model_state_dict(
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    adapter_only: bool = False,
+    sd_options: StateDictOptions | None = None,
+) -> Any:
+    """Load a state dict into a model, or into its active adapter only; see `get_model_state_dict`.
+
+    Returns:
+        The keys that were missing, and those that were not expected.
+    """
+    if adapter_only and is_peft_model(model):
+        from peft import set_peft_model_state_dict
+
+        adapter: Any = model.active_adapter
+        return set_peft_model_state_dict(model, state_dict, adapter_name=adapter)
+    if sd_options is None:
+        return model.load_state_dict(state_dict)
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_state
+
+    return set_state(model, state_dict, options=sd_options)

@@ -15,6 +15,16 @@ from accel_state.settings.handlers import AutocastKwargs
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
+def get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of a name such as `"float16"` or `"torch.float16"`; what is no name comes back as it is.
+
+    Raises:
+        AttributeError: torch has no dtype of that name.
+    """
+    found: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return found
+
+
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[None]:

@@ -34,6 +34,7 @@ SEAMS = (
     Seam(
         "accelerate.accelerator", "fsdp2_prepare_model", "axolotl shards models itself; unsloth corrects dtypes before"
     ),
+    Seam("accelerate.accelerator", "convert_model_to_fp8_ao", "axolotl, which leaves routers of experts as they are"),
     Seam("accelerate.big_modeling", "check_device_map", "transformers, for models with modules that are not placed"),
     Seam("accelerate.commands.env", "which", "tests that pretend programs are installed"),
     Seam("accelerate.commands.to_fsdp2", "load_config", "tests that convert a config without a file"),
@@ -52,6 +53,12 @@ SEAMS = (
     Seam(
         "accelerate.hooks:AlignDevicesHook", "init_hook", "compressed-tensors, for weights that are in place already"
     ),
+    Seam(
+        "accelerate.parallelism_config:ParallelismConfig",
+        "_validate_accelerator",
+        "axolotl, which adds an axis for experts: it also replaces `_get_mesh`, `total_size` and names of axes",
+    ),
+    Seam("accelerate.state:PartialState", "_prepare_backend", "unsloth, which trains as if in one process"),
     # not ours: called with the keywords with which 1.15 calls it (`device_ids` and `output_device` are always given)
     Seam("torch.nn.parallel:DistributedDataParallel", "__init__", "ms-swift"),
 )

@@ -34,3 +34,5 @@ from accelerate.compat.fsdp import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
 from accelerate.compat.fsdp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accelerate.compat.fsdp import get_model_state_dict as _get_model_state_dict
+from accelerate.compat.fsdp import set_model_state_dict as _set_model_state_dict

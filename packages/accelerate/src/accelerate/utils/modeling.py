@@ -42,5 +42,6 @@ from accelerate.compat.mixed_precision import get_grad_scaler as get_grad_scaler
 from accelerate.compat.mixed_precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
+from accelerate.compat.mixed_precision import get_proper_dtype as _get_proper_dtype
 
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
