@@ -16,6 +16,12 @@ def sleep_for_ever() -> None:
         signal.pause()
 
 
+def keep_the_gil() -> None:
+    compiled, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    while True:
+        compiled.pthread_mutex_lock(mutex)
+
+
 def main(what: str) -> None:
     accelerator = Accelerator()
     rank = accelerator.process_index
@@ -25,9 +31,7 @@ def main(what: str) -> None:
     elif what == "left_alone":
         accelerator.gather(torch.ones(1)) if rank == 0 else sleep_for_ever()
     elif what == "keeps_the_gil":
-        compiled, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
-        for _ in range(2):
-            compiled.pthread_mutex_lock(mutex)
+        keep_the_gil()
     elif what == "computes":
         until = time.monotonic() + 4.5  # longer than the timeout of the test
         while rank == 0 and time.monotonic() < until:

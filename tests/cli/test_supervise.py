@@ -81,7 +81,7 @@ def test_a_process_that_waits_for_one_that_never_comes() -> None:
 def test_compiled_code_that_keeps_the_gil() -> None:
     done = launch("--hang_timeout", "2", SCRIPT, "keeps_the_gil")
     assert done.returncode == 124
-    assert len(re.findall(r"^\d  .*supervised.py:\d+ in main$", done.stderr, re.MULTILINE)) == 2
+    assert len(re.findall(r"^\d  .*supervised.py:\d+ in keep_the_gil$", done.stderr, re.MULTILINE)) == 2
 
 
 @pytest.mark.sample(1)
@@ -241,7 +241,7 @@ def test_stacks_are_asked_for_without_a_signal(monkeypatch: pytest.MonkeyPatch) 
     watch = Watch(hang_timeout=600)
     try:
         Path(watch.folder, "0.pid").write_text(str(os.getpid()))
-        requests = answer_requests(watch.folder, 0, stacks)
+        assert answer_requests(watch.folder, 0, stacks) is not None
         monkeypatch.setattr("accel_cli.supervise.watch.SAMPLES", 1e9)
         for _ in range(20):
             watch.look()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import accelerate.accelerator
 from accel_integrations.precision import float8
 from accel_integrations.precision.float8 import float8_backend
 from accel_integrations.precision.float8_layers import (
@@ -26,7 +26,6 @@ from accel_state.libraries import is_torchao_available
 from accel_state.processes import PartialState
 from accel_state.settings.fp8 import AORecipeKwargs, MSAMPRecipeKwargs
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
-import accelerate.accelerator
 from accelerate import Accelerator
 from tests.integrations.training import new_engine
 from tests.support.ranks import ranks

@@ -8,8 +8,8 @@ from typing import final
 import torch
 from torch import nn
 
-from accel_integrations.precision.autocast import autocast, wrap_forward
 from accel_bigmodel.replaceable import look_up
+from accel_integrations.precision.autocast import autocast, wrap_forward
 from accel_integrations.precision.float8_layers import convert_model_to_fp8_ao, has_ao_layers
 from accel_integrations.precision.precision import Precision
 from accel_state.settings.fp8 import AORecipeKwargs

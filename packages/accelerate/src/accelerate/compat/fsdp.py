@@ -115,7 +115,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> ShardedGradScaler:
     return ShardedGradScaler(**kwargs)
 
 
-def get_model_state_dict(
+def _get_model_state_dict(
     model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """The state dict of a model, or of its active adapter only.
@@ -138,13 +138,13 @@ def get_model_state_dict(
     return get_state(model, options=sd_options)
 
 
-def set_model_state_dict(
+def _set_model_state_dict(
     model: nn.Module,
     state_dict: dict[str, Any],
     adapter_only: bool = False,
     sd_options: StateDictOptions | None = None,
 ) -> Any:
-    """Load a state dict into a model, or into its active adapter only; see `get_model_state_dict`.
+    """Load a state dict into a model, or into its active adapter only; see `_get_model_state_dict`.
 
     Returns:
         The keys that were missing, and those that were not expected.

@@ -15,7 +15,7 @@ from accel_state.settings.handlers import AutocastKwargs
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
 
-def get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
+def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name such as `"float16"` or `"torch.float16"`; what is no name comes back as it is.
 
     Raises:

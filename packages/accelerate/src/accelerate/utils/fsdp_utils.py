@@ -18,6 +18,8 @@ from accel_ops.modules import is_peft_model as is_peft_model
 from accel_state.libraries import is_torch_version as is_torch_version
 from accel_state.logging import get_logger as get_logger
 from accel_state.settings.fsdp_torch import get_module_class_from_name as get_module_class_from_name
+from accelerate.compat.fsdp import _get_model_state_dict as _get_model_state_dict
+from accelerate.compat.fsdp import _set_model_state_dict as _set_model_state_dict
 from accelerate.compat.fsdp import (
     disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading,
 )
@@ -34,5 +36,3 @@ from accelerate.compat.fsdp import (
     fsdp2_switch_optimizer_parameters as fsdp2_switch_optimizer_parameters,
 )
 from accelerate.compat.fsdp import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
-from accelerate.compat.fsdp import get_model_state_dict as _get_model_state_dict
-from accelerate.compat.fsdp import set_model_state_dict as _set_model_state_dict

@@ -38,10 +38,10 @@ from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage
 from accel_ops.tied import find_tied_parameters as find_tied_parameters
 from accel_ops.tied import retie_parameters as retie_parameters
 from accelerate.compat.legacy import legacy_getattr
+from accelerate.compat.mixed_precision import _get_proper_dtype as _get_proper_dtype
 from accelerate.compat.mixed_precision import get_grad_scaler as get_grad_scaler
 from accelerate.compat.mixed_precision import (
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
-from accelerate.compat.mixed_precision import get_proper_dtype as _get_proper_dtype
 
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
