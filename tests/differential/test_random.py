@@ -18,3 +18,8 @@ FIRST = os.environ.get("DIFFERENTIAL_SEED", "0")
 @pytest.mark.parametrize("world", [1, 2])
 def test_training(world: int) -> None:
     same("random_training", FIRST, "60", world=world, tolerance=2e-3, least=60)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loaders(world: int) -> None:
+    same("random_loaders", FIRST, "400", world=world, least=400)
