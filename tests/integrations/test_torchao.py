@@ -66,6 +66,7 @@ def losses_of(accelerator: Accelerator, model: nn.Module, steps: int = 40) -> li
     return losses
 
 
+@needs_library
 def test_a_library_may_convert_layers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As axolotl does, which leaves out routers of experts."""
     original = accelerate.accelerator.convert_model_to_fp8_ao
