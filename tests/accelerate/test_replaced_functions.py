@@ -229,6 +229,26 @@ def test_what_is_no_seam_is_not_called_through_one() -> None:
             look_up("accelerate.state", "PartialState")
 
 
+def test_what_is_put_back_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = vars(accelerate.accelerator)
+    found = accelerate.accelerator.fsdp2_prepare_model
+    monkeypatch.setitem(names, "fsdp2_prepare_model", wrapper := functools.partial(found))
+    assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is wrapper
+    monkeypatch.setitem(names, "fsdp2_prepare_model", found)
+    assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is None
+
+
+@ranks(2)
+def test_stages_are_not_sharded_twice(rank: int, world: int) -> None:
+    """A wrapper of the function that shards a model as a whole is not called for stages of a pipeline."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(vars(accelerate.accelerator), "fsdp2_prepare_model", lambda *_: pytest.fail("called"))
+        accelerator = Accelerator(
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), parallelism_config=ParallelismConfig(pp_size=2)
+        )
+        accelerator.prepare_model(new_model())
+
+
 def test_nothing_is_replaced_at_first() -> None:
     assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is None
 

@@ -632,7 +632,9 @@ class Accelerator:
             device_placement (`bool`, *optional*): Whether to move it to the device.
             evaluation_mode (`bool`): Leave out what only training needs, such as the all-reduce of gradients.
         """
-        replaced = replacement(__name__, "fsdp2_prepare_model") if self.is_fsdp2 else None
+        config = self.parallelism_config
+        splits = config is not None and config.pp_enabled  # into stages, of which the engine shards each
+        replaced = replacement(__name__, "fsdp2_prepare_model") if self.is_fsdp2 and not splits else None
         shard = None if replaced is None else partial(replaced, self)
         known = self._preparer.prepared_model(model)
         if known is not None:

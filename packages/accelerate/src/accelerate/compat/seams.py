@@ -86,6 +86,8 @@ def late_bound(module: str, name: str) -> Callable[..., Any]:
 def replacement(module: str, name: str) -> Callable[..., Any] | None:
     """The object that a library has set in a module that does not define the name itself; None if none has.
 
+    A library that puts back what it found has set none.
+
     Args:
         module: A module whose `__getattr__` is a `legacy_getattr`.
         name: The name there.
@@ -94,8 +96,9 @@ def replacement(module: str, name: str) -> Callable[..., Any] | None:
         KeyError: When `SEAMS` does not list it.
     """
     _check_listed(module, name)
-    found: Callable[..., Any] | None = vars(sys.modules[module]).get(name)
-    return found
+    names = vars(sys.modules[module])
+    found: Callable[..., Any] | None = names.get(name)
+    return None if found is None or found is names["__getattr__"](name) else found
 
 
 def _check_listed(module: str, name: str) -> None:
