@@ -7,12 +7,15 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -204,6 +207,62 @@ def test_messages_can_be_turned_off_where_they_come_from(module: Any) -> None:
 
 def test_what_guards_a_spread_model_is_named() -> None:
     assert {"to", "cuda", "xpu"} <= set(accelerate.hooks._accelerate_added_attributes)
+
+
+# ---- methods that subclasses override -----------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_methods_call_what_a_subclass_overrides(rank: int, world: int) -> None:
+    """As unsloth replaces `no_sync` and, while a loader is prepared, `num_processes` and `process_index`."""
+    called: list[str] = []
+
+    class Own(Accelerator):
+        num_processes = property(lambda self: 1)  # type: ignore[assignment]
+        process_index = property(lambda self: 0)  # type: ignore[assignment]
+
+        @contextmanager
+        def no_sync(self, model: nn.Module) -> Iterator[None]:  # type: ignore[override]
+            called.append("no_sync")
+            with super().no_sync(model):
+                yield
+
+        def gather(self, tensor: Any) -> Any:
+            called.append("gather")
+            return super().gather(tensor)
+
+    data = TensorDataset(torch.arange(8.0).view(8, 1))
+    read = {}
+    for kind in (Accelerator, Own):
+        accelerator = kind(cpu=True, gradient_accumulation_steps=2)
+        model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(data, batch_size=2))
+        read[kind] = []
+        for (batch,) in loader:
+            read[kind].append(batch.flatten().tolist())
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+            accelerator.gather_for_metrics(batch)
+    assert read[Own] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]], "all of it, on both ranks"
+    assert read[Accelerator] == [[4.0 * step + 2 * rank, 4.0 * step + 2 * rank + 1] for step in range(2)]
+    assert called == ["no_sync", "gather", "gather"] * 2
+
+
+@ranks(2)
+def test_a_wrapped_state_dict_is_what_is_saved(rank: int, world: int, tmp_path: Path) -> None:
+    original = Accelerator.get_state_dict
+
+    @functools.wraps(original)
+    def doubled(self: Accelerator, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {name: value * 2 for name, value in original(self, *args, **kwargs).items()}
+
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.prepare_model(new_model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "get_state_dict", doubled)
+        accelerator.save_model(model, tmp_path)
+    accelerator.wait_for_everyone()
+    saved = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(saved[name], value * 2) for name, value in new_model().state_dict().items())
 
 
 # ---- the list of what may be replaced -----------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
 from accel_state.guessing import guess_arguments
-from accel_state.mesh import MESH_AXES
+from accel_state.mesh import MESH_AXES, DataPlace
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
 from accel_state.weak import Weak
@@ -54,6 +54,7 @@ from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
 from accelerate.mistakes import accumulation_before, warn_of_other_accumulation
+from accelerate.overriding import OWN, is_overridden, remember_own
 from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
     Preparer,
@@ -89,6 +90,7 @@ register_lookup("convert_model_to_fp8_ao", lambda: late_bound(__name__, "convert
 
 @accept_old_names
 @guess_arguments
+@remember_own
 class Accelerator:
     """Runs one training loop on any hardware, with any number of processes, in any precision.
 
@@ -670,7 +672,10 @@ class Accelerator:
             slice_fn_for_dispatch (`Callable`, *optional*): How a batch is sliced when the main process scatters
                 batches; called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
         """
-        return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        place = None
+        if is_overridden(self, "num_processes") or is_overridden(self, "process_index"):
+            place = DataPlace(self.process_index, self.num_processes)
+        return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch, place)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """The loader with batches sharded along the sequence, for DeepSpeed's sequence parallelism; unchanged without.
@@ -771,7 +776,8 @@ class Accelerator:
                     optimizer.zero_grad()
             ```
         """
-        return Accumulation(self._stepping, models)
+        overridden = type(self).no_sync is not OWN["no_sync"]  # `is_overridden`, without a call in every step
+        return Accumulation(self._stepping, models, self.no_sync if overridden else None)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which the backward pass of this model does not all-reduce its gradients."""
@@ -981,7 +987,12 @@ class Accelerator:
             ```
         """
         return gather_for_metrics(
-            input_data, use_gather_object, self.gradient_state, self.parallelism_config, self.engine.readers
+            input_data,
+            use_gather_object,
+            self.gradient_state,
+            self.parallelism_config,
+            self.engine.readers,
+            self.gather if is_overridden(self, "gather") else collectives.gather,
         )
 
     def reduce(

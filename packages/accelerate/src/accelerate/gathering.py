@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ def gather_for_metrics(
     state: GradientState,
     config: ParallelismConfig | None = None,
     readers: Any = None,
+    gather: Callable[[Any], Any] = gather,
 ) -> Any:
     """Gather a batch's results and drop those of samples that only padded the last batch.
 
@@ -42,6 +43,7 @@ def gather_for_metrics(
         state: Has the data loader that is being iterated, or was left at its last batch.
         config: Says which ranks have the same batch; None if all have different ones.
         readers: The process group of ranks with different batches, where the engine has one of its own.
+        gather: Gathers tensors over all ranks.
 
     Returns:
         Tensors in the same nested structure, concatenated over processes; objects as one list.
@@ -51,7 +53,7 @@ def gather_for_metrics(
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
     gathered = (
-        _gather_batches(input_data, as_objects, config)
+        _gather_batches(input_data, as_objects, config, gather)
         if readers is None
         else _gather_over(input_data, as_objects, readers)
     )
@@ -85,7 +87,9 @@ def _is_last_round(gathered: Any, loader: Any) -> bool:
     return size in (loader.total_batch_size, -(-loader.remainder // count) * count)
 
 
-def _gather_batches(data: Any, as_objects: bool, config: ParallelismConfig | None) -> Any:
+def _gather_batches(
+    data: Any, as_objects: bool, config: ParallelismConfig | None, gather: Callable[[Any], Any]
+) -> Any:
     """Gather over the ranks that read different shards of the dataset."""
     if config is None or config.non_data_parallel_size == 1 or config.device_mesh is None:
         return gather_object(data) if as_objects else gather(data)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
+    from accel_state.mesh import DataPlace
     from accel_state.settings.data import DataLoaderConfiguration
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
@@ -152,11 +153,12 @@ class Preparer:
         data_loader: DataLoader[Any],
         device_placement: bool | None,
         slice_fn_for_dispatch: Callable[..., Any] | None,
+        place: DataPlace | None = None,
     ) -> Any:
-        """Make a data loader yield this rank's shard of the data."""
+        """Make a data loader yield this rank's shard of the data, or the one that `place` says."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
-            place, settings = self.engine.data_place(), self.loader_settings
+            place, settings = place or self.engine.data_place(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
             data_loader = prepare_data_loader(
                 self.engine.start_loader(data_loader, settings),

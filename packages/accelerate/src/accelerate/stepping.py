@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack
 from reprlib import repr as shorten
 from types import TracebackType
@@ -97,13 +97,21 @@ class StepController:
         self._checked = found
         return found
 
-    def no_sync(self, models: tuple[nn.Module, ...]) -> AbstractContextManager[Any]:
-        """A context in which the backward passes of `models` do not all-reduce gradients."""
+    def no_sync(
+        self, models: tuple[nn.Module, ...], of_one: Callable[[nn.Module], AbstractContextManager[Any]] | None
+    ) -> AbstractContextManager[Any]:
+        """A context in which the backward passes of `models` do not all-reduce gradients.
+
+        Args:
+            models: The models.
+            of_one: Makes the context of a model; None for the engine's.
+        """
+        make = of_one or self.engine.no_sync
         if len(models) == 1:
-            return self.engine.no_sync(models[0])
+            return make(models[0])
         contexts = ExitStack()
         for model in models:
-            contexts.enter_context(self.engine.no_sync(model))
+            contexts.enter_context(make(model))
         return contexts
 
     # ---- gradients ----------------------------------------------------------------------------------------------
@@ -192,11 +200,17 @@ class Accumulation(ContextDecorator):
     A class and not a generator, because it runs in every step.
     """
 
-    __slots__ = ("_controller", "_given", "_no_sync")
+    __slots__ = ("_controller", "_given", "_make_no_sync", "_no_sync")
 
-    def __init__(self, controller: StepController, given: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        controller: StepController,
+        given: tuple[Any, ...],
+        make_no_sync: Callable[[nn.Module], AbstractContextManager[Any]] | None = None,
+    ) -> None:
         self._controller = controller
         self._given = given
+        self._make_no_sync = make_no_sync
         self._no_sync: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
@@ -207,7 +221,7 @@ class Accumulation(ContextDecorator):
         if controller.begin_batch():
             self._no_sync = None
         else:
-            self._no_sync = controller.no_sync(models)
+            self._no_sync = controller.no_sync(models, self._make_no_sync)
             self._no_sync.__enter__()
 
     def __exit__(

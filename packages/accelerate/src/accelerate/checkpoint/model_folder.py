@@ -12,6 +12,7 @@ from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_integrations.checkpoints.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome
+from accelerate.overriding import is_overridden
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.run import Run
@@ -58,8 +59,7 @@ def save_model(
 
 def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) -> dict[str, Any] | None:
     """This rank's shards of the weights, where all ranks can write them into one folder; None where they cannot."""
-    replaced = getattr(accelerator.get_state_dict, "__module__", "") != "accelerate.accelerator"  # by other libraries
-    if ranks.count == 1 or replaced or accelerator.engine.is_replicated:
+    if ranks.count == 1 or is_overridden(accelerator, "get_state_dict") or accelerator.engine.is_replicated:
         return None
 
     def collect() -> dict[str, Any] | None:
