@@ -300,6 +300,24 @@ def test_what_was_before_hooks_is_kept() -> None:
     assert not hasattr(layer, "_old_forward")
 
 
+def test_states_can_be_asked_whether_they_allow_other_settings() -> None:
+    """As the states of optimum-neuron do, which are subclasses."""
+    state = Accelerator(cpu=True).state
+    for same in ({}, {"mixed_precision": "no"}, {"cpu": True}, {"mixed_precision": None, "cpu": False}):
+        state._check_initialized(**same)
+    with pytest.raises(ValueError, match="mixed_precision='bf16' contradicts mixed_precision='no'"):
+        state._check_initialized("bf16")
+
+
+def test_windows_of_other_libraries_are_counted_by_ours() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    seen = []
+    for _ in range(4):
+        accelerator._do_sync()
+        seen.append((accelerator.step, accelerator.sync_gradients))
+    assert seen == [(1, False), (2, True), (3, False), (4, True)]
+
+
 def test_states_of_models_are_read_and_loaded_by_private_functions() -> None:
     """As unsloth does, also of adapters only."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions

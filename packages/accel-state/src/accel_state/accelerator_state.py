@@ -207,6 +207,11 @@ class AcceleratorState(ProcessPlace):
         if self.plugin is not None:
             self.plugin.check_mesh(config)
 
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Raise an error for settings that contradict those of an initialized state; subclasses elsewhere call this."""
+        if self.initialized:
+            self._check_same(mixed_precision, bool(cpu), {}, None, None)
+
     def _check_same(
         self,
         precision: str | None,

@@ -779,6 +779,10 @@ class Accelerator:
         overridden = type(self).no_sync is not OWN["no_sync"]  # `is_overridden`, without a call in every step
         return Accumulation(self._stepping, models, self.no_sync if overridden else None)
 
+    def _do_sync(self) -> None:
+        """Begin a micro-batch, and set `sync_gradients`; libraries with an `accumulate` of their own call this."""
+        self._stepping.begin_batch()
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A block in which the backward pass of this model does not all-reduce its gradients."""
         return self.engine.no_sync(model)
