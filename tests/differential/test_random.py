@@ -1,4 +1,4 @@
-"""Programs put together by chance do the same with both libraries.
+"""Programs chosen by chance do the same with both libraries.
 
 The seeds are always the same ones, unless `DIFFERENTIAL_SEED` says from which one on to look for more.
 """

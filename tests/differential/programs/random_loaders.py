@@ -1,4 +1,4 @@
-"""Loaders put together by chance: who reads what, what the loop knows, and what is gathered.
+"""Loaders chosen by chance: who reads what, what the loop knows, and what is gathered.
 
 python random_loaders.py FIRST_SEED NUMBER
 """

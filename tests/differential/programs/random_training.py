@@ -1,4 +1,4 @@
-"""Training programs put together by chance: what every step sees, and the weights at the end.
+"""Training programs chosen by chance: what every step sees, and the weights at the end.
 
 python random_training.py FIRST_SEED NUMBER
 """

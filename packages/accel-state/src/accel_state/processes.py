@@ -346,10 +346,7 @@ class PartialState(ProcessPlace):
     ) -> tuple[str | None, DistributedType]:
         """The backend of the process group to start, and the distributed type. Other libraries monkeypatch this method.
 
-        Args:
-            cpu (`bool`): Whether to compute on the CPU.
-            sagemaker_dp (`bool`): Without effect: the environment says it.
-            backend (`str`, *optional*): The backend that the program asks for.
+        Of `sagemaker_dp` the environment says more. `backend` is what the program asks for.
         """
         kind = device_kind("cpu") if cpu else self._kind()
         if kind.collective_backend is None:

@@ -1,7 +1,7 @@
-"""Methods of `Accelerator` that subclasses override, and libraries replace, are called by the other methods.
+"""Which members of `Accelerator` a subclass has overridden, or a library replaced, so that the other methods use them.
 
-Methods call each other where accelerate 1.15 does: `accumulate` calls `no_sync`, `gather_for_metrics` calls `gather`, saving
-calls `get_state_dict`, and loaders are shared out by `num_processes` and `process_index`. Where nothing is overridden, shorter
+As in accelerate 1.15, `accumulate` calls `no_sync`, `gather_for_metrics` calls `gather`, `save_model` calls
+`get_state_dict`, and loaders are shared out by `num_processes` and `process_index`. Where nothing is overridden, shorter
 ways are taken.
 """
 
