@@ -108,6 +108,30 @@ def test_trainers_may_set_how_replicas_are_built(rank: int, world: int) -> None:
     assert accelerator.prepare(torch.nn.Linear(1, 1)).find_unused_parameters
 
 
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_every_model_may_have_its_own_scaler(precision: str) -> None:
+    """As imagen-pytorch assigns one before each step."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    models = [torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)]
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0)) for model in models]
+    models = [accelerator.prepare(model) for model in models]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=1) for scale in (8.0, 64.0)]
+    for turn, scale in enumerate([8.0, 64.0, 16.0, 128.0, 32.0]):
+        model, optimizer, scaler = models[turn % 2], optimizers[turn % 2], scalers[turn % 2]
+        accelerator.scaler = scaler
+        assert accelerator.scaler is scaler
+        before = model.bias.item()
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        assert model.bias.grad.item() == scale
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.bias.item() == pytest.approx(before - 1, abs=1e-6)
+    accelerator.scaler = None
+    accelerator.backward(models[0](torch.ones(1, 2)).sum())
+    assert models[0].bias.grad.item() == 1.0
+    assert scalers[0].get_scale() == 64.0
+
+
 @ranks(2)
 def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))

@@ -311,3 +311,5 @@ def test_triggers() -> None:
     assert accelerator.flag_tensor is not None
     assert accelerator.check_trigger()
     assert not accelerator.check_trigger()
+    accelerator.flag_tensor = torch.tensor(1)
+    assert accelerator.check_trigger()

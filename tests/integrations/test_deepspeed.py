@@ -265,12 +265,31 @@ def test_a_teacher_may_come_first(rank: int, world: int) -> None:
     plugin = DeepSpeedPlugin(zero_stage=3)
     plugin.deepspeed_config |= MICRO_BATCH
     with run_with(plugin) as accelerator:
-        teacher = accelerator.prepare(new_model(1))
+        (teacher,) = accelerator._prepare_deepspeed(new_model(1))  # as older trainers do
         student = new_model()
         optimizer = torch.optim.SGD(student.parameters(), lr=0.05)
         student, optimizer, loader = accelerator.prepare(student, optimizer, new_loader())
         train(accelerator, student, optimizer, loader)
         assert (student.global_steps, teacher.global_steps) == (8, 0)
+
+
+@deepspeed_ranks(2)
+def test_a_library_may_prepare_in_its_own_way(rank: int, world: int) -> None:
+    """As optimum-habana does."""
+
+    class Own(Accelerator):
+        def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+            model, *others = super()._prepare_deepspeed(*args)
+            model.seen_by_library = True
+            return model, *others
+
+    plugin = DeepSpeedPlugin(zero_stage=1)
+    plugin.deepspeed_config |= MICRO_BATCH
+    accelerator = Own(cpu=True, deepspeed_plugin=plugin)
+    model = new_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    assert model.seen_by_library
+    assert type(optimizer) is DeepSpeedOptimizerWrapper
 
 
 @pytest.mark.sample(1)

@@ -248,7 +248,6 @@ class Accelerator:
         self._dataloaders = prepared.dataloaders
         self._custom_objects = prepared.custom  # from register_for_checkpointing
         self.trackers = self._tracker_set.active
-        self.scaler = self.engine.precision.scaler  # transformers stores its state itself
         self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is used
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
@@ -595,14 +594,20 @@ class Accelerator:
             args = self._prepare_cp(*args)
         if self.is_fsdp2:
             args = self._prepare_fsdp2(*args)
+        if self.distributed_type is DistributedType.DEEPSPEED and is_overridden(self, "_prepare_deepspeed"):
+            results: Sequence[Any] = self._prepare_deepspeed(*args)
+        else:
+            results = self._prepare_all(args, device_placement)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _prepare_all(self, args: Sequence[Any], device_placement: Sequence[bool | None] | None) -> Sequence[Any]:
         placement = check_placement(device_placement, args)
         for model in (item for item in args if isinstance(item, torch.nn.Module)):
             self._check_device_map(model)
         results = self.engine.before_prepare(args)
         for index in in_order(results):
             results[index] = self._prepare_one(results[index], placement[index])
-        results = self.engine.after_prepare(results)
-        return results[0] if len(results) == 1 else tuple(results)
+        return self.engine.after_prepare(results)
 
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         method = method_for(item)
@@ -610,6 +615,10 @@ class Accelerator:
             return item
         options = {} if method == "prepare_scheduler" else {"device_placement": device_placement}
         return getattr(self, method)(item, **options)
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """What `prepare` does under DeepSpeed. Older trainers call it, other libraries override it."""
+        return tuple(self._prepare_all(args, None))
 
     def _check_device_map(self, model: nn.Module) -> None:
         check_quantized(model, self.device)
@@ -846,6 +855,15 @@ class Accelerator:
         """Whether a `Lomo` or `AdaLomo` optimizer was prepared."""
         return self._stepping.has_lomo_optimizer
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """By which losses are scaled; None where they are not. Another one may be assigned, for the next loss on."""
+        return self.engine.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.engine.scale_by(scaler)
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients at a sync step, before reading or changing them.
 
@@ -954,6 +972,10 @@ class Accelerator:
     def flag_tensor(self) -> torch.Tensor | None:
         """0-dim int tensor, 1 once `set_trigger` was called on this process; None before triggers are used."""
         return self._stepping.flag_tensor
+
+    @flag_tensor.setter
+    def flag_tensor(self, flag: torch.Tensor | None) -> None:
+        self._stepping.flag_tensor = flag
 
     def set_trigger(self) -> None:
         """Set a flag that `check_trigger` sees on all processes, for instance to stop early."""

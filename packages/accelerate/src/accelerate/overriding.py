@@ -1,7 +1,7 @@
 """Which members of `Accelerator` a subclass has overridden, or a library replaced, so that the other methods use them.
 
 As in accelerate 1.15, `accumulate` calls `no_sync`, `gather_for_metrics` calls `gather`, `save_model` calls
-`get_state_dict`, and loaders are shared out by `num_processes` and `process_index`. Where nothing is overridden, shorter
+`get_state_dict`, `prepare` calls `_prepare_deepspeed` under DeepSpeed, and loaders are shared out by `num_processes` and `process_index`. Where nothing is overridden, shorter
 ways are taken.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-NAMES = ("gather", "get_state_dict", "no_sync", "num_processes", "process_index")
+NAMES = ("_prepare_deepspeed", "gather", "get_state_dict", "no_sync", "num_processes", "process_index")
 Class = TypeVar("Class", bound=type)
 
 OWN: dict[str, Any] = {}

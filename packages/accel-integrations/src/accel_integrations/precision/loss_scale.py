@@ -1,4 +1,4 @@
-"""float16 with loss scaling, so that small gradients do not underflow."""
+"""Loss scaling, so that small gradients do not underflow in float16."""
 
 from __future__ import annotations
 
@@ -45,40 +45,32 @@ def scaled_step(
     return taken
 
 
-@final
-class Float16Precision(Precision):
-    """float16 where it is safe, by `torch.autocast`, with `torch.amp.GradScaler`.
+class LossScale(Precision):
+    """A precision whose losses are scaled by a `torch.amp.GradScaler`.
 
     The loss scale is updated once all optimizers have stepped, because inf values in the gradients of one must not
     change the scale by which those of the others are divided. When only some step, it is updated before the next
     backward pass.
 
     Args:
-        device_type: The type of device to compute on.
-        handlers: May hold how autocast and the scaler behave.
-        scaler_class: `torch.amp.GradScaler`, or `ShardedGradScaler` for sharded gradients.
+        scaler: By which losses are scaled.
     """
 
-    name = "fp16"
-    scaler: torch.amp.GradScaler
-
-    def __init__(
-        self, device_type: str, handlers: Handlers, scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
-    ) -> None:
-        self._device_type = device_type
-        self._handlers = handlers
-        options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
-        self.scaler = scaler_class(device_type, **options)
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._scaler = scaler
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._must_update = False
 
-    def wrap_forward(self, model: nn.Module) -> nn.Module:
-        """Let `model.forward` run under autocast."""
-        return wrap_forward(model, self._device_type, torch.float16, self._handlers.autocast)
+    @property
+    def scaler(self) -> torch.amp.GradScaler:
+        """By which losses are scaled from the next one on. One that is replaced takes note of its last step."""
+        return self._scaler
 
-    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context under autocast."""
-        return autocast(self._device_type, torch.float16, handler or self._handlers.autocast)
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler) -> None:
+        if self._must_update:
+            self._update()
+        self._scaler = scaler
 
     # ---- stepping -----------------------------------------------------------------------------------------------
 
@@ -90,7 +82,7 @@ class Float16Precision(Precision):
         """Multiply the loss by the current scale."""
         if self._must_update:
             self._update()
-        return self.scaler.scale(loss)
+        return self._scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide gradients by the scale; asked twice within a step, it does so once.
@@ -100,7 +92,7 @@ class Float16Precision(Precision):
         """
         self._check_scaled()
         if self._stage_of(optimizer) is OptState.READY:  # torch raises the second time
-            self.scaler.unscale_(optimizer)
+            self._scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take a step unless gradients are not finite.
@@ -111,29 +103,29 @@ class Float16Precision(Precision):
         self._check_scaled()
         if self._stage_of(optimizer) is OptState.STEPPED:
             self._update()
-        taken = scaled_step(self.scaler, optimizer, closure)
+        taken = scaled_step(self._scaler, optimizer, closure)
         self._must_update = True
         if all(self._stage_of(each) is OptState.STEPPED for each in self._optimizers):
             self._update()
         return taken
 
     def _check_scaled(self) -> None:
-        if self.scaler.is_enabled() and self.scaler._scale is None:  # the first loss sets it
+        if self._scaler.is_enabled() and self._scaler._scale is None:  # the first loss sets it
             raise RuntimeError(
-                "mixed_precision='fp16': gradients are divided by the loss scale, but no loss was multiplied by it. Call "
+                f"mixed_precision={self.name!r}: gradients are divided by the loss scale, but no loss was multiplied by it. Call "
                 "accelerator.backward(loss) instead of loss.backward()."
             )
 
     def _stage_of(self, optimizer: torch.optim.Optimizer) -> OptState | None:
         """The optimizer's stage since the last update of the scaler; None when the scaler is disabled."""
-        if not self.scaler.is_enabled():
+        if not self._scaler.is_enabled():
             return None
-        stage: OptState = self.scaler._per_optimizer_states[id(optimizer)]["stage"]
+        stage: OptState = self._scaler._per_optimizer_states[id(optimizer)]["stage"]
         return stage
 
     def _update(self) -> None:
         self._must_update = False
-        self.scaler.update()
+        self._scaler.update()
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
@@ -141,8 +133,66 @@ class Float16Precision(Precision):
         """The scale and its history."""
         if self._must_update:
             self._update()
-        return self.scaler.state_dict()
+        return self._scaler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale and its history."""
-        self.scaler.load_state_dict(state)
+        self._scaler.load_state_dict(state)
+
+
+@final
+class Float16Precision(LossScale):
+    """float16 where it is safe, by `torch.autocast`, with `torch.amp.GradScaler`.
+
+    Args:
+        device_type: The type of device to compute on.
+        handlers: May hold how autocast and the scaler behave.
+        scaler_class: `torch.amp.GradScaler`, or `ShardedGradScaler` for sharded gradients.
+    """
+
+    name = "fp16"
+
+    def __init__(
+        self, device_type: str, handlers: Handlers, scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    ) -> None:
+        options = handlers.grad_scaler.to_kwargs() if handlers.grad_scaler is not None else {}
+        super().__init__(scaler_class(device_type, **options))
+        self._device_type = device_type
+        self._handlers = handlers
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """Let `model.forward` run under autocast."""
+        return wrap_forward(model, self._device_type, torch.float16, self._handlers.autocast)
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """A context under autocast."""
+        return autocast(self._device_type, torch.float16, handler or self._handlers.autocast)
+
+
+@final
+class GivenScaler(LossScale):
+    """Another precision, with a scaler that the program brought.
+
+    Args:
+        precision: What it computes in; one that scales no losses.
+        scaler: By which losses are scaled.
+    """
+
+    name = "no"
+
+    def __init__(self, precision: Precision, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(scaler)
+        self.name = precision.name  # type: ignore[misc] # not of the class here
+        self._precision = precision
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """As the other precision does."""
+        return self._precision.convert(model)
+
+    def wrap_forward(self, model: nn.Module) -> nn.Module:
+        """As the other precision does."""
+        return self._precision.wrap_forward(model)
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """As the other precision does."""
+        return self._precision.autocast(handler)
