@@ -55,7 +55,7 @@ def check_same(engine: str, folder: Path, **further: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("engine", ON_TWO)
 @ranks(2)
@@ -71,12 +71,14 @@ def test_on_four_ranks(rank: int, world: int, engine: str, sync_each_batch: bool
     check_same(engine, tmp_path / "state", **settings(sync_each_batch))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["fsdp1-full", "fsdp1-flat-full", "tp"])
 @ranks(2)
 def test_in_bf16(rank: int, world: int, engine: str, tmp_path: Path) -> None:
     check_same(engine, tmp_path / "state", mixed_precision="bf16", **settings(False))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD")
 @pytest.mark.parametrize("flat", [False, True])
 @ranks(2)

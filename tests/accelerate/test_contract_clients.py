@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ LIBRARIES = {
 DEEPSPEED = "state.deepspeed_plugin."
 NO_ACCELERATORS = {"deepspeed", "datasets"}  # they call a device's driver by that name
 ACCELERATOR = {"accelerator", "_accelerator"}
+MAY_USE = re.compile(r"\b(?:from|import) accelerate\b|_hf_hook|accelerator\s*\.")
 OF_DEVICES = {"type"}  # of what torch calls an accelerator
 HOOKS = (
     accelerate.hooks.AlignDevicesHook(),
@@ -80,7 +82,7 @@ def uses_of(library: str) -> Uses:
     folder = Path(spec.origin).parent
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text(errors="replace")
-        if "accelerat" in text or "_hf_hook" in text:
+        if MAY_USE.search(text):  # parsing takes long
             with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of their backslashes
                 tree = ast.parse(text)
             collect(tree, str(path.relative_to(folder.parent)), uses, library not in NO_ACCELERATORS)

@@ -145,6 +145,7 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
     assert settings.notes == ()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("question", "key"),
     [

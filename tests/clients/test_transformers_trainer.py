@@ -75,6 +75,7 @@ def test_lower_precision(tmp_path: Path) -> None:
     assert history(half, "loss") == pytest.approx(history(full, "loss"), rel=0.02)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("count", [13, 16])
 def test_predictions_are_those_of_the_samples_in_their_order(count: int, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, eval_dataset=tiny.Sequences(count), per_device_eval_batch_size=4)
@@ -97,6 +98,7 @@ def test_predictions_are_those_of_the_samples_in_their_order(count: int, tmp_pat
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 def test_every_sample_is_seen_once_an_epoch(strategy: str, tmp_path: Path) -> None:
     seen: list[tuple[int, ...]] = []

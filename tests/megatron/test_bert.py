@@ -22,7 +22,7 @@ from tests.megatron.training import (
     train,
 )
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
 STEPS, BATCH = 5, 8
 SIZES = {

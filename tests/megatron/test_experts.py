@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
 STEPS, BATCH = 5, 8
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}

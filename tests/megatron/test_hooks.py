@@ -13,7 +13,7 @@ from accelerate.utils import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accelerate.utils.megatron_lm import AbstractTrainStep
 from tests.megatron.training import TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
 
 def squared_losses(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

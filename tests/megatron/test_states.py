@@ -18,7 +18,7 @@ from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import megatron_ranks, new_model, new_rows, optimizer_of, run_with, start, train
 from tests.support.leaks import reset_state
 
-pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
+pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
 TP2 = {"tp_degree": 2, "num_micro_batches": 2}
 PP2 = {"pp_degree": 2, "num_micro_batches": 2}

@@ -39,6 +39,7 @@ TIED = {"tie_word_embeddings": True}
 NOT_TIED = {"tie_word_embeddings": False}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("layout", "kind", "masked", "options"),
     [
@@ -69,6 +70,7 @@ def test_two_ranks(rank: int, world: int, layout: dict[str, Any], kind: str, mas
     compare(layout, world, kind, masked, **options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
