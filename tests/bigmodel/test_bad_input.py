@@ -17,6 +17,7 @@ from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.dispatch import disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.offload.folder import offload_state_dict
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
+from accel_bigmodel.tensors import set_module_tensor_to_device
 
 
 def model_of_two() -> nn.Sequential:
@@ -141,3 +142,12 @@ def test_an_offload_folder_of_another_model(tmp_path: Path) -> None:
     assert torch.equal(
         dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)(inputs), expected
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat17", "torch.load", 3])
+def test_dtypes_that_do_not_exist_are_named(dtype: Any) -> None:
+    layer = nn.Linear(2, 2)
+    before = layer.weight
+    with pytest.raises(ValueError, match=f"dtype={dtype!r} is not a torch dtype"):
+        set_module_tensor_to_device(layer, "weight", "cpu", value=torch.ones(2, 2), dtype=dtype)
+    assert layer.weight is before

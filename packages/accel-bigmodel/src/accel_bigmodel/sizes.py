@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.dtypes import as_dtype
 from accel_ops.modules import walk
 from accel_state.enums import CustomDtype
 
@@ -193,7 +194,4 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 
 
 def _element_size(dtype: str | torch.dtype) -> float:
-    wanted: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(wanted, (torch.dtype, CustomDtype)):
-        raise ValueError(f"dtype={dtype!r} is not a torch dtype: use one such as torch.float16 or 'float16'.")
-    return dtype_byte_size(wanted)
+    return dtype_byte_size(dtype if isinstance(dtype, CustomDtype) else as_dtype(dtype))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.hooks.hook import hooks_of
 
 Device = int | str | torch.device
@@ -87,8 +88,7 @@ def _checked(value: torch.Tensor, old: torch.Tensor, name: str, dtype: str | tor
         return value if _is_quantised(old) else value.to(old.dtype)
     if not (value.is_floating_point() or value.is_complex()):
         return value
-    wanted: Any = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    return value.to(wanted)
+    return value.to(as_dtype(dtype))
 
 
 def _moved(old: torch.Tensor, value: torch.Tensor | None, device: Device, non_blocking: bool) -> torch.Tensor:

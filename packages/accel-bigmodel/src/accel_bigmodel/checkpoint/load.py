@@ -31,6 +31,7 @@ from accel_bigmodel.device_map.check import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
 )
+from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.offload.folder import Index
 from accel_ops.modules import customizes_loading
 from accel_ops.tied import find_tied_parameters, retie_parameters
@@ -118,7 +119,7 @@ def load_checkpoint_in_model(
         load_checkpoint_in_model(model, "my_model", device_map={"0": "cpu", "1": "disk"}, offload_folder="offloaded")
         ```
     """
-    wished_dtype = _as_dtype(dtype)
+    wished_dtype = None if dtype is None else as_dtype(dtype)
     if broadcast_from_rank0 or is_sharded(model):
         if device_map is not None:
             raise ValueError(
@@ -164,13 +165,6 @@ def _bytes_by_device(placements: Iterable[Placement]) -> dict[torch.device, int]
         if not (placement.is_viewed or placement.in_place or placement.is_offloaded):
             needed[placement.device] = needed.get(placement.device, 0) + placement.num_bytes
     return needed
-
-
-def _as_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    found: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if found is not None and not isinstance(found, torch.dtype) or (found is None and dtype is not None):
-        raise ValueError(f"dtype={dtype!r} is not a torch dtype: use one such as torch.float16 or 'float16'.")
-    return found
 
 
 def _load_through_model(

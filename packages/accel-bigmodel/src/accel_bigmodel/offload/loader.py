@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
 from accel_ops.staging import path_inside
 from accel_state.public_names import known_as
@@ -60,7 +61,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         tensor, info = self.stored(key), self.index[key]
         if info.get("safetensors_file") is None:
             return tensor
-        dtype = getattr(torch, str(info["dtype"]).removeprefix("torch.")) if info.get("dtype") else tensor.dtype
+        dtype = as_dtype(info["dtype"]) if info.get("dtype") else tensor.dtype
         return tensor.to(device=self.device, dtype=dtype)  # a converted copy is not cached
 
     def stored(self, key: str) -> torch.Tensor:
