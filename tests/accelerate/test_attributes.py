@@ -132,6 +132,31 @@ def test_every_model_may_have_its_own_scaler(precision: str) -> None:
     assert scalers[0].get_scale() == 64.0
 
 
+def outputs(accelerator: Accelerator) -> tuple[torch.dtype, torch.dtype]:
+    """What a model computes in after `prepare`, and another one in an `autocast` block."""
+    seen = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    accelerator.prepare(model)(torch.ones(1, 2))
+    with accelerator.autocast():
+        return seen[0], torch.nn.functional.linear(torch.ones(1, 2), torch.ones(1, 2)).dtype
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("no", torch.bfloat16), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_autocasting_may_be_changed(precision: str, dtype: torch.dtype) -> None:
+    """As denoising-diffusion-pytorch assigns it."""
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    scaler = accelerator.scaler
+    first, second = (torch.float32, dtype) if precision != "no" else (dtype, torch.float32)
+    for wanted in (first, second):
+        accelerator.native_amp = wanted is not torch.float32
+        assert accelerator.native_amp is (wanted is not torch.float32)
+        assert outputs(accelerator) == (wanted, wanted)
+        assert accelerator.scaler is scaler
+
+
 @ranks(2)
 def test_copies_of_the_model_have_ranks(rank: int, world: int) -> None:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))

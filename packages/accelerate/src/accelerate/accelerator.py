@@ -13,6 +13,7 @@ import torch
 
 from accel_bigmodel.replaceable import register_lookup
 from accel_data.skipping import skip_first_batches
+from accel_integrations.engines import changed_precision
 from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
 from accel_integrations.engines.registry import engine_of, make_engine
@@ -248,7 +249,6 @@ class Accelerator:
         self._dataloaders = prepared.dataloaders
         self._custom_objects = prepared.custom  # from register_for_checkpointing
         self.trackers = self._tracker_set.active
-        self.native_amp = self.engine.precision.name != "no"  # whether torch.autocast is used
         self.scaler_handler = handlers.grad_scaler
         self.init_handler = handlers.process_group
         self.profile_handler = handlers.profile
@@ -862,7 +862,7 @@ class Accelerator:
 
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
-        self.engine.scale_by(scaler)
+        changed_precision.scale_by(self.engine, scaler)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale gradients at a sync step, before reading or changing them.
@@ -898,6 +898,16 @@ class Accelerator:
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer skipped its last step because gradients were inf or NaN."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether `torch.autocast` is used. It may be assigned, for models that are prepared later, and for `autocast`."""
+        return self.engine.precision.name != "no"
+
+    @native_amp.setter
+    def native_amp(self, wanted: bool) -> None:
+        if wanted != self.native_amp:
+            changed_precision.autocast(self.engine, wanted)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:

@@ -25,7 +25,6 @@ from accel_integrations.checkpoints.sharded_states import (
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
-from accel_integrations.precision.loss_scale import GivenScaler, LossScale
 from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
@@ -237,15 +236,6 @@ class Engine(ABC):
         """Accumulate the gradients of `loss` (0-dim, already divided for accumulation)."""
         precision = self.precision
         (precision.scale(loss) if precision.scales else loss).backward(**kwargs)
-
-    def scale_by(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Scale losses by another scaler from now on; None scales none."""
-        if isinstance(self.precision, LossScale):
-            self.precision.scaler = scaler or torch.amp.GradScaler(enabled=False)
-        elif scaler is not None:
-            self.precision = GivenScaler(self.precision, scaler)
-            for prepared in self.context.prepared.optimizers:
-                self.precision.watch(prepared.optimizer)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which `backward` synchronizes no gradients between ranks."""
