@@ -42,19 +42,25 @@ def make_model() -> nn.Module:
     )
 
 
-def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> tuple[float, float]:
-    """The accuracy, and the mean loss of this process's share of the images; the other processes have another one."""
+def evaluate(accelerator: Accelerator, model: nn.Module, loader: DataLoader) -> float:
+    """The accuracy; each image counts once, also where the last batch was padded to serve all processes."""
     model.eval()
     correct = total = 0
-    loss = torch.zeros((), device=accelerator.device)
     for images, labels in loader:
         with torch.no_grad():
-            logits = model(images)
-        loss += nn.functional.cross_entropy(logits, labels)
-        predicted, labels = accelerator.gather_for_metrics((logits.argmax(dim=-1), labels))
+            predicted = model(images).argmax(dim=-1)
+        predicted, labels = accelerator.gather_for_metrics((predicted, labels))
         correct += (predicted == labels).sum().item()
         total += len(labels)
-    return correct / total, loss.item() / len(loader)
+    return correct / total
+
+
+def mean_loss(model: nn.Module, loader: DataLoader) -> float:
+    """The mean loss of this process's share of the images: the other processes have another one."""
+    model.eval()
+    with torch.no_grad():
+        losses = [nn.functional.cross_entropy(model(images), labels) for images, labels in loader]
+    return torch.stack(losses).mean().item()
 
 
 def main() -> None:
@@ -80,7 +86,7 @@ def main() -> None:
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        accuracy, held_out_loss = evaluate(accelerator, model, eval_loader)
+        held_out_loss = mean_loss(model, eval_loader)
         waited = 0 if held_out_loss < lowest else waited + 1
         lowest = min(lowest, held_out_loss)
         if waited >= args.patience:
@@ -88,7 +94,7 @@ def main() -> None:
         if accelerator.check_trigger():
             accelerator.print(f"no lower loss for {args.patience} epochs: stopped after epoch {epoch + 1}")
             break
-    accelerator.print(f"final accuracy {accuracy:.3f}")
+    accelerator.print(f"final accuracy {evaluate(accelerator, model, eval_loader):.3f}")
     accelerator.end_training()
 
 
