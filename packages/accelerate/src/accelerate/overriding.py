@@ -1,8 +1,8 @@
 """Which members of `Accelerator` a subclass has overridden, or a library replaced, so that the other methods use them.
 
 As in accelerate 1.15, `accumulate` calls `no_sync`, `gather_for_metrics` calls `gather`, `save_model` calls
-`get_state_dict`, `prepare` calls `_prepare_deepspeed` under DeepSpeed, and loaders are shared out by `num_processes` and `process_index`. Where nothing is overridden, shorter
-ways are taken.
+`get_state_dict`, `prepare` calls `_prepare_deepspeed` under DeepSpeed, and loaders are shared out by `num_processes` and
+`process_index`. Where nothing is overridden, shorter ways are taken.
 """
 
 from __future__ import annotations
