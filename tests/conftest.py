@@ -72,11 +72,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave expensive tests that say more of the same to `--all`, unless files or folders were named."""
+    if is_whole(config):
+        items[:] = in_order(items)
     if not is_short(config):
         return
     seed = getattr(config.option, "randomly_seed", 0)
     items[:], left = choose(items, seed if isinstance(seed, int) else 0)
-    items[:] = in_order(items)
     config.hook.pytest_deselected(items=left)
     config.stash[LEFT_OUT] = len(left)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_state.weak import Weak
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin, ParallelismConfig, TorchTensorParallelConfig
 from tests.support.ranks import ranks
+from tests.support.tiny_transformer import TP_PLAN, make_loader, make_model, shift, token_loss
 
 FREED = ("accelerator", "optimizer", "prepared optimizer", "scheduler", "prepared scheduler", "prepared loader")
 """A model under autocast is not among them: its forward, an attribute of its own, refers to it."""
@@ -148,3 +150,50 @@ def test_ranks_leave_nothing(rank: int, world: int, how: str, tmp_path: Path) ->
     with no_collection():
         left = alive(run(tmp_path, **arguments))
     assert not set(left) & set(FREED)
+
+
+LAYOUTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "replicas of tensor parallel models": lambda: {
+        "parallelism_config": ParallelismConfig(
+            tp_size=2, dp_replicate_size=2, tp_handler=TorchTensorParallelConfig(plan=TP_PLAN)
+        )
+    },
+    "sharded tensor parallel models": lambda: {
+        "parallelism_config": ParallelismConfig(
+            tp_size=2, dp_shard_size=2, tp_handler=TorchTensorParallelConfig(plan=TP_PLAN)
+        ),
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2),
+    },
+    "context parallelism": lambda: {
+        "parallelism_config": ParallelismConfig(cp_size=2, dp_shard_size=2),
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2),
+    },
+    "replicas of pipelines": lambda: {"parallelism_config": ParallelismConfig(pp_size=2, dp_replicate_size=2)},
+    "pipelines of sharded stages": lambda: {
+        "parallelism_config": ParallelismConfig(pp_size=2, dp_shard_size=2),
+        "fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2),
+    },
+}
+
+
+def train_in(layout: str) -> list[weakref.ref[Any]]:
+    """A step of a parallel model that nobody refers to any more: its linear layers and their parameters."""
+    accelerator = Accelerator(cpu=True, **LAYOUTS[layout]())
+    model = make_model()
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), make_loader(8))
+    batch = next(iter(loader))
+    accelerator.backward(token_loss(model(batch["input_ids"]), shift(batch["labels"])))
+    optimizer.step()
+    layers = [part for part in accelerator.unwrap_model(model).modules() if isinstance(part, nn.Linear)]
+    return [weakref.ref(part) for layer in layers for part in (layer, *layer.parameters())]
+
+
+@ranks(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parallel_models_can_be_collected(rank: int, layout: str) -> None:
+    """What is registered with autograd must not hold them: the garbage collector does not see it."""
+    parts = train_in(layout)
+    AcceleratorState._reset_state(True)
+    gc.collect()
+    assert parts
+    assert not [part() for part in parts if part() is not None]

@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support import ranks as pools
+from tests.support.leaks import gloo_threads
 from tests.support.ranks import POOL, ranks
+
+KEPT: list[dist.ProcessGroup] = []
 
 
 @ranks(1, 2, 4)
@@ -43,6 +47,23 @@ def test_a_failure_names_its_rank_and_the_pool_recovers() -> None:
 
 def test_pool_is_one() -> None:
     assert len(POOL.workers) <= 4
+
+
+@ranks(1)
+def _keeps_its_groups(rank: int) -> None:
+    KEPT.extend(dist.new_group() for _ in range(3))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
+def test_workers_in_which_groups_are_left_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "MOST_GROUPS", 2)
+    monkeypatch.setattr(pools, "POOL", pool := pools.Pool())
+    _keeps_its_groups()
+    first = pool.workers[0][0].pid
+    assert gloo_threads(first) == 3
+    _keeps_its_groups()
+    assert pool.workers[0][0].pid != first
+    pool.close(politely=True)
 
 
 @ranks(2)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,8 @@ class GradientAverager:
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._begin())
         ]  # functions are not copied with a model
-        self._hooks += [parameter.register_post_accumulate_grad_hook(self._arrived) for parameter in trainable]
+        arrived = _weak(self._arrived)
+        self._hooks += [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trainable]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -116,6 +118,17 @@ class GradientAverager:
             for parameter, average, count in zip(bucket, averages, counts, strict=True):
                 if count > 0:
                     _set_gradient(parameter, average)
+
+
+def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """The method while its object lives: the garbage collector does not see what the hooks of parameters refer to."""
+    reference = WeakMethod(method)
+
+    def call(parameter: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(parameter)
+
+    return call
 
 
 def redistribute_gradients(model: nn.Module) -> None:

@@ -145,7 +145,7 @@ class StagedModel:
         except _StageEnd:
             return self._result
         finally:
-            self._stage, self._received = None, ()
+            self._stage, self._received, self._result = None, (), None  # a graph that is kept keeps the model
         if is_last:
             return output
         raise RuntimeError(
