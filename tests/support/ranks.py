@@ -36,9 +36,7 @@ TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "120"))
 SLOW_RANK = os.environ.get("RANKS_SLOW")
 SLOW_EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree"}
 SLOW_SECONDS = 0.06
-MOST_GROUPS = (
-    24  # that earlier tests have left in a worker, most of them through DeepSpeed; a hundred are a fifth of a core
-)
+MOST_GROUPS = 24  # left in a worker by earlier tests, mostly of DeepSpeed; the threads of 130 take a fifth of a core
 GRACE_SECONDS = 10.0  # how long the other ranks may go on once one has failed
 ROOT = Path(__file__).resolve().parents[2]
 
