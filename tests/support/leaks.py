@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
@@ -42,5 +43,8 @@ def gloo_threads(process: int) -> int:
     Args:
         process: Its ID.
     """
-    names = Path(f"/proc/{process}/task").glob("*/comm")
-    return sum(name.read_text().startswith("gloo_tcp_loop") for name in names)
+    count = 0
+    for name in Path(f"/proc/{process}/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # a thread that ended just now
+            count += name.read_text().startswith("gloo_tcp_loop")
+    return count
