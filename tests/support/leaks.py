@@ -36,7 +36,7 @@ def leaked_process_group() -> bool:
 
 
 def gloo_threads(process: int) -> int:
-    """How many gloo process groups of a process have a thread; 0 where the system does not list threads.
+    """How many gloo process groups of a process have a thread; 0 where threads are not listed, or have no names.
 
     Each wakes up a hundred times a second, also when nothing can use its group any more.
 
