@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
-from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -15,6 +14,7 @@ from torch import nn
 from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
 from accel_ops.modules import to_local
 from accel_ops.transport import collective_device
+from accel_state.weak import Weak
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -49,8 +49,11 @@ class GradientAverager:
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._begin())
         ]  # functions are not copied with a model
-        arrived = _weak(self._arrived)
-        self._hooks += [parameter.register_post_accumulate_grad_hook(arrived) for parameter in trainable]
+        own = Weak(self)  # the garbage collector does not see what hooks of parameters refer to; the model keeps this
+        self._hooks += [
+            parameter.register_post_accumulate_grad_hook(lambda parameter: own.get()._arrived(parameter))
+            for parameter in trainable
+        ]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -118,17 +121,6 @@ class GradientAverager:
             for parameter, average, count in zip(bucket, averages, counts, strict=True):
                 if count > 0:
                     _set_gradient(parameter, average)
-
-
-def _weak(method: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-    """The method while its object lives: the garbage collector does not see what the hooks of parameters refer to."""
-    reference = WeakMethod(method)
-
-    def call(parameter: torch.Tensor) -> None:
-        if (alive := reference()) is not None:
-            alive(parameter)
-
-    return call
 
 
 def redistribute_gradients(model: nn.Module) -> None:
