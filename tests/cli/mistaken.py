@@ -11,7 +11,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -278,7 +277,7 @@ def groups_made_again(accelerator, rank):
         accelerator.wait_for_everyone()
         accelerator.end_training()
         accelerator.state._reset_state(True)
-        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        os.environ["MASTER_PORT"] = os.environ["MISTAKEN_PORTS"].split()[turn]
         accelerator = Accelerator(cpu=True)
 
 
@@ -307,12 +306,12 @@ def run(name):
     globals()[name](accelerator, accelerator.process_index)
 
 
-def begin_rank(name, rank, port, folder, pipe):
+def begin_rank(name, rank, ports, folder, pipe):
     """Turn a forked process into a rank: the rest of it is an ordinary program."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False", OMP_NUM_THREADS="1", MISTAKEN_FOLDER=folder,
-        MISTAKEN_NAME=name,
+        MASTER_PORT=str(ports[0]), TORCHELASTIC_USE_AGENT_STORE="False", OMP_NUM_THREADS="1", MISTAKEN_FOLDER=folder,
+        MISTAKEN_NAME=name, MISTAKEN_PORTS=" ".join(map(str, ports[1:])),
     )  # fmt: skip
     for number, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{folder}/{name}.{rank}.{end}", os.O_CREAT | os.O_WRONLY), number)
@@ -322,14 +321,13 @@ def begin_rank(name, rank, port, folder, pipe):
     run(name)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def fork_all(names, folder):
+def fork_all(names, folder, free_ports):
     """Run programs, a few at a time.
+
+    Args:
+        names: Of the programs.
+        folder: For what they print.
+        free_ports: Chooses a number of ports.
 
     Returns:
         For each program and rank the exit code, and when it ended; None in the ranks.
@@ -337,10 +335,10 @@ def fork_all(names, folder):
     waiting, running, ended = list(names), {}, {}
     while waiting or running:
         while waiting and len(running) < 2 * AT_ONCE:
-            name, port, (out, into) = waiting.pop(0), free_port(), os.pipe()
+            name, ports, (out, into) = waiting.pop(0), free_ports(3), os.pipe()
             for rank in range(2):
                 if (pid := os.fork()) == 0:
-                    begin_rank(name, rank, port, folder, out)
+                    begin_rank(name, rank, ports, folder, out)
                     return None
                 running[pid] = (name, rank, time.time(), os.pidfd_open(pid))
             if name == "slow_input_on_main":
@@ -373,6 +371,7 @@ def main():
     if sys.argv[1] != "--fork":
         run(sys.argv[1])
         return
+    sys.path.append(str(Path(__file__).parents[2]))
     for module in (
         "torch._dynamo",
         "accel_integrations.engines.ddp",
@@ -381,7 +380,7 @@ def main():
     ):
         import_module(module)  # once for all ranks
     folder = tempfile.mkdtemp()
-    ended = fork_all(sys.argv[2:], folder)
+    ended = fork_all(sys.argv[2:], folder, import_module("tests.support.ports").free_ports)
     if ended is not None:  # not one of the ranks
         sys.stdout.write(json.dumps(report_on(ended, folder)) + "\n")
         shutil.rmtree(folder)

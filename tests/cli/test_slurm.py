@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch.machine import free_port
 from accel_cli.main import COMMANDS, main
 from accel_cli.slurm.job import Job, make_job
 from accel_cli.slurm.script import batch_script, sbatch_quoted
+from tests.support.ports import free_ports
 
 GOLDEN = Path(__file__).parent / "golden"
 GPUS = ["--nodes", "2", "--gpus_per_node", "a100:8"]
@@ -276,7 +276,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     configuration = folder / "slurm.conf"
     configuration.write_text(
         CONFIGURATION.format(
-            folder=folder, host=socket.gethostname().partition(".")[0], ports=(free_port(), free_port()),
+            folder=folder, host=socket.gethostname().partition(".")[0], ports=free_ports(2),
             cores=os.cpu_count(),
         )
     )  # fmt: skip

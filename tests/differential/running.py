@@ -6,7 +6,6 @@ import fnmatch
 import json
 import math
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_ports
 
 PROGRAMS = Path(__file__).parent / "programs"
 REFERENCE = os.environ.get("REFERENCE_PYTHON", "")
@@ -57,7 +58,7 @@ def recorded(python: str, program: str, *arguments: str, world: int = 1) -> Reco
 
 def run(python: str, program: str, *arguments: str, world: int, folder: Path) -> None:
     """Start a program on every rank; fail with the errors of those that ended badly."""
-    port = str(_free_port())
+    port = str(free_ports(1)[0])
     work = folder / "work"
     work.mkdir(exist_ok=True)
     processes = []
@@ -133,9 +134,3 @@ def _end(process: subprocess.Popen[bytes], errors: Any) -> str:
     errors.seek(0)
     with errors:
         return f"{process.returncode}: {errors.read()[-3000:]}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_cli.launch import machine
 from accel_state import shutdown
 from accel_state.processes import PartialState
+from tests.support.ports import free_ports
 from tests.support.ranks import ranks
 from tools.exit_check import run_once
 
@@ -95,7 +95,7 @@ def test_runs_after_each_other_leave_no_connections(rank: int, world: int) -> No
     files = [open(os.devnull) for _ in range(1_100)]  # noqa: SIM115 - the watcher's connection comes after these
     counts = []
     for _ in range(12):
-        port = [machine.free_port()]
+        port = free_ports(1)
         dist.broadcast_object_list(port)
         PartialState().destroy_process_group()
         PartialState._reset_state()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from accel_state.enums import DistributedType
 from accel_state.processes import PartialState, do_nothing
+from tests.support.ports import free_ports
 from tests.support.ranks import ranks
 
 LAUNCHERS = {
@@ -44,7 +44,7 @@ def test_places(rank: int, world: int) -> None:
 @pytest.mark.parametrize("launcher", list(LAUNCHERS))
 def test_each_launcher_is_understood(rank: int, world: int, launcher: str) -> None:
     """The group of the test gives way to one that the state starts from the launcher's variables."""
-    port = [_free_port() if rank == 0 else None]
+    port = free_ports(1) if rank == 0 else [None]
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     for name in LAUNCHERS["torchrun"]:
@@ -61,12 +61,6 @@ def test_each_launcher_is_understood(rank: int, world: int, launcher: str) -> No
     dist.all_reduce(total)
     assert total.item() == 3
     assert [os.environ[name] for name in LAUNCHERS["torchrun"]] == [str(rank), str(world)] * 2  # for other libraries
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @ranks(2)
