@@ -1,7 +1,8 @@
 """Tests whose body runs in every rank of a real gloo group.
 
-Worker processes start once per session and are used again, because starting two fresh ones costs seconds; each test
-gets a fresh process group on a file store. A failing or hanging body ends the workers, so the next test starts clean.
+Worker processes start once per session and are used again; each test gets a fresh process group on a file store. A
+failing or hanging body ends the workers, so the next test starts clean. They are forked from a process that has imported
+what most tests need, and has done nothing else, because each of them would import for ten seconds.
 
 `RANKS_SLOW=1` slows rank 1 down at every file of a test's folder, which shows who does not wait for the others.
 """
@@ -38,6 +39,7 @@ SLOW_EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.r
 SLOW_SECONDS = 0.06
 MOST_GROUPS = 24  # left in a worker by earlier tests, mostly of DeepSpeed; the threads of 130 take a fifth of a core
 GRACE_SECONDS = 10.0  # how long the other ranks may go on once one has failed
+IMPORTED_ONCE = ["accelerate.accelerator", "torch._dynamo", "torch.distributed.fsdp", "transformers", "deepspeed"]
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -120,7 +122,7 @@ class Pool:
         return "no answer in time; it stands here:\n" + (file.read_text() if file.exists() else "(no stack)")
 
     def _grow(self, world: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _start_method()
         while len(self.workers) < world:
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs, str(ROOT)), daemon=True)
@@ -140,6 +142,16 @@ class Pool:
                 process.join()
             pipe.close()
         self.workers.clear()
+
+
+def _start_method() -> Any:
+    import torch
+
+    if torch.accelerator.is_available():  # looking for devices while importing makes them unusable in forked processes
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
+    return context
 
 
 POOL = Pool()
