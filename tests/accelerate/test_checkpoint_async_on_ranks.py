@@ -239,6 +239,7 @@ ENGINES_OF_TWO = [
 ]
 
 
+@pytest.mark.sample(4)
 @ranks(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ENGINES_OF_TWO)

@@ -63,7 +63,7 @@ def test_on_two_ranks(rank: int, world: int, engine: str, sync_each_batch: bool,
     check_same(engine, tmp_path / "state", **settings(sync_each_batch))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("engine", ON_FOUR)
 @ranks(4)

@@ -50,7 +50,7 @@ def test_a_profiler_sees_the_gathers() -> None:
 
 
 @needs_pretended_gpu
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

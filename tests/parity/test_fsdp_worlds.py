@@ -62,7 +62,7 @@ CASES = [  # saved by how many processes, with which version (0 is without shard
 ]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "saved_by", "version", "loaded_by", "other_version"), CASES)
 def test_goes_on_elsewhere(
     tmp_path: Path, form: str, saved_by: int, version: int, loaded_by: int, other_version: int

@@ -165,6 +165,7 @@ def _work(pipe: Connection, root: str) -> None:
     from accel_state.watch.calls import start_recorder
 
     torch.set_num_threads(1)
+    gc.freeze()
     start_recorder()
     if SLOW_RANK is not None:
         sys.addaudithook(_slow_down)
