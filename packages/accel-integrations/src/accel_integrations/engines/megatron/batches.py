@@ -86,9 +86,9 @@ def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, 
         samples, length = next(iter(columns.values())).shape[:2]
         return Batch(_cut(columns, count), (samples // count, length), samples, length, has_labels=True)
     _check(values, limits, training)
-    samples, length = values["input_ids"].shape
+    samples, length = len(values["input_ids"]), limits.task.length(values)
     padded = _padded(values, limits, device)
-    rows, width = padded["input_ids"].shape
+    rows, width = len(padded["input_ids"]), limits.task.length(padded)
     has_labels = all(name in values for name in limits.task.labels)
     parts = _cut(limits.task.columns(padded), count)
     return Batch(parts, (rows // count, width), samples, length, has_labels)
@@ -101,8 +101,8 @@ def _cut(columns: Mapping[str, Tensor], count: int) -> list[MicroBatch]:
 
 def _padded(values: Mapping[str, Any], limits: Limits, device: torch.device) -> dict[str, Tensor]:
     tokens = values["input_ids"]
-    samples, length = tokens.shape
-    more_samples, more_tokens = -samples % limits.num_micro_batches, -length % limits.multiple
+    samples = len(tokens)
+    more_samples = -samples % limits.num_micro_batches
     found = {name: value.to(device) for name, value in values.items()}
     found["position_ids"] = _positions(values.get("position_ids"), tokens, limits, device)
     mask = values.get("attention_mask", torch.ones_like(tokens))
@@ -111,6 +111,7 @@ def _padded(values: Mapping[str, Any], limits: Limits, device: torch.device) -> 
     for name, value in found.items():
         filling = IGNORED if name in limits.task.labels and not value.is_floating_point() else 0
         by_token = name not in limits.task.per_sample and name != "real"
+        more_tokens = -value.shape[1] % limits.multiple if by_token else 0
         padding = (0, more_tokens, 0, more_samples) if by_token else (*(0, 0) * (value.ndim - 1), 0, more_samples)
         found[name] = F.pad(value, padding, value=filling)
     return found
@@ -132,15 +133,7 @@ def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
     tokens = values["input_ids"]
     if tokens.ndim != 2:
         raise ValueError(f"input_ids has the shape {tuple(tokens.shape)}. Pass (samples, tokens).")
-    for name in ("labels", "attention_mask", "token_type_ids", "next_sentence_label"):
-        if name not in values:
-            continue
-        shape, per_sample = values[name].shape, name in task.per_sample
-        if shape[:1] != tokens.shape[:1] if per_sample else shape != tokens.shape:
-            raise ValueError(
-                f"{name} has the shape {tuple(shape)}, and input_ids has {tuple(tokens.shape)}. Megatron-LM takes one entry "
-                f"per {'sample' if per_sample else 'token'}."
-            )
+    _check_shapes(values, task)
     if training:
         _check_division(values, limits)
     length = tokens.shape[1]
@@ -153,6 +146,22 @@ def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
             f"input_ids has {length} tokens per sample, more than the model's sliding window of {limits.window}, which "
             "megatron-core's attention does not have. Shorten them, or use FSDP or ParallelismConfig."
         )
+
+
+def _check_shapes(values: Mapping[str, Any], task: Task) -> None:
+    first = next((name for name in sorted(task.of_outputs) if name in values), "input_ids")
+    for name in ("labels", "attention_mask", "token_type_ids", "next_sentence_label", *sorted(task.of_outputs)):
+        if name not in values:
+            continue
+        shape, per_sample = values[name].shape, name in task.per_sample
+        other = first if name in task.of_outputs and name != first else "input_ids"
+        wanted = values[other].shape
+        same_rows = shape[:1] == wanted[:1] and (per_sample or len(shape) == 2)
+        if not same_rows or (shape != wanted and not per_sample and name != first):
+            raise ValueError(
+                f"{name} has the shape {tuple(shape)}, and {other} has {tuple(wanted)}. Megatron-LM takes one entry per "
+                f"{'sample' if per_sample or name == first else 'token'}."
+            )
 
 
 def _check_division(values: Mapping[str, Any], limits: Limits) -> None:

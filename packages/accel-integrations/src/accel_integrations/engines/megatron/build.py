@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,8 +46,10 @@ class Chunks:
         """The parameters by name, layers numbered as in the full model."""
         found = {}
         for module in self.modules:
-            block = module.decoder if hasattr(module, "decoder") else module.encoder
-            numbers = [layer.layer_number - 1 for layer in block.layers]
+            blocks = {name: getattr(module, name, None) for name in ("encoder", "decoder")}
+            numbers = {
+                name: [layer.layer_number - 1 for layer in block.layers] for name, block in blocks.items() if block
+            }
             for name, parameter in module.named_parameters():
                 found[_full_name(name, numbers, self._first_expert())] = parameter
         return found
@@ -60,9 +62,9 @@ class Chunks:
         return int(parallel.get_expert_model_parallel_rank() * here)
 
 
-def _full_name(name: str, numbers: list[int], first_expert: int) -> str:
+def _full_name(name: str, numbers: Mapping[str, list[int]], first_expert: int) -> str:
     """The name of a parameter, with layers and experts numbered as in the full model."""
-    name = LAYER.sub(lambda match: f"{match[1]}.layers.{numbers[int(match[2])]}.", name)
+    name = LAYER.sub(lambda match: f"{match[1]}.layers.{numbers[match[1]][int(match[2])]}.", name)
     return EXPERT.sub(lambda match: f".local_experts.{first_expert + int(match[1])}.", name)
 
 

@@ -14,6 +14,7 @@ from accel_integrations.engines.megatron.layouts import GateAndUp, Plain, QueryK
 from accel_integrations.engines.megatron.shape import ModelShape, Weight
 from accel_integrations.engines.megatron.sources import tensor_name
 from accel_integrations.engines.megatron.supported import activation, lacks
+from accel_integrations.engines.megatron.t5 import t5
 
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The only scaling of rotary embeddings that megatron-core has, but for `factor`."""
@@ -281,15 +282,12 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Qwen2ForCausalLM": ("qwen2", partial(_llama, qkv_bias=True)),
     "Qwen3ForCausalLM": ("qwen3", partial(_llama, query_norm=True)),
     "Qwen3MoeForCausalLM": ("qwen3_moe", _qwen3_moe),
+    "T5ForConditionalGeneration": ("t5", t5),
     **{f"Bert{one}": ("bert", partial(bert, norm_follows=True, kind=one)) for one in BERT_CLASSES},
     **{f"MegatronBert{one}": ("megatron-bert", partial(bert, norm_follows=False, kind=one)) for one in BERT_CLASSES},
 }
 """By the class of the model: `config.model_type`, and the function that reads its configuration."""
 REFUSED = {
-    "t5": (
-        "its attention adds a bias by relative position, which megatron-core's local attention refuses, and has no scale. "
-        "Train it with FSDP or DeepSpeed."
-    ),
     "glm4_moe": (
         "some of its layers have experts and others have none, and experts are shared. Train it with FSDP or DeepSpeed."
     ),

@@ -108,7 +108,7 @@ class QueryKeyValue(Layout):
     """Queries, keys and values in one matrix: for each group its queries, then its key, then its value.
 
     Args:
-        heads: Query heads (h).
+        heads: Query heads (h); 0 for keys and values alone, as where one sequence attends to another.
         groups: Heads of keys and values (g).
         head_size: Size of a head (d).
         fused: Whether the model stores all three in one tensor.
@@ -123,7 +123,8 @@ class QueryKeyValue(Layout):
 
     @property
     def _rows(self) -> list[int]:
-        return [self.heads * self.head_size, self.groups * self.head_size, self.groups * self.head_size]
+        of_keys = self.groups * self.head_size
+        return [*([self.heads * self.head_size] if self.heads else []), of_keys, of_keys]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Rows of the three, group by group: (h + 2g) * d of them."""

@@ -176,7 +176,7 @@ class MegatronEngine(nn.Module):
         """Refuse: this rank holds a part of the model only."""
         raise NotImplementedError(
             "generate() needs the full model on one rank. Write it with accelerator.save_model(model, folder), and load it "
-            "there: AutoModelForCausalLM.from_pretrained(folder)."
+            f"there: {type(self.parts.original).__name__}.from_pretrained(folder)."
         )
 
     def _batch(self, values: Any) -> Batch:

@@ -51,6 +51,7 @@ class ModelShape:
         chunk: Makes a chunk of it.
         num_experts: How many experts the MLPs of a mixture have; None for an ordinary model.
         takes_sequence_parallelism: Whether activations can be sharded along the sequence.
+        takes_pipelines: Whether layers can be distributed over pipeline stages.
         weights: Makes the list of parameters for a number of rows of the embeddings.
     """
 
@@ -74,6 +75,7 @@ class ModelShape:
     chunk: Chunk = gpt_chunk
     num_experts: int | None = None
     takes_sequence_parallelism: bool = True
+    takes_pipelines: bool = True
 
     @property
     def learns_positions(self) -> bool:
@@ -105,6 +107,11 @@ class ModelShape:
                     f"tp_degree={degrees.tensor} does not divide the model's {size} {what}. Choose a degree that does."
                 )
         self._check_experts(degrees)
+        if degrees.pipeline > 1 and not self.takes_pipelines:
+            raise ValueError(
+                f"pp_degree={degrees.pipeline}, but megatron-core has no pipeline stages for an encoder with a decoder. Set "
+                "it to 1, and use tp_degree."
+            )
         shared, stages = self.num_layers, degrees.pipeline
         if last_layers is not None and degrees.pipeline > 1:
             shared, stages = self.num_layers - last_layers, degrees.pipeline - 1

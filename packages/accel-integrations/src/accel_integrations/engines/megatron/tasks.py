@@ -29,6 +29,7 @@ class Task(ABC):
         names: What a batch may have.
         labels: What it must have in training.
         per_sample: Which of `names` have one entry per sample, not per token.
+        of_outputs: Which of `names` have one entry per token of a second sequence.
         has_token_labels: Whether `labels` has one entry per token.
         logits: The sizes of the logits by the names in the output; None for one row per token over the vocabulary, else
             the number of columns per sample.
@@ -37,7 +38,12 @@ class Task(ABC):
     names: frozenset[str]
     labels: tuple[str, ...] = ("labels",)
     per_sample: frozenset[str] = frozenset()
+    of_outputs: frozenset[str] = frozenset()
     logits: Mapping[str, int | None] = {"logits": None}
+
+    def length(self, values: Mapping[str, Tensor]) -> int:
+        """The tokens per sample for which there are losses and logits."""
+        return values["input_ids"].shape[1]
 
     @abstractmethod
     def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -89,7 +95,27 @@ def _summed(losses: Tensor, counted: Tensor) -> Tensor:
     return (losses.float() * counted).sum()
 
 
-class Causal(Task):
+class NextTokens(Task):
+    """A model that gives a loss, or logits, for each token."""
+
+    def counts(self, part: MicroBatch) -> list[Tensor]:
+        """The number of counted tokens."""
+        return [part["counted"].sum()]
+
+    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
+        """The sum over counted tokens."""
+        return [_summed(output, part["counted"])]
+
+    def split_logits(self, output: Any) -> dict[str, Tensor]:
+        """Those of the tokens."""
+        return {"logits": output}
+
+    def with_losses(self, output: Any, part: MicroBatch) -> Any:
+        """The loss of each token."""
+        return _token_losses(output, part["labels"])
+
+
+class Causal(NextTokens):
     """A model that predicts the next token, as GPT does; labels are shifted here."""
 
     names = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
@@ -110,21 +136,61 @@ class Causal(Task):
         labels = part["labels"] if with_losses else None
         return model(part["tokens"], part["positions"], part["hidden"], labels=labels)
 
-    def counts(self, part: MicroBatch) -> list[Tensor]:
-        """The number of counted tokens."""
-        return [part["counted"].sum()]
 
-    def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
-        """The sum over counted tokens."""
-        return [_summed(output, part["counted"])]
+class SequenceToSequence(NextTokens):
+    """A model that reads one sequence and predicts another, as T5 does.
 
-    def split_logits(self, output: Any) -> dict[str, Tensor]:
-        """Those of the tokens."""
-        return {"logits": output}
+    Args:
+        first_token: With which the decoder begins.
+        padding: The token that stands for labels of -100 where the decoder reads them.
+    """
 
-    def with_losses(self, output: Any, part: MicroBatch) -> Any:
-        """The loss of each token."""
-        return _token_losses(output, part["labels"])
+    names = frozenset({"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"})
+    of_outputs = frozenset({"decoder_input_ids", "decoder_attention_mask", "labels"})
+    output_class = "Seq2SeqLMOutput"
+
+    def __init__(self, first_token: int, padding: int) -> None:
+        self._first_token = first_token
+        self._padding = padding
+
+    def length(self, values: Mapping[str, Tensor]) -> int:
+        """Tokens of the second sequence.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for name in ("labels", "decoder_input_ids"):
+            if name in values:
+                return values[name].shape[1]
+        raise ValueError("The model was called without 'labels' and without 'decoder_input_ids'. Pass one of them.")
+
+    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tokens of both sequences, what they do not see of themselves and of each other, and labels.
+
+        What is hidden has the shapes (B, 1, 1, S), (B, 1, T, T) and (B, 1, 1, S), for T tokens of the second sequence.
+        """
+        tokens, length = values["input_ids"], self.length(values)
+        padding = ~values["attention_mask"][:, None, None, :]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1).expand(len(tokens), 1, -1, -1)
+        if "decoder_attention_mask" in values:
+            hidden = hidden | ~values["decoder_attention_mask"].bool()[:, None, None, :]
+        found = {"tokens": tokens, "padding": padding, "hidden": hidden, "outputs": self._read(values)}
+        if "labels" in values:
+            found |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
+        return found
+
+    def _read(self, values: Mapping[str, Tensor]) -> Tensor:
+        """What the decoder reads: as given, or the labels before each."""
+        if "decoder_input_ids" in values:
+            return values["decoder_input_ids"]
+        before = F.pad(values["labels"][:, :-1], (1, 0), value=self._first_token)
+        return before.masked_fill(before == IGNORED, self._padding)
+
+    def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
+        """Run the model."""
+        labels = part["labels"] if with_losses else None
+        padding = part["padding"]
+        return model(part["tokens"], part["outputs"], padding, part["hidden"], padding, lm_labels=labels)
 
 
 class Masked(Task):

@@ -1,0 +1,144 @@
+"""The chunk of which a rank's T5 consists, out of megatron-core's local layers, with what these lack.
+
+Legend: B = samples of a micro-batch, Q, K = tokens that attend and that are attended to, N = heads of a rank, D = their size.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from accel_integrations.engines.megatron.chunks import Norm, Place, Sizes
+from accel_integrations.engines.megatron.library import load
+
+
+def t5_chunk(shape: Sizes, config: Any, place: Place, num_rows: int) -> Any:
+    """All of a T5; the arguments are those of `chunks.Chunk`. `shape.model` says what the configuration does not."""
+    options = dict(shape.model)
+    encoder_layers, scales_output = options.pop("encoder_layers"), options.pop("scales_output")
+    encoder_config = copy.copy(config)
+    encoder_config.num_layers = encoder_layers
+    specs = load("models.T5.t5_spec")
+    chunk = load("models.T5.t5_model").T5Model(
+        config=config,
+        encoder_config=encoder_config,
+        transformer_encoder_layer_spec=_layers(
+            specs.encoder_model_with_local_spec(), encoder_layers, crosses=False
+        ),
+        transformer_decoder_layer_spec=_layers(
+            specs.decoder_model_with_local_spec(), config.num_layers, crosses=True
+        ),
+        vocab_size=num_rows,
+        max_sequence_length=shape.max_length,
+        pre_process=place.is_first,
+        post_process=place.is_last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="relative",
+        **options,
+    )
+    chunk.lm_head.output_layer.bias = None  # which megatron-core adds to tied embeddings
+    if scales_output:
+        _scale_inputs(chunk.lm_head, config.hidden_size**-0.5)
+    for block, positions in (
+        (chunk.encoder, chunk.encoder_relative_pos_emb),
+        (chunk.decoder, chunk.decoder_relative_pos_emb),
+    ):
+        for layer in block.layers:
+            layer.self_attention.core_attention.__dict__["positions"] = positions  # no submodule: it has one place
+        _drop_out(block, config)
+    return chunk
+
+
+def _layers(layer: Any, count: int, *, crosses: bool) -> Any:
+    """A stack of layers, with our norms, and attention that takes a bias; `crosses` if they attend to another sequence."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = _biased_attention()
+    if crosses:
+        parts.pre_cross_attn_layernorm = Norm
+    block = load("transformer.transformer_block")
+    return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)
+
+
+@cache
+def _biased_attention() -> type:
+    core, layers = load("transformer.dot_product_attention"), load("tensor_parallel")
+
+    class BiasedAttention(core.DotProductAttention):  # type: ignore[name-defined]
+        """Attention whose scores have a bias, which megatron-core's local one refuses.
+
+        Attributes:
+            positions: Computes the bias of all heads.
+        """
+
+        positions: Any
+
+        def forward(
+            self,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attention_mask: Tensor,
+            attn_mask_type: Any = None,
+            attention_bias: Tensor | None = None,
+            packed_seq_params: Any = None,
+        ) -> Tensor:
+            """Attend.
+
+            Args:
+                query, key, value: (Q, B, N, D), and twice (K, B, N, D).
+                attention_mask: Which tokens are hidden, bool, broadcast to (B, N, Q, K).
+                attn_mask_type, packed_seq_params: Not used.
+                attention_bias: Added to the scores, (1, N, Q, K).
+
+            Returns:
+                (Q, B, N * D).
+            """
+            if self.config.recompute_granularity is not None:
+                attention_bias = self._bias(len(query), len(key))
+            scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * self.softmax_scale + attention_bias
+            weights = self.scale_mask_softmax(scores, attention_mask, self.softmax_offset)
+            if self.config.sequence_parallel:
+                weights = self.attention_dropout(weights)
+            else:
+                with layers.get_cuda_rng_tracker().fork():
+                    weights = self.attention_dropout(weights)
+            return torch.einsum("bnqk,kbnd->qbnd", weights, value).flatten(2)
+
+        def _bias(self, queries: int, keys: int) -> Tensor:
+            """The bias of this rank's heads, computed anew, because checkpoints of activations stop its gradients."""
+            of_heads_last = self.positions(queries, keys).permute(0, 2, 3, 1)
+            own: Tensor = layers.scatter_to_tensor_model_parallel_region(of_heads_last, self.tp_group)
+            return own.permute(0, 3, 1, 2)
+
+    return BiasedAttention
+
+
+def _scale_inputs(module: Any, factor: float) -> None:
+    def scale(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (inputs[0] * factor, *inputs[1:])
+
+    module.register_forward_pre_hook(scale)
+
+
+def _drop_out(block: Any, config: Any) -> None:
+    """Dropout where T5 has it and megatron-core's layers do not: within the MLPs, and after the last norm."""
+    tracker = load("tensor_parallel").get_cuda_rng_tracker
+
+    def within(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not module.training or config.sequence_parallel:  # the whole block then draws what is this rank's own
+            return (F.dropout(inputs[0], config.hidden_dropout, module.training), *inputs[1:])
+        with tracker().fork():
+            return (F.dropout(inputs[0], config.hidden_dropout), *inputs[1:])
+
+    def after(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return F.dropout(output, config.hidden_dropout, module.training)
+
+    for layer in block.layers:
+        layer.mlp.linear_fc2.register_forward_pre_hook(within)
+    block.final_layernorm.register_forward_hook(after)
