@@ -27,12 +27,8 @@ def t5_chunk(shape: Sizes, config: Any, place: Place, num_rows: int) -> Any:
     chunk = load("models.T5.t5_model").T5Model(
         config=config,
         encoder_config=encoder_config,
-        transformer_encoder_layer_spec=_layers(
-            specs.encoder_model_with_local_spec(), encoder_layers, crosses=False
-        ),
-        transformer_decoder_layer_spec=_layers(
-            specs.decoder_model_with_local_spec(), config.num_layers, crosses=True
-        ),
+        transformer_encoder_layer_spec=_layers(specs.encoder_model_with_local_spec(), encoder_layers, crosses=False),
+        transformer_decoder_layer_spec=_layers(specs.decoder_model_with_local_spec(), config.num_layers, crosses=True),
         vocab_size=num_rows,
         max_sequence_length=shape.max_length,
         pre_process=place.is_first,

@@ -171,7 +171,9 @@ class SequenceToSequence(NextTokens):
         """
         tokens, length = values["input_ids"], self.length(values)
         padding = ~values["attention_mask"][:, None, None, :]
-        hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1).expand(len(tokens), 1, -1, -1)
+        hidden = (
+            torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1).expand(len(tokens), 1, -1, -1)
+        )
         if "decoder_attention_mask" in values:
             hidden = hidden | ~values["decoder_attention_mask"].bool()[:, None, None, :]
         found = {"tokens": tokens, "padding": padding, "hidden": hidden, "outputs": self._read(values)}
