@@ -149,18 +149,20 @@ def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
 
 
 def _check_shapes(values: Mapping[str, Any], task: Task) -> None:
-    first = next((name for name in sorted(task.of_outputs) if name in values), "input_ids")
+    rows = values["input_ids"].shape[:1]
+    first = {False: "input_ids"}  # of either sequence: the name whose shape the others have
     for name in ("labels", "attention_mask", "token_type_ids", "next_sentence_label", *sorted(task.of_outputs)):
         if name not in values:
             continue
         shape, per_sample = values[name].shape, name in task.per_sample
-        other = first if name in task.of_outputs and name != first else "input_ids"
-        wanted = values[other].shape
-        same_rows = shape[:1] == wanted[:1] and (per_sample or len(shape) == 2)
-        if not same_rows or (shape != wanted and not per_sample and name != first):
+        other = first.setdefault(name in task.of_outputs, name)
+        fits = shape == values[other].shape
+        if per_sample or other == name:
+            other, fits = "input_ids", shape[:1] == rows and (per_sample or len(shape) == 2)
+        if not fits:
             raise ValueError(
-                f"{name} has the shape {tuple(shape)}, and {other} has {tuple(wanted)}. Megatron-LM takes one entry per "
-                f"{'sample' if per_sample or name == first else 'token'}."
+                f"{name} has the shape {tuple(shape)}, and {other} has {tuple(values[other].shape)}. Megatron-LM takes one "
+                f"entry per {'sample' if per_sample or shape[:1] != rows else 'token'}."
             )
 
 

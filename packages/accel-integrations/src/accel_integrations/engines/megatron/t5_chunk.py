@@ -87,10 +87,13 @@ def _biased_attention() -> type:
             """Attend.
 
             Args:
-                query, key, value: (Q, B, N, D), and twice (K, B, N, D).
+                query: (Q, B, N, D).
+                key: (K, B, N, D).
+                value: (K, B, N, D).
                 attention_mask: Which tokens are hidden, bool, broadcast to (B, N, Q, K).
-                attn_mask_type, packed_seq_params: Not used.
+                attn_mask_type: Not used: the mask says it all.
                 attention_bias: Added to the scores, (1, N, Q, K).
+                packed_seq_params: Not used.
 
             Returns:
                 (Q, B, N * D).
