@@ -1,4 +1,4 @@
-"""Mixtures of experts under Megatron-LM: with experts in one place, and distributed over replicas."""
+"""Mixtures of experts under Megatron-LM: with experts in one place, and distributed over replicas and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,42 @@ pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is 
 STEPS, BATCH = 5, 8
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
 PP2 = {"pp_degree": 2, "num_micro_batches": 2}
+TP2 = {"tp_degree": 2, "sequence_parallelism": True}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 
 
+Case = tuple[str, dict[str, Any], dict[str, Any]]
+ON_TWO: list[Case] = [
+    ("Mixtral", EP2, MIXTRAL),
+    ("Mixtral", PP2, MIXTRAL | {"tie_word_embeddings": True}),
+    ("Mixtral", EP2 | {"use_distributed_optimizer": True, "num_micro_batches": 2}, MIXTRAL),
+    ("Mixtral", TP2, MIXTRAL),
+    ("Qwen3Moe", TP2 | EP2 | {"num_micro_batches": 2}, QWEN | {"norm_topk_prob": False}),
+    ("Qwen3Moe", {}, QWEN | {"norm_topk_prob": True}),
+]
+ON_FOUR: list[Case] = [
+    ("Mixtral", TP2 | EP2, MIXTRAL),
+    ("Mixtral", TP2 | {"expert_model_parallel_size": 4}, MIXTRAL),
+    ("Mixtral", TP2 | EP2 | PP2, MIXTRAL),
+    ("Qwen3Moe", TP2 | {"use_distributed_optimizer": True}, QWEN),
+]
+
+
 @megatron_ranks(2)
 def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
-    for kind, layout, options in (
-        ("Mixtral", EP2, MIXTRAL),
-        ("Mixtral", PP2, MIXTRAL | {"tie_word_embeddings": True}),
-        ("Mixtral", EP2 | {"use_distributed_optimizer": True, "num_micro_batches": 2}, MIXTRAL),
-        ("Qwen3Moe", EP2 | {"num_micro_batches": 2}, QWEN | {"norm_topk_prob": False}),
-        ("Qwen3Moe", {}, QWEN | {"norm_topk_prob": True}),
-    ):
+    check_steps(world, ON_TWO)
+
+
+@megatron_ranks(4)
+def test_the_same_steps_on_four_ranks(rank: int, world: int) -> None:
+    check_steps(world, ON_FOUR)
+
+
+def check_steps(world: int, cases: list[Case]) -> None:
+    for kind, layout, options in cases:
         rows = new_rows(STEPS * BATCH, masked=True)
-        replicas = world // layout.get("pp_degree", 1)
+        replicas = world // layout.get("pp_degree", 1) // layout.get("tp_degree", 1)
         micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
         expected = plain_training(new_model(kind, **options), rows, BATCH)
         with run_with(MegatronLMPlugin(**layout)) as accelerator:
@@ -55,7 +76,7 @@ def test_states_of_experts_load_with_other_degrees(rank: int, world: int, tmp_pa
         train(accelerator, *parts)
         accelerator.save_state(str(tmp_path))
         losses = train(accelerator, *parts)
-    for layout, micro_batch in ((EP2, 4), (PP2, 4), ({}, 4)):
+    for layout, micro_batch in ((EP2, 4), (PP2, 4), ({}, 4), (TP2 | EP2, 8)):
         with run_with(MegatronLMPlugin(**layout)) as accelerator:
             parts = start(accelerator, new_model("Mixtral", seed=1, **MIXTRAL), rows, micro_batch, decay=False)
             accelerator.load_state(str(tmp_path))
@@ -69,10 +90,28 @@ def test_experts_that_cannot_be_distributed_are_refused(rank: int, world: int) -
     for words, layout, kind, options in (
         (r"expert_model_parallel_size=2 does not divide the model's 3 experts", EP2, "Mixtral", MIXTRAL | {"num_local_experts": 3}),
         (r"expert_model_parallel_size=2, but the model has no experts", EP2, "Llama", {}),
-        (r"expert_model_parallel_size=4 does not divide the 2 replicas", {"expert_model_parallel_size": 4}, "Mixtral", MIXTRAL),
-        (r"tp_degree=2 cannot be combined with a mixture", {"tp_degree": 2}, "Mixtral", MIXTRAL),
+        (r"expert_model_parallel_size=4 does not divide the 2 processes of each pipeline stage", {"expert_model_parallel_size": 4}, "Mixtral", MIXTRAL),
+        (r"tp_degree=2 with a mixture of experts needs sequence_parallelism=True", {"tp_degree": 2}, "Mixtral", MIXTRAL),
         (r"output_router_logits=True", {}, "Mixtral", MIXTRAL | {"output_router_logits": True}),
         (r"mlp_only_layers=\[0\]", {}, "Qwen3Moe", QWEN | {"mlp_only_layers": [0]}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words), run_with(MegatronLMPlugin(**layout)) as accelerator:
             accelerator.prepare(new_model(kind, **options))
+
+
+@megatron_ranks(2)
+def test_groups_of_the_program_that_shard_experts_are_refused(rank: int, world: int) -> None:
+    from megatron.core import parallel_state
+
+    from accel_integrations.engines.megatron.groups import drop_groups
+
+    drop_groups()  # of earlier tests
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
+    try:
+        with (
+            pytest.raises(ValueError, match=r"expert_tensor_parallel_size=2, but experts are not sharded here"),
+            run_with(MegatronLMPlugin(**TP2)) as accelerator,
+        ):
+            accelerator.prepare(new_model("Mixtral", **MIXTRAL))
+    finally:
+        parallel_state.destroy_model_parallel()

@@ -175,3 +175,9 @@ def test_what_t5_cannot_do_is_refused(rank: int, world: int) -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match=words):
                 model(**{**batch, **wrong})
+    with run_with(MegatronLMPlugin()) as accelerator:
+        original = new_t5(decoder_start_token_id=None)
+        model, _ = accelerator.prepare(original, optimizer_of(original))
+        with pytest.raises(ValueError, match="decoder_start_token_id=None.*pass decoder_input_ids"):
+            model(**batch)
+        assert torch.isfinite(model(**batch, decoder_input_ids=batch["labels"].clamp(min=0)).loss)

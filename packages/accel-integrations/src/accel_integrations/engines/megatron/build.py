@@ -108,6 +108,7 @@ def make_config(
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
         "expert_model_parallel_size": degrees.expert,
+        "expert_tensor_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": virtual if interleaved else None,
         "overlap_p2p_comm": interleaved,  # with two stages, batched messages of both directions would be mixed up
         "batch_p2p_comm": not interleaved,
@@ -207,8 +208,10 @@ def wrap(config: Any, modules: list[Any]) -> Chunks:
     """Wrap chunks so that gradients are averaged over replicas, in float32."""
     distributed, layers = load("distributed"), load("tensor_parallel")
     for module in modules:
-        for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
             layers.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+            if EXPERT.search(name):  # tensor-parallel ranks send them other tokens, so that their gradients are summed
+                parameter.allreduce = False
     settings = distributed.DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     wrapped = [
         distributed.DistributedDataParallel(

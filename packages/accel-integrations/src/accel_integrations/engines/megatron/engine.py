@@ -25,6 +25,7 @@ from accel_integrations.engines.megatron.datasets import fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
 from accel_integrations.engines.megatron.groups import (
     Degrees,
+    check_for_experts,
     data_place,
     drop_groups,
     make_groups,
@@ -212,6 +213,8 @@ class MegatronLMEngine(Engine):
                 f"sequence_parallelism cannot be combined with a {type(model).__name__}, whose head has norms that megatron-core "
                 "does not run so without Apex. Leave it out."
             )
+        if shape.num_experts is not None:
+            check_for_experts(self.degrees, plugin)
         if plugin.custom_prepare_model_function is not None and plugin.custom_model_provider_function is None:
             raise ValueError(
                 "custom_prepare_model_function needs custom_model_provider_function, which it is called with. Set both."

@@ -26,7 +26,7 @@ class Degrees:
         tensor: Ranks over which each layer is sharded.
         pipeline: Ranks over which layers are distributed.
         data: Replicas, which read different data.
-        expert: Replicas that share out the experts of a mixture among each other.
+        expert: Ranks of one pipeline stage that share out the experts of a mixture among each other.
     """
 
     tensor: int
@@ -63,13 +63,12 @@ class Degrees:
                 f"tp_degree={tensor} x pp_degree={pipeline} = {tensor * pipeline} does not divide the {world} processes "
                 f"of this run. Start a multiple of {tensor * pipeline} processes, or choose smaller degrees."
             )
-        data = world // (tensor * pipeline)
-        if data % expert:
+        if (world // pipeline) % expert:
             raise ValueError(
-                f"expert_model_parallel_size={expert} does not divide the {data} replicas of this run ({world} processes / "
-                f"tp_degree={tensor} / pp_degree={pipeline}). Choose a size that does."
+                f"expert_model_parallel_size={expert} does not divide the {world // pipeline} processes of each pipeline stage "
+                f"({world} processes / pp_degree={pipeline}). Choose a size that does."
             )
-        return cls(tensor, pipeline, data, expert)
+        return cls(tensor, pipeline, world // (tensor * pipeline), expert)
 
 
 def make_groups(degrees: Degrees) -> None:
@@ -98,9 +97,32 @@ def make_groups(degrees: Degrees) -> None:
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
         expert_model_parallel_size=degrees.expert,
+        expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
     )
     _made_on = weakref.ref(world)
+
+
+def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
+    """Check that a mixture of experts can be trained so.
+
+    Args:
+        degrees: The parallelism degrees, for which groups were made.
+        plugin: The settings of the run.
+
+    Raises:
+        ValueError: Tensor-parallel ranks would send the same tokens to the experts, or the program's groups shard experts.
+    """
+    if degrees.tensor > 1 and not plugin.sequence_parallelism:
+        raise ValueError(
+            f"tp_degree={degrees.tensor} with a mixture of experts needs sequence_parallelism=True: ranks send their own "
+            "tokens to the experts. Set it."
+        )
+    if (size := load("parallel_state").get_expert_tensor_parallel_world_size()) > 1:
+        raise ValueError(
+            f"The program has initialized megatron-core with expert_tensor_parallel_size={size}, but experts are not sharded "
+            "here. Pass expert_tensor_parallel_size=1 to initialize_model_parallel()."
+        )
 
 
 def drop_groups() -> None:

@@ -134,11 +134,6 @@ class ModelShape:
                     f"expert_model_parallel_size={degrees.expert}, but the model has no experts. Set it to 1."
                 )
             return
-        if degrees.tensor > 1:
-            raise ValueError(
-                f"tp_degree={degrees.tensor} cannot be combined with a mixture of experts here. Set it to 1, and distribute "
-                "the experts with expert_model_parallel_size."
-            )
         if self.num_experts % degrees.expert:
             raise ValueError(
                 f"expert_model_parallel_size={degrees.expert} does not divide the model's {self.num_experts} experts. Choose "

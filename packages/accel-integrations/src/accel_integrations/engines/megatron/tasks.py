@@ -141,15 +141,15 @@ class SequenceToSequence(NextTokens):
     """A model that reads one sequence and predicts another, as T5 does.
 
     Args:
-        first_token: With which the decoder begins.
-        padding: The token that stands for labels of -100 where the decoder reads them.
+        first_token: With which the decoder begins; None where batches have what it reads.
+        padding: The token that stands for labels of -100 where the decoder reads them; None as above.
     """
 
     names = frozenset({"input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "labels"})
     of_outputs = frozenset({"decoder_input_ids", "decoder_attention_mask", "labels"})
     output_class = "Seq2SeqLMOutput"
 
-    def __init__(self, first_token: int, padding: int) -> None:
+    def __init__(self, first_token: int | None, padding: int | None) -> None:
         self._first_token = first_token
         self._padding = padding
 
@@ -182,9 +182,19 @@ class SequenceToSequence(NextTokens):
         return found
 
     def _read(self, values: Mapping[str, Tensor]) -> Tensor:
-        """What the decoder reads: as given, or the labels before each."""
+        """What the decoder reads: as given, or the labels before each.
+
+        Raises:
+            ValueError: It is not given, and the model's configuration does not say with which token it begins.
+        """
         if "decoder_input_ids" in values:
             return values["decoder_input_ids"]
+        if self._first_token is None or self._padding is None:
+            name = "decoder_start_token_id" if self._first_token is None else "pad_token_id"
+            raise ValueError(
+                f"The model's configuration has {name}=None, so that the decoder's tokens cannot be made of labels. Set it, or "
+                "pass decoder_input_ids."
+            )
         before = F.pad(values["labels"][:, :-1], (1, 0), value=self._first_token)
         return before.masked_fill(before == IGNORED, self._padding)
 

@@ -113,8 +113,12 @@ class ShardedWeights:
             one.parameter.requires_grad_(kinds.pop())
 
     def counts_here(self, one: Held) -> bool:
-        """Whether a parameter counts on this rank where all ranks of a replica add something up: each counts once."""
-        return one.weight in self.weights and (one.weight.layout.is_sharded or self.rank == 0)
+        """Whether a parameter counts on this rank where ranks add something up: each counts once.
+
+        Experts are added up by the ranks that share them out among each other, the others by those of a replica.
+        """
+        is_part = one.weight.layout.is_sharded or one.weight.is_expert
+        return one.weight in self.weights and (is_part or self.rank == 0)
 
     # ---- all ranks --------------------------------------------------------------------------------------------------
 
