@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -99,6 +99,13 @@ def walk_pair(kinds: list[int], tied: bool = False) -> tuple[Walk, Walk]:
     passes=st.lists(st.tuples(orders, st.sampled_from(["no_grad", "inference", "grad"])), min_size=2, max_size=7),
     depth=st.integers(0, 4),
     budget=st.sampled_from([None, 1, 2048, 5000, 40_000]),
+)
+@example(  # new blocks while gradients are on need a larger arena, which holds the block that runs next
+    kinds=[0, 0, 0],
+    tied=False,
+    passes=[([0, 0, 2, 8], "no_grad"), ([1, 1], "grad"), ([2], "no_grad")],
+    depth=2,
+    budget=None,
 )
 def test_any_order_of_modules_gives_what_the_plain_model_gives(
     kinds: list[int], tied: bool, passes: list[tuple[list[int], str]], depth: int, budget: int | None

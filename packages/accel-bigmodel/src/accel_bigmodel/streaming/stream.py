@@ -112,6 +112,7 @@ class WeightStream:
         self._follows.update(zip(blocks, [*blocks[1:], blocks[0]], strict=True))
         self.blocks += blocks
         self._current = None
+        self._drop_small_arena()
         return unit.block
 
     # ---- moving -----------------------------------------------------------------------------------------------------
@@ -171,7 +172,7 @@ class WeightStream:
         if torch.is_grad_enabled():
             self._begin(block, self._own_region(block))
             return True
-        arena = self._roomy_arena()
+        arena = self._own_arena()
         region = arena.take(block.num_bytes)
         for old in list(self._in_arena):
             if region is not None:
@@ -185,17 +186,22 @@ class WeightStream:
         self._begin(block, region)
         return True
 
-    def _roomy_arena(self) -> Arena:
-        """The arena, allocated again when new blocks need a larger one."""
-        wanted = self.settings.arena_bytes([block.num_bytes for block in self.blocks])
-        if self._arena is None or self._arena.num_bytes < wanted:
-            for block in list(self._in_arena):
-                self._drop(block)
-            self._arena = None  # free its memory before allocating the new one
+    def _own_arena(self) -> Arena:
+        if self._arena is None:
             with torch.inference_mode(False):
-                memory = self.lane.allocate(wanted)
+                memory = self.lane.allocate(self._arena_bytes())
             self._arena = Arena(memory, self.lane.mark([]))
         return self._arena
+
+    def _arena_bytes(self) -> int:
+        return self.settings.arena_bytes([block.num_bytes for block in self.blocks])
+
+    def _drop_small_arena(self) -> None:
+        """Free the arena when new blocks need a larger one: now, while no block is about to be used."""
+        if self._arena is not None and self._arena.num_bytes < self._arena_bytes():
+            for block in list(self._in_arena):
+                self._drop(block)
+            self._arena = None
 
     def _own_region(self, block: Block) -> Region:
         with torch.inference_mode(False):
