@@ -92,6 +92,7 @@ def test_experts_that_cannot_be_distributed_are_refused(rank: int, world: int) -
         (r"expert_model_parallel_size=2, but the model has no experts", EP2, "Llama", {}),
         (r"expert_model_parallel_size=4 does not divide the 2 processes of each pipeline stage", {"expert_model_parallel_size": 4}, "Mixtral", MIXTRAL),
         (r"tp_degree=2 with a mixture of experts needs sequence_parallelism=True", {"tp_degree": 2}, "Mixtral", MIXTRAL),
+        (r"custom_prepare_model_function with tp_degree=2 and a mixture", TP2 | {"custom_prepare_model_function": list, "custom_model_provider_function": list}, "Mixtral", MIXTRAL),
         (r"output_router_logits=True", {}, "Mixtral", MIXTRAL | {"output_router_logits": True}),
         (r"mlp_only_layers=\[0\]", {}, "Qwen3Moe", QWEN | {"mlp_only_layers": [0]}),
     ):  # fmt: skip

@@ -111,12 +111,18 @@ def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
         plugin: The settings of the run.
 
     Raises:
-        ValueError: Tensor-parallel ranks would send the same tokens to the experts, or the program's groups shard experts.
+        ValueError: Tensor-parallel ranks would send the same tokens to the experts or not sum their gradients, or the
+            program's groups shard experts.
     """
     if degrees.tensor > 1 and not plugin.sequence_parallelism:
         raise ValueError(
             f"tp_degree={degrees.tensor} with a mixture of experts needs sequence_parallelism=True: ranks send their own "
             "tokens to the experts. Set it."
+        )
+    if degrees.tensor > 1 and plugin.custom_prepare_model_function is not None:
+        raise ValueError(
+            f"custom_prepare_model_function with tp_degree={degrees.tensor} and a mixture of experts would not sum the gradients "
+            "of experts over tensor-parallel ranks. Leave it out, or set tp_degree to 1."
         )
     if (size := load("parallel_state").get_expert_tensor_parallel_world_size()) > 1:
         raise ValueError(

@@ -6,6 +6,7 @@ Legend: B = samples of a micro-batch, Q, K = tokens that attend and that are att
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -102,11 +103,8 @@ def _biased_attention() -> type:
                 attention_bias = self._bias(len(query), len(key))
             scores = torch.einsum("qbnd,kbnd->bnqk", query, key) * self.softmax_scale + attention_bias
             weights = self.scale_mask_softmax(scores, attention_mask, self.softmax_offset)
-            if self.config.sequence_parallel:
+            with nullcontext() if self.config.sequence_parallel else layers.get_cuda_rng_tracker().fork():
                 weights = self.attention_dropout(weights)
-            else:
-                with layers.get_cuda_rng_tracker().fork():
-                    weights = self.attention_dropout(weights)
             return torch.einsum("bnqk,kbnd->qbnd", weights, value).flatten(2)
 
         def _bias(self, queries: int, keys: int) -> Tensor:
@@ -130,10 +128,9 @@ def _drop_out(block: Any, config: Any) -> None:
     tracker = load("tensor_parallel").get_cuda_rng_tracker
 
     def within(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if not module.training or config.sequence_parallel:  # the whole block then draws what is this rank's own
+        # under sequence parallelism the whole block draws what is this rank's own
+        with nullcontext() if config.sequence_parallel else tracker().fork():
             return (F.dropout(inputs[0], config.hidden_dropout, module.training), *inputs[1:])
-        with tracker().fork():
-            return (F.dropout(inputs[0], config.hidden_dropout), *inputs[1:])
 
     def after(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return F.dropout(output, config.hidden_dropout, module.training)
