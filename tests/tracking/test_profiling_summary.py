@@ -26,23 +26,31 @@ def train() -> None:
         optimizer.zero_grad()
 
 
-def test_every_part_of_a_step_has_its_share() -> None:
+def test_every_part_of_a_step_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     with record_profile(ProfileKwargs(activities=["cpu"], with_flops=True, profile_memory=True)) as profiler:
         train()
     summary = summarize(profiler)
     assert summary is not None
     for phase in (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER):
-        assert summary.shares[phase] > 0.005, phase
+        assert summary.shares[phase] > 0, phase
     assert summary.shares[Phase.COMMUNICATION] == 0
     assert sum(summary.shares.values()) == pytest.approx(1)
     assert summary.flops > 4 * 2 * 16 * 64 * 64  # forward alone
-    assert {"aten::addmm", "aten::mm"} & {operator.name for operator in summary.operators}
     assert summary.device_idle is None
     text = str(summary)
     assert len(text.splitlines()) <= 20
     assert all(label in text for label in LABELS.values())
     assert "FLOP/s" in text
-    assert "memory" in text
+
+    monkeypatch.setattr(profiling_summary, "NUM_OPERATORS", 1000)  # which ones took most is the machine's affair
+    every = summarize(profiler)
+    assert every is not None
+    assert every.operators[: len(summary.operators)] == summary.operators
+    assert every.operators == sorted(every.operators, key=lambda operator: -operator.seconds)
+    assert sum(operator.share for operator in every.operators) == pytest.approx(1)
+    linear = next(operator for operator in every.operators if operator.name == "aten::addmm")
+    assert (linear.calls, linear.flops) == (8, 4 * 2 * 16 * 64 * (64 + 2))
+    assert "memory" in str(every)
 
 
 @ranks(2)
@@ -53,7 +61,7 @@ def test_communication_is_seen(rank: int, world: int) -> None:
             torch.distributed.all_reduce(torch.ones(200_000))
     summary = summarize(profiler)
     assert summary is not None
-    assert summary.shares[Phase.COMMUNICATION] > 0.1
+    assert summary.shares[Phase.COMMUNICATION] > 0
 
 
 def test_ranges_that_users_name_are_looked_into() -> None:
@@ -61,8 +69,8 @@ def test_ranges_that_users_name_are_looked_into() -> None:
         train()
     summary = summarize(profiler)
     assert summary is not None
-    assert summary.shares[Phase.OPTIMIZER] > 0.005
-    assert summary.shares[Phase.DATA] > 0.005
+    assert summary.shares[Phase.OPTIMIZER] > 0
+    assert summary.shares[Phase.DATA] > 0
 
 
 def test_the_accelerator_says_it_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +124,7 @@ def test_with_a_schedule_its_recording_counts() -> None:
             profiler.step()
     summary = summarize(profiler)
     assert summary is not None
-    assert summary.shares[Phase.OPTIMIZER] > 0.005
+    assert summary.shares[Phase.OPTIMIZER] > 0
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
