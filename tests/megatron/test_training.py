@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.utils import MegatronLMPlugin
+from accelerate.utils import GradScalerKwargs, MegatronLMPlugin
 from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")
@@ -85,15 +85,19 @@ def test_four_ranks(rank: int, world: int, layout: dict[str, Any], kind: str) ->
     compare(layout, world, kind, masked=True)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @megatron_ranks(2)
-def test_bfloat16_stays_close_to_one_process_in_float32(rank: int, world: int) -> None:
+def test_half_the_bytes_stay_close_to_one_process_in_float32(rank: int, world: int, precision: str) -> None:
+    dtype, tolerance = {"bf16": (torch.bfloat16, 1e-2), "fp16": (torch.float16, 2e-3)}[precision]
     rows = new_rows(STEPS * BATCH, masked=True)
     expected = plain_training(new_model(initializer_range=0.05), rows, BATCH)
     for layout, micro_batch in ((TP2, BATCH), (PP2, BATCH // 4), (DP2, BATCH // 2)):
-        with run_with(MegatronLMPlugin(**layout), mixed_precision="bf16") as accelerator:
+        scaler = GradScalerKwargs(init_scale=2.0**10)  # with which no gradient overflows
+        with run_with(MegatronLMPlugin(**layout), mixed_precision=precision, kwargs_handlers=[scaler]) as accelerator:
             parts = start(accelerator, new_model(initializer_range=0.05), rows, micro_batch)
-            assert {one.dtype for one in parts[0].parameters()} == {torch.bfloat16}
+            assert {one.dtype for one in parts[0].parameters()} == {dtype}
             found = train(accelerator, *parts)
-        for (ours, _), (theirs, _) in zip(found, expected, strict=True):
-            assert ours == pytest.approx(theirs, rel=1e-2), layout
+        for (ours, norm), (theirs, expected_norm) in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=tolerance), layout
+            assert norm == pytest.approx(expected_norm, rel=tolerance), layout
             assert ours != theirs

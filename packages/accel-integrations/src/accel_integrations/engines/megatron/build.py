@@ -114,6 +114,7 @@ def make_config(
         "batch_p2p_comm": not interleaved,
         "sequence_parallel": plugin.sequence_parallelism and degrees.tensor > 1,
         "bf16": dtype == torch.bfloat16,
+        "fp16": dtype == torch.float16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "use_cpu_initialization": device.type == "cpu",

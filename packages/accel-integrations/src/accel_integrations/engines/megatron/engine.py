@@ -37,6 +37,7 @@ from accel_integrations.engines.megatron.library import check_installed, load, q
 from accel_integrations.engines.megatron.model import MegatronEngine, Parts
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
 from accel_integrations.engines.megatron.original import drop_values, stored_buffers
+from accel_integrations.engines.megatron.precision import DTYPES, ShardedLossScale, make_own_precision
 from accel_integrations.engines.megatron.schedule import Schedule
 from accel_integrations.engines.megatron.states import MegatronLoad
 from accel_integrations.engines.megatron.storing import Storing
@@ -44,7 +45,6 @@ from accel_integrations.engines.megatron.weights import ShardedWeights
 from accel_integrations.engines.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_integrations.engines.prepare_arguments import PrepareArguments
 from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
-from accel_integrations.precision.registry import make_precision
 from accel_integrations.prepared.prepared import keep
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -112,16 +112,8 @@ class MegatronLMEngine(Engine):
         self.degrees = degrees
 
     def make_precision(self, wanted: str) -> Precision:
-        """Full precision: with "bf16" megatron-core computes on a bfloat16 copy of the parameters.
-
-        Raises:
-            NotImplementedError: For any other precision.
-        """
-        if wanted not in ("no", "bf16"):
-            raise NotImplementedError(
-                f"mixed_precision={wanted!r} is not supported with Megatron-LM. Choose 'bf16' or 'no'."
-            )
-        return make_precision("no", self.context.state.device.type, self.context.handlers, sharded=False)
+        """Without autocast: megatron-core computes on a copy of the parameters in that dtype."""
+        return make_own_precision(wanted, self.context.state.device, self.context.handlers)
 
     def make_step_average(self) -> StepAverage:
         """Losses are averaged within the call of the model."""
@@ -227,7 +219,7 @@ class MegatronLMEngine(Engine):
         names = None if optimizer is None else names_in(optimizer, model)
         hooks = Hooks.of(plugin, shape.task)
         stored = next(model.parameters()).dtype
-        dtype = torch.bfloat16 if state.mixed_precision == "bf16" else stored
+        dtype = DTYPES[state.mixed_precision] or stored
         with on_device(device), quiet():
             found = self._chunks(shape, hooks, dtype)
             listed = shape.weights(shape, shape.num_rows(degrees))
@@ -260,7 +252,11 @@ class MegatronLMEngine(Engine):
         made = MegatronEngine(None, parts, None, None)
         made.train(model.training)
         if optimizer is not None and names is not None:
-            made.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer)
+            loss_scale = ShardedLossScale(
+                lambda: self.precision.scaler, device, sums=found.config.calculate_per_token_loss
+            )
+            made.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer, loss_scale)
+            found.config.grad_scale_func = loss_scale.scale
             made.optimizer = keep(self.context.prepared.optimizers, MegatronLMOptimizerWrapper(optimizer))
         self.storing.trained = made
         return made

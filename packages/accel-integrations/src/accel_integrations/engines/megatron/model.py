@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -139,9 +140,11 @@ class MegatronEngine(nn.Module):
                 "call model.eval() first."
             )
         batch = self._batch(batch_data)
+        self.sharded.loss_scale.expect(math.prod(batch.shape))
         with on_device(self.parts.device):
             outcome = self.parts.schedule.train(batch)
             self.grad_norm = self.sharded.step(self.parts.max_norm)
+        self.optimizer.note_step(self.sharded.skipped)
         self.iteration += 1
         _add(self.total_loss_dict, outcome.loss)
         self.parts.after_step()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_integrations.engines.megatron.library import load
+from accel_integrations.engines.megatron.precision import ShardedLossScale
 from accel_integrations.engines.megatron.sources import tensor_name
 from accel_integrations.engines.megatron.weights import Held, ShardedWeights
 from accel_integrations.gradients import scale_to_norm_
@@ -22,6 +23,10 @@ class ShardedOptimizer:
         names: The names of the tensors in each of its groups.
         weights: The weights of the model.
         shares_states: Whether each replica updates some of the parameters only, and sends them to the others.
+        loss_scale: By which the losses were multiplied.
+
+    Attributes:
+        skipped: Whether the last step was not taken, because gradients were inf or NaN.
 
     Raises:
         ValueError: Tensors that are one parameter in megatron-core are in different groups.
@@ -33,8 +38,11 @@ class ShardedOptimizer:
         names: Sequence[Sequence[str]],
         weights: ShardedWeights,
         shares_states: bool,
+        loss_scale: ShardedLossScale,
     ) -> None:
         self.optimizer = optimizer
+        self.skipped = False
+        self.loss_scale = loss_scale
         self.names = [list(group) for group in names]
         self._weights = weights
         self._parallel = load("parallel_state")
@@ -77,7 +85,7 @@ class ShardedOptimizer:
 
     @torch.no_grad()
     def step(self, max_norm: float) -> Tensor:
-        """Clip the gradients in `main_grad`, and take a step.
+        """Clip the gradients in `main_grad`, and take a step, unless the loss scale made them inf or NaN.
 
         Args:
             max_norm: The largest norm of all gradients; 0 for any.
@@ -85,9 +93,14 @@ class ShardedOptimizer:
         Returns:
             The norm before clipping, over all ranks (0-dim float32).
         """
+        gradients = self._gradients()
+        self.loss_scale.unscale_(gradients)
         norm = self._norm()
+        self.skipped = not self.loss_scale.update(norm)
+        if self.skipped:
+            return norm
         if max_norm > 0:
-            scale_to_norm_(self._gradients(), norm, max_norm)
+            scale_to_norm_(gradients, norm, max_norm)
         for one in self.held.values():
             if one.parameter.requires_grad:
                 one.stored.grad = one.parameter.main_grad.to(one.stored.dtype)  # type: ignore[attr-defined]

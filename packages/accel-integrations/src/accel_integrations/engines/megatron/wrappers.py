@@ -28,10 +28,14 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing: the call of the model has taken the step."""
 
+    def note_step(self, skipped: bool) -> None:
+        """Take note of a step that the call of the model took, or `skipped`."""
+        self._is_overflow = skipped
+
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because gradients were inf or NaN."""
-        return bool(getattr(self.optimizer, "skipped_iter", False))
+        return self._is_overflow or bool(getattr(self.optimizer, "skipped_iter", False))
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMSchedulerWrapper")
