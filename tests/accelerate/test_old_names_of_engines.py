@@ -87,13 +87,54 @@ def test_wrappers_leave_stepping_to_megatron() -> None:
 
 
 @pytest.mark.parametrize("name", ["BertTrainStep", "GPTTrainStep", "T5TrainStep"])
-def test_train_steps_are_made_and_refuse_batches(name: str) -> None:
-    step = getattr(megatron_lm, name)(None, ARGUMENTS)
-    assert isinstance(step, megatron_lm.AbstractTrainStep)
-    assert (step.name, step.model_output_class) == (name, None)
-    for call in (step.get_batch, step.forward_step):
-        with pytest.raises(NotImplementedError, match=f"of {name} {ABSENT}"):
-            call(iter([]))
+def test_train_steps_are_made(name: str) -> None:
+    for given in ((None, ARGUMENTS), (ARGUMENTS,)):
+        step = getattr(megatron_lm, name)(*given)
+        assert isinstance(step, megatron_lm.AbstractTrainStep)
+        assert (step.name, step.model_output_class) == (name, None)
+
+
+def test_methods_of_train_steps_may_take_less() -> None:
+    class Own(megatron_lm.GPTTrainStep):
+        def get_batch_func(self, megatron_dataset_flag: bool) -> Any:  # type: ignore[override]
+            return ("batch", megatron_dataset_flag)
+
+        def get_loss_func(self) -> Any:  # type: ignore[override]
+            return "loss"
+
+    step = Own(ARGUMENTS)
+    assert (step.get_batch, step.loss_func) == (("batch", False), "loss")
+
+
+def test_train_steps_read_batches_of_transformers() -> None:
+    arguments = SimpleNamespace(**vars(ARGUMENTS), eos_token_id=9)
+    tokens = torch.tensor([[1, 2, 3, 4], [5, 9, 6, 0]])
+    labels = torch.tensor([[1, 2, -100, 4], [5, 9, 6, -100]])
+    batch = {"input_ids": tokens, "labels": labels, "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])}
+
+    gpt = megatron_lm.GPTTrainStep(None, arguments)
+    read, following, counted, hidden, positions = gpt.get_batch(iter([batch]))
+    assert read.tolist() == tokens.tolist()
+    assert following.tolist() == [[2, 3, 4, 9], [9, 6, 0, 9]]  # a text ends with the token that ends texts
+    assert counted.tolist() == [[1, 0, 1, 1], [1, 0, 0, 1]]  # not: a label of -100; after 9, before padding
+    assert hidden[0, 0].tolist() == [[column > row for column in range(4)] for row in range(4)]
+    assert positions.tolist() == [[0, 1, 2, 3]] * 2
+    text = torch.arange(5).view(1, 5)
+    read, following, *_ = gpt.get_batch_func(None, True)(iter([{"text": text}]))
+    assert (read.tolist(), following.tolist()) == ([[0, 1, 2, 3]], [[1, 2, 3, 4]])
+
+    bert = megatron_lm.BertTrainStep(None, arguments)
+    read, types, sentence_order, counted, lm_labels, mask = bert.get_batch(iter([batch]))
+    assert (types, sentence_order) == (None, None)
+    assert counted.tolist() == [[1, 1, 0, 1], [1, 1, 1, 0]]
+    assert lm_labels is labels
+    assert mask.tolist() == batch["attention_mask"].tolist()
+
+    t5 = megatron_lm.T5TrainStep(None, arguments)
+    read, before, counted, after, *hidden = t5.get_batch(iter([batch]))
+    assert before.tolist() == [[0, 1, 2, 0], [0, 5, 9, 6]]
+    assert after.tolist() == [[1, 2, 0, 4], [5, 9, 6, 0]]
+    assert [tuple(one.shape) for one in hidden] == [(2, 4, 4), (1, 4, 4), (2, 4, 4)]
 
 
 def test_losses_count_the_words_that_are_not_masked() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,10 +23,13 @@ SCRIPT = str(Path(__file__).parent / "resuming.py")
 HOSTS = ("first", "second")
 
 
-def start(machines: tuple[str, str], rank: int, folder: Path, *words: str, pause: float = 0) -> subprocess.Popen[str]:
+def start(
+    machines: tuple[str, str], rank: int, folder: Path, *words: str, pause: float = 0, script: str | None = None
+) -> subprocess.Popen[str]:
     """Launch one machine's part; nobody says which network interface to use, or who is the host."""
     meeting = f"--main_process_ip {ADDRESSES[0]} --main_process_port 29511 --num_machines 2 --machine_rank {rank}"
-    command = f"{PROGRAM} launch --cpu --num_processes 2 {meeting} {' '.join(words)} {SCRIPT} {folder} {pause}"
+    started = script or f"{SCRIPT} {folder} {pause}"
+    command = f"{PROGRAM} launch --cpu --num_processes 2 {meeting} {' '.join(words)} {started}"
     environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     return subprocess.Popen(
         inside(machines[rank], HOSTS[rank], command),
@@ -53,6 +57,34 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     assert found[0]["names"] == list(HOSTS)
     assert found[0]["bias"] == pytest.approx(-0.8), "eight steps of 0.1 against a gradient of 1"
     assert found[1] == {}
+
+
+@pytest.mark.thorough
+@needs_namespaces
+@pytest.mark.launch
+def test_ranks_that_wait_for_another_machine_in_vain(tmp_path: Path) -> None:
+    """The watcher's notes reach the other machine; the last of its two ranks leaves out a call."""
+    script = tmp_path / "train.py"
+    script.write_text(LEAVES_OUT_A_CALL)
+    with two_machines("vain") as machines:
+        parts = [start(machines, rank, tmp_path, "--num_processes 4", script=str(script)) for rank in (0, 1)]
+        said = [part.communicate(timeout=150) for part in parts]
+    assert [part.returncode for part in parts] == [1, 1], said
+    assert all("done" not in out for out, _ in said)
+    table = next(errors for _, errors in said if "the ranks can never go on" in errors)
+    assert re.search(rf"^3 +wait_for_everyone.*{script}:7 in <module>$", table, re.MULTILINE), table
+    assert re.search(rf"^[012, ]+ gather.*{script}:6 in <module>$", table, re.MULTILINE), table
+
+
+LEAVES_OUT_A_CALL = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+if accelerator.process_index != 3:
+    accelerator.gather(torch.ones(3))
+accelerator.wait_for_everyone()
+accelerator.print("done")
+"""
 
 
 @pytest.mark.thorough

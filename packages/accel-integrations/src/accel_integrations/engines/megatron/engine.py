@@ -38,6 +38,7 @@ from accel_integrations.engines.megatron.model import MegatronEngine, Parts
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
 from accel_integrations.engines.megatron.original import drop_values, stored_buffers
 from accel_integrations.engines.megatron.precision import DTYPES, ShardedLossScale, make_own_precision
+from accel_integrations.engines.megatron.run_arguments import run_arguments
 from accel_integrations.engines.megatron.schedule import Schedule
 from accel_integrations.engines.megatron.states import MegatronLoad
 from accel_integrations.engines.megatron.storing import Storing
@@ -217,7 +218,7 @@ class MegatronLMEngine(Engine):
         state, plugin, degrees = self.context.state, self.plugin, self.degrees
         shape, device = self._shape(model), state.device
         names = None if optimizer is None else names_in(optimizer, model)
-        hooks = Hooks.of(plugin, shape.task)
+        hooks = Hooks.of(plugin, shape.task, lambda: run_arguments(plugin, model, shape, degrees))
         stored = next(model.parameters()).dtype
         dtype = DTYPES[state.mixed_precision] or stored
         with on_device(device), quiet():

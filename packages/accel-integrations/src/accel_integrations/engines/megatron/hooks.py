@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,8 +45,13 @@ class Hooks:
         return self.loss is not None or self.forward_step is not None
 
     @classmethod
-    def of(cls, plugin: MegatronLMPlugin, task: Task) -> Hooks:
+    def of(cls, plugin: MegatronLMPlugin, task: Task, arguments: Callable[[], Any]) -> Hooks:
         """Those of a plugin.
+
+        Args:
+            plugin: The plugin.
+            task: What the model reads and gives.
+            arguments: Makes what `custom_train_step_class` is told of the run.
 
         Raises:
             ValueError: For hooks that cannot be combined, or are not for this kind of model.
@@ -75,7 +81,7 @@ class Hooks:
                 f"MegatronLMPlugin.{given[0]} has no effect with custom_train_step_class, whose forward_step reads batches and "
                 "computes losses. Set one of them."
             )
-        handler = kind(**(plugin.custom_train_step_kwargs or {}))
+        handler = _made(kind, arguments, plugin.custom_train_step_kwargs or {})
         forward_step = getattr(handler, "forward_step", None)
         if not callable(forward_step):
             raise TypeError(
@@ -83,6 +89,15 @@ class Hooks:
                 "function of an iterator and the model that returns the output and a function of its loss."
             )
         return cls(forward_step=_forward_of(forward_step), handler=handler)
+
+
+def _made(kind: Callable[..., Any], arguments: Callable[[], Any], options: dict[str, Any]) -> Any:
+    """The object of a program's class, which may take the arguments of the run first, as with Megatron-LM, or not."""
+    try:
+        inspect.signature(kind).bind(None, **options)
+    except TypeError:
+        return kind(**options)
+    return kind(arguments(), **options)
 
 
 def _loss_of(function: Callable[..., Any]) -> Callable[[Tensor, Any], tuple[Any, ...]]:

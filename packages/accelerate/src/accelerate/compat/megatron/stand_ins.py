@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -27,19 +26,6 @@ def needs_megatron(what: str) -> NotImplementedError:
         f"{what} needs megatron.training, which this library does not use: models are trained with megatron-core alone. Pass "
         "model, optimizer, scheduler and data loader to Accelerator.prepare()."
     )
-
-
-def function_that_needs_megatron(what: str) -> Callable[..., Any]:
-    """A function that raises that error when it is called.
-
-    Args:
-        what: As for `needs_megatron`.
-    """
-
-    def raise_error(*args: Any, **kwargs: Any) -> Any:
-        raise needs_megatron(what)
-
-    return raise_error
 
 
 def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:

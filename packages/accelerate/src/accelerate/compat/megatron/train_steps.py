@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from torch.nn import functional as F
 
 from accel_state.public_names import known_as
 from accelerate.compat.megatron.groups import avg_losses_across_data_parallel_group
-from accelerate.compat.megatron.stand_ins import function_that_needs_megatron
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Batch = Mapping[str, torch.Tensor]
+IGNORED = -100
+"""The label of what does not count, as in transformers."""
 
 
 @known_as("accelerate.utils.megatron_lm.AbstractTrainStep")
@@ -54,16 +58,42 @@ class BertTrainStep(AbstractTrainStep):
         args: Megatron-LM's arguments.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    get_batch: Callable[..., Any]
+    loss_func: Callable[..., Any]
+
+    def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("BertTrainStep")
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
-        self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
+        accelerator, args = _in_order(accelerator, args)
+        known = {
+            "accelerator": accelerator,
+            "megatron_dataset_flag": args.megatron_dataset_flag,
+            "pretraining_flag": args.pretraining_flag,
+            "num_labels": args.num_labels,
+            "bert_binary_head": args.bert_binary_head,
+        }
+        self.get_batch = _call(self.get_batch_func, known)
+        self.loss_func = _call(self.get_loss_func, known)
+        self.forward_step = _call(self.get_forward_step_func, known)
         self.model_output_class = _output_class(args, "SequenceClassifierOutput")
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A batch of BertTrainStep")
+        """A function that reads a micro-batch; None for what the batch does not have.
+
+        It returns tokens, their types, whether sentences follow, which labels count, labels, and which tokens are real.
+
+        Args:
+            accelerator: Not used.
+            megatron_dataset_flag: Not used: batches are those of transformers.
+        """
+
+        def get_batch(batches: Iterator[Batch]) -> tuple[torch.Tensor | None, ...]:
+            batch = next(batches)
+            tokens, labels = batch["input_ids"], batch.get("labels")
+            counted = None if labels is None else (labels != IGNORED).float()
+            mask = batch.get("attention_mask", torch.ones_like(tokens)).long()
+            return tokens, batch.get("token_type_ids"), batch.get("next_sentence_label"), counted, labels, mask
+
+        return get_batch
 
     def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Callable[..., Loss]:  # type: ignore[override]
         """A function of the loss: of masked tokens and sentence order, or of sequence labels.
@@ -95,8 +125,22 @@ class BertTrainStep(AbstractTrainStep):
         return pretraining_loss if pretraining_flag else classification_loss
 
     def get_forward_step_func(self, pretraining_flag: bool, bert_binary_head: bool) -> Callable[..., Any]:  # type: ignore[override]
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A forward pass of BertTrainStep")
+        """A function that runs a micro-batch through the model, and gives the output with a function of its loss.
+
+        Args:
+            pretraining_flag: Whether it trains masked language modeling.
+            bert_binary_head: Not used: types of tokens are always embedded.
+        """
+
+        def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+            tokens, types, sentence_order, counted, labels, mask = self.get_batch(batches)
+            types = torch.zeros_like(tokens) if types is None else types
+            if pretraining_flag:
+                output = model(tokens, mask, tokentype_ids=types, lm_labels=labels.clamp(min=0))
+                return output, partial(self.loss_func, counted, sentence_order)
+            return model(tokens, mask, tokentype_ids=types), lambda output: self.loss_func(labels, output[1])
+
+        return forward_step
 
 
 @known_as("accelerate.utils.megatron_lm.GPTTrainStep")
@@ -108,18 +152,22 @@ class GPTTrainStep(AbstractTrainStep):
         args: Megatron-LM's arguments.
     """
 
-    eod_token: int
-    pad_token: int
+    get_batch: Callable[..., Any]
+    loss_func: Callable[..., Any]
+    eod_token: int | None
+    pad_token: int | None
     reset_position_ids: bool
     reset_attention_mask: bool
     eod_mask_loss: bool
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("GPTTrainStep")
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
-        self.eod_token = args.padded_vocab_size - 1
+        accelerator, args = _in_order(accelerator, args)
+        known = {"accelerator": accelerator, "megatron_dataset_flag": args.megatron_dataset_flag}
+        self.get_batch = _call(self.get_batch_func, known)
+        self.loss_func = _call(self.get_loss_func, known)
+        self.forward_step = _call(self.get_forward_step_func, known)
+        self.eod_token = getattr(args, "eos_token_id", None)
         self.pad_token = self.eod_token
         self.reset_position_ids = args.reset_position_ids
         self.reset_attention_mask = args.reset_attention_mask
@@ -127,8 +175,33 @@ class GPTTrainStep(AbstractTrainStep):
         self.model_output_class = _output_class(args, "CausalLMOutputWithCrossAttentions")
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A batch of GPTTrainStep")
+        """A function that reads a micro-batch: tokens, the next tokens, what counts, what does not see what, and positions.
+
+        Tokens that end a text or pad it do not count; nor do labels of -100, and tokens before padding.
+
+        Args:
+            accelerator: Not used.
+            megatron_dataset_flag: Whether batches have `text` with one token more, not `input_ids`.
+        """
+
+        def get_batch(batches: Iterator[Batch]) -> tuple[torch.Tensor, ...]:
+            batch = next(batches)
+            text = batch["text" if megatron_dataset_flag else "input_ids"].long()
+            if not megatron_dataset_flag:
+                text = F.pad(text, (0, 1), value=self.eod_token or 0)
+            tokens, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+            counted = torch.ones_like(tokens, dtype=torch.bool)
+            if self.pad_token is not None:
+                counted &= tokens != self.pad_token
+            for name, nothing in (("labels", IGNORED), ("attention_mask", 0)):
+                if name in batch:
+                    counted[:, :-1] &= batch[name][:, 1:] != nothing
+            length = tokens.shape[1]
+            hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
+            positions = torch.arange(length, device=tokens.device).expand_as(tokens)
+            return tokens, following, counted.float(), hidden, positions
+
+        return get_batch
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
         """A function of the mean loss over unmasked tokens.
@@ -139,8 +212,14 @@ class GPTTrainStep(AbstractTrainStep):
         return _language_loss
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A forward pass of GPTTrainStep")
+        """A function that runs a micro-batch through the model, and gives the output with a function of its loss."""
+
+        def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+            tokens, following, counted, hidden, positions = self.get_batch(batches)
+            losses = model(tokens, positions, hidden, labels=following)
+            return losses, partial(self.loss_func, counted)
+
+        return forward_step
 
 
 @known_as("accelerate.utils.megatron_lm.T5TrainStep")
@@ -152,11 +231,16 @@ class T5TrainStep(AbstractTrainStep):
         args: Megatron-LM's arguments.
     """
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
+    get_batch: Callable[..., Any]
+    loss_func: Callable[..., Any]
+
+    def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("T5TrainStep")
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
+        accelerator, args = _in_order(accelerator, args)
+        known = {"accelerator": accelerator, "megatron_dataset_flag": args.megatron_dataset_flag}
+        self.get_batch = _call(self.get_batch_func, known)
+        self.loss_func = _call(self.get_loss_func, known)
+        self.forward_step = _call(self.get_forward_step_func, known)
         self.model_output_class = _output_class(args, "Seq2SeqLMOutput")
 
     @staticmethod
@@ -203,8 +287,28 @@ class T5TrainStep(AbstractTrainStep):
         return masked.expand(-1, dec_seq_length, -1).clone()
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A batch of T5TrainStep")
+        """A function that reads a micro-batch.
+
+        It returns tokens of both sequences, which labels count, labels, and what does not see what: within the first sequence,
+        within the second, and in the first from the second.
+
+        Args:
+            accelerator: Not used.
+            megatron_dataset_flag: Not used: batches are those of transformers.
+        """
+
+        def get_batch(batches: Iterator[Batch]) -> tuple[torch.Tensor, ...]:
+            batch = next(batches)
+            tokens, labels = batch["input_ids"], batch["labels"]
+            mask = batch.get("attention_mask", torch.ones_like(tokens))
+            before = F.pad(labels[:, :-1], (1, 0)).clamp(min=0)
+            return (
+                *(tokens, before, (labels != IGNORED).float(), labels.clamp(min=0), self.attn_mask_postprocess(mask)),
+                self.get_decoder_mask(labels.shape[1], labels.device),
+                self.get_enc_dec_mask(mask, labels.shape[1], labels.device),
+            )
+
+        return get_batch
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
         """A function of the mean loss over unmasked tokens.
@@ -215,8 +319,24 @@ class T5TrainStep(AbstractTrainStep):
         return _language_loss
 
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Needs Megatron-LM when it is called."""
-        return function_that_needs_megatron("A forward pass of T5TrainStep")
+        """A function that runs a micro-batch through the model, and gives the output with a function of its loss."""
+
+        def forward_step(batches: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
+            tokens, before, counted, labels, *hidden = self.get_batch(batches)
+            losses = model(tokens, before, *(one.unsqueeze(1) for one in hidden), lm_labels=labels)
+            return losses, partial(self.loss_func, counted)
+
+        return forward_step
+
+
+def _in_order(accelerator: Any, args: Any) -> tuple[Any, Any]:
+    """An accelerator and Megatron-LM's arguments, of which a program may have given the latter alone."""
+    return (None, accelerator) if args is None else (accelerator, args)
+
+
+def _call(make: Callable[..., Any], known: Mapping[str, Any]) -> Any:
+    """Call a method that a program may have replaced by one that takes less."""
+    return make(**{name: known[name] for name in inspect.signature(make).parameters if name in known})
 
 
 def _language_loss(loss_mask: torch.Tensor, outputs: Any) -> Loss:
