@@ -105,6 +105,16 @@ def test_methods_of_train_steps_may_take_less() -> None:
     step = Own(ARGUMENTS)
     assert (step.get_batch, step.loss_func) == (("batch", False), "loss")
 
+    class Renamed(megatron_lm.BertTrainStep):
+        def get_batch_func(self, *given: Any) -> Any:
+            return given
+
+        def get_loss_func(self, a: Any, b: Any, c: Any) -> Any:  # type: ignore[override]
+            return a, b, c
+
+    renamed = Renamed("accelerator", ARGUMENTS)
+    assert (renamed.get_batch, renamed.loss_func) == (("accelerator", False), ("accelerator", True, 2))
+
 
 def test_train_steps_read_batches_of_transformers() -> None:
     arguments = SimpleNamespace(**vars(ARGUMENTS), eos_token_id=9)

@@ -64,16 +64,16 @@ class BertTrainStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("BertTrainStep")
         accelerator, args = _in_order(accelerator, args)
-        known = {
-            "accelerator": accelerator,
-            "megatron_dataset_flag": args.megatron_dataset_flag,
-            "pretraining_flag": args.pretraining_flag,
-            "num_labels": args.num_labels,
-            "bert_binary_head": args.bert_binary_head,
-        }
-        self.get_batch = _call(self.get_batch_func, known)
-        self.loss_func = _call(self.get_loss_func, known)
-        self.forward_step = _call(self.get_forward_step_func, known)
+        flag = args.pretraining_flag
+        self.get_batch = _call(
+            self.get_batch_func, accelerator=accelerator, megatron_dataset_flag=args.megatron_dataset_flag
+        )
+        self.loss_func = _call(
+            self.get_loss_func, accelerator=accelerator, pretraining_flag=flag, num_labels=args.num_labels
+        )
+        self.forward_step = _call(
+            self.get_forward_step_func, pretraining_flag=flag, bert_binary_head=args.bert_binary_head
+        )
         self.model_output_class = _output_class(args, "SequenceClassifierOutput")
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
@@ -163,10 +163,11 @@ class GPTTrainStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("GPTTrainStep")
         accelerator, args = _in_order(accelerator, args)
-        known = {"accelerator": accelerator, "megatron_dataset_flag": args.megatron_dataset_flag}
-        self.get_batch = _call(self.get_batch_func, known)
-        self.loss_func = _call(self.get_loss_func, known)
-        self.forward_step = _call(self.get_forward_step_func, known)
+        self.get_batch = _call(
+            self.get_batch_func, accelerator=accelerator, megatron_dataset_flag=args.megatron_dataset_flag
+        )
+        self.loss_func = _call(self.get_loss_func, accelerator=accelerator)
+        self.forward_step = self.get_forward_step_func()
         self.eod_token = getattr(args, "eos_token_id", None)
         self.pad_token = self.eod_token
         self.reset_position_ids = args.reset_position_ids
@@ -237,10 +238,11 @@ class T5TrainStep(AbstractTrainStep):
     def __init__(self, accelerator: Any, args: Any = None) -> None:
         super().__init__("T5TrainStep")
         accelerator, args = _in_order(accelerator, args)
-        known = {"accelerator": accelerator, "megatron_dataset_flag": args.megatron_dataset_flag}
-        self.get_batch = _call(self.get_batch_func, known)
-        self.loss_func = _call(self.get_loss_func, known)
-        self.forward_step = _call(self.get_forward_step_func, known)
+        self.get_batch = _call(
+            self.get_batch_func, accelerator=accelerator, megatron_dataset_flag=args.megatron_dataset_flag
+        )
+        self.loss_func = _call(self.get_loss_func, accelerator=accelerator)
+        self.forward_step = self.get_forward_step_func()
         self.model_output_class = _output_class(args, "Seq2SeqLMOutput")
 
     @staticmethod
@@ -334,9 +336,12 @@ def _in_order(accelerator: Any, args: Any) -> tuple[Any, Any]:
     return (None, accelerator) if args is None else (accelerator, args)
 
 
-def _call(make: Callable[..., Any], known: Mapping[str, Any]) -> Any:
-    """Call a method that a program may have replaced by one that takes less."""
-    return make(**{name: known[name] for name in inspect.signature(make).parameters if name in known})
+def _call(make: Callable[..., Any], **known: Any) -> Any:
+    """Call a method that a program may have replaced: by one that takes less, or the same by other names."""
+    names = inspect.signature(make).parameters
+    if all(name in known for name in names):
+        return make(**{name: known[name] for name in names})
+    return make(*known.values())
 
 
 def _language_loss(loss_mask: torch.Tensor, outputs: Any) -> Loss:
