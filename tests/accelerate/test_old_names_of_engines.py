@@ -63,7 +63,7 @@ def test_stand_ins_keep_what_they_were_given() -> None:
     }  # fmt: skip
     loader = megatron_lm.MegatronLMDummyDataLoader(data_path="text")
     assert loader.dataset_args == {"data_path": "text", "megatron_dataset_flag": True}
-    with pytest.raises(NotImplementedError, match="indexed datasets are not supported"):
+    with pytest.raises(NotImplementedError, match=r"makes its datasets in Accelerator.prepare\(\)"):
         loader.build_train_valid_test_data_iterators(None)
 
 

@@ -227,7 +227,7 @@ def test_datasets_of_a_program_are_read(rank: int, world: int) -> None:
     for words, kind, kwargs, size in (
         ("micro_batch_size=None", ValueError, hooks | {"train_iters": 1}, {}),
         ("Set train_iters of MegatronLMPlugin", ValueError, hooks, {"micro_batch_size": 2}),
-        ("indexed datasets", NotImplementedError, {}, {"micro_batch_size": 2}),
+        ("seq_length=None", ValueError, {"train_iters": 1}, {"micro_batch_size": 2}),
     ):
         with pytest.raises(kind, match=words), run_with(MegatronLMPlugin(**kwargs)) as accelerator:  # type: ignore[arg-type]
             accelerator.prepare(new_model(), MegatronLMDummyDataLoader(**size))

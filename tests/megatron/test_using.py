@@ -93,8 +93,9 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
     model = new_model()
     with pytest.raises(ValueError, match="do not belong to the model"):
         prepare({}, model, optimizer_of(new_model()))
-    with pytest.raises(NotImplementedError, match="indexed datasets"):
-        prepare({}, model, MegatronLMDummyDataLoader(data_path="x"))
+    dummy = MegatronLMDummyDataLoader(data_path="x", micro_batch_size=1, seq_length=4)
+    with pytest.raises(FileNotFoundError, match=r"There is no x\.bin"):
+        prepare({"train_iters": 1}, model, dummy)
     with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2.*num_micro_batches"):
         prepare({}, model, gradient_accumulation_steps=2)
     with (

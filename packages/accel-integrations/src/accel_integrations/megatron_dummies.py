@@ -6,22 +6,21 @@ from typing import Any
 
 from accel_state.public_names import known_as
 
-NO_DATASETS = (
-    "Megatron-LM's indexed datasets are not supported: their readers and samplers are part of megatron.training, which is "
-    "on no package index for all supported versions. Pass an ordinary DataLoader to prepare(), or set "
-    "MegatronLMPlugin(custom_megatron_datasets_provider_function=...)."
-)
+NOT_BY_ITSELF = "MegatronLMDummyDataLoader makes its datasets in Accelerator.prepare(), with model, optimizer and scheduler. Pass it to that."
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyDataLoader")
 class MegatronLMDummyDataLoader:
     """Placeholder for a data loader: `prepare` returns those of training, validation and test data for one after the other.
 
-    The datasets are those of `MegatronLMPlugin(custom_megatron_datasets_provider_function=...)`; Megatron-LM's indexed
-    datasets are refused.
+    The datasets are those of `MegatronLMPlugin(custom_megatron_datasets_provider_function=...)`, or else Megatron-LM's indexed
+    datasets.
 
     Args:
-        dataset_kwargs: Megatron-LM's arguments about data: `micro_batch_size`, the samples of a micro-batch.
+        dataset_kwargs: Megatron-LM's arguments about data: `micro_batch_size`, the samples of a micro-batch; for indexed datasets
+            `data_path`, a path without `.bin` and `.idx`, or several, perhaps each after its weight; `split`, the shares of
+            training, validation and test (969, 30, 1), or `train_data_path`, `valid_data_path` and `test_data_path`;
+            `seq_length`, `seed` (1234) and `data_cache_path`.
 
     Attributes:
         dataset_args: The arguments, with `megatron_dataset_flag`.
@@ -33,16 +32,16 @@ class MegatronLMDummyDataLoader:
         self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
-        """Refuse: indexed datasets are not supported."""
-        raise NotImplementedError(NO_DATASETS)
+        """Refuse: `prepare` does it."""
+        raise NotImplementedError(NOT_BY_ITSELF)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Any:
-        """Refuse: indexed datasets are not supported."""
-        raise NotImplementedError(NO_DATASETS)
+        """Refuse: `prepare` does it."""
+        raise NotImplementedError(NOT_BY_ITSELF)
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
-        """Refuse: indexed datasets are not supported."""
-        raise NotImplementedError(NO_DATASETS)
+        """Refuse: `prepare` does it."""
+        raise NotImplementedError(NOT_BY_ITSELF)
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronLMDummyScheduler")

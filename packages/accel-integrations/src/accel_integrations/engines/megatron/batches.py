@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from accel_integrations.engines.megatron.tasks import IGNORED, MicroBatch, Task
 
-WITHOUT_EFFECT = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states"})
+WITHOUT_EFFECT = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states", "dataset_id"})
+
+OF_DATASETS = frozenset({"tokens", "labels", "loss_mask", "position_ids", "attention_mask"})
 
 
 @dataclass
@@ -85,6 +87,8 @@ def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, 
         columns = {name: value.to(device) for name, value in values.items()}
         samples, length = next(iter(columns.values())).shape[:2]
         return Batch(_cut(columns, count), (samples // count, length), samples, length, has_labels=True)
+    if "tokens" in values:
+        return _of_dataset(values, limits, device)
     _check(values, limits, training)
     samples, length = len(values["input_ids"]), limits.task.length(values)
     padded = _padded(values, limits, device)
@@ -92,6 +96,25 @@ def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, 
     has_labels = all(name in values for name in limits.task.labels)
     parts = _cut(limits.task.columns(padded), count)
     return Batch(parts, (rows // count, width), samples, length, has_labels)
+
+
+def _of_dataset(values: Mapping[str, Any], limits: Limits, device: torch.device) -> Batch:
+    """A batch of Megatron-LM's datasets."""
+    if "labels" not in values or (unknown := sorted(set(values) - OF_DATASETS)):
+        wrong = "without 'labels'" if "labels" not in values else f"with {', '.join(map(repr, unknown))}"
+        raise ValueError(
+            f"The model got 'tokens', as of Megatron-LM's datasets, {wrong}. Pass {', '.join(sorted(OF_DATASETS))}."
+        )
+    _check_division(values, limits)
+    samples, length = values["tokens"].shape
+    if length > limits.max_length or length % limits.multiple:
+        raise ValueError(
+            f"tokens has {length} tokens per sample. Let seq_length be {limits.max_length} at most"
+            + (f", and a multiple of {limits.multiple}." if limits.multiple > 1 else ".")
+        )
+    columns = limits.task.columns_of_dataset({name: value.to(device) for name, value in values.items()})
+    count = limits.num_micro_batches
+    return Batch(_cut(columns, count), (samples // count, length), samples, length, has_labels=True)
 
 
 def _cut(columns: Mapping[str, Tensor], count: int) -> list[MicroBatch]:

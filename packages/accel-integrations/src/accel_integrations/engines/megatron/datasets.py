@@ -1,13 +1,14 @@
-"""Data loaders over the datasets that a function of the program makes, in the places of `MegatronLMDummyDataLoader`s."""
+"""Data loaders in the places of `MegatronLMDummyDataLoader`s, over indexed datasets or those that a function makes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_integrations.megatron_dummies import NO_DATASETS, MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_integrations.engines.megatron.indexed import indexed_datasets
+from accel_integrations.megatron_dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 
 if TYPE_CHECKING:
     from accel_state.settings.megatron import MegatronLMPlugin
@@ -22,22 +23,22 @@ def fill_dummies(objects: Sequence[Any], plugin: MegatronLMPlugin, replicas: int
         replicas: How many ranks read different data.
 
     Raises:
-        NotImplementedError: There is no such function.
-        ValueError: The number of samples is not known, or the function returned too few datasets.
+        ValueError: The number of samples is not known, the function returned too few datasets, or an argument is wrong.
+        FileNotFoundError: Files of an indexed dataset are missing.
     """
-    places = [index for index, one in enumerate(objects) if isinstance(one, MegatronLMDummyDataLoader)]
+    places = dummy_places(objects)
     if not places:
         return list(objects)
-    provide = plugin.custom_megatron_datasets_provider_function
-    if provide is None:
-        raise NotImplementedError(NO_DATASETS)
-    size = objects[places[0]].dataset_args.get("micro_batch_size")
+    options = objects[places[0]].dataset_args
+    size = options.get("micro_batch_size")
     if not isinstance(size, int):
         raise ValueError(
             f"MegatronLMDummyDataLoader has micro_batch_size={size!r}. Pass the number of samples of a micro-batch to it."
         )
     scheduler = next((one for one in objects if isinstance(one, MegatronLMDummyScheduler)), None)
-    datasets = list(provide(_sample_counts(plugin, scheduler, size * plugin.num_micro_batches * replicas, replicas)))
+    counts = _sample_counts(plugin, scheduler, size * plugin.num_micro_batches * replicas, replicas)
+    provide = plugin.custom_megatron_datasets_provider_function
+    datasets = indexed_datasets(options, plugin.seq_length, counts) if provide is None else list(provide(counts))
     if len(datasets) < len(places):
         raise ValueError(
             f"custom_megatron_datasets_provider_function returned {len(datasets)} datasets for {len(places)} "
@@ -45,9 +46,54 @@ def fill_dummies(objects: Sequence[Any], plugin: MegatronLMPlugin, replicas: int
         )
     found = list(objects)
     for place, dataset in zip(places, datasets, strict=False):
+        if dataset is None:
+            raise ValueError(
+                "The split of MegatronLMDummyDataLoader leaves no samples for one of its datasets. Change it."
+            )
         whole = not isinstance(dataset, IterableDataset)
         found[place] = DataLoader(dataset, batch_size=size, drop_last=whole)
     return found
+
+
+def dummy_places(objects: Sequence[Any]) -> list[int]:
+    """Where dummies are among the arguments of `prepare`."""
+    return [index for index, one in enumerate(objects) if isinstance(one, MegatronLMDummyDataLoader)]
+
+
+class SteppedLoader:
+    """A prepared loader, and an iterator, too, as programs for Megatron-LM's loaders expect: they call `next(loader)`.
+
+    Args:
+        loader: The prepared loader, which has all other attributes.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._steps: Iterator[Any] | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The loader's, for `isinstance`."""
+        return type(self.__dict__["_loader"])
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # while a copy is being made
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+    def __next__(self) -> Any:
+        self._steps = iter(self._loader) if self._steps is None else self._steps
+        try:
+            return next(self._steps)
+        except StopIteration:
+            self._steps = None
+            raise
 
 
 def _sample_counts(plugin: MegatronLMPlugin, scheduler: Any, samples_per_step: int, replicas: int) -> list[int]:

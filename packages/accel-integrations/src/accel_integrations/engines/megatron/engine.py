@@ -21,7 +21,7 @@ from accel_integrations.engines.megatron.arguments import RULES, make_scheduler,
 from accel_integrations.engines.megatron.batches import Limits
 from accel_integrations.engines.megatron.build import Chunks, build, make_config, own_chunks, wrap
 from accel_integrations.engines.megatron.cpu import on_device
-from accel_integrations.engines.megatron.datasets import fill_dummies
+from accel_integrations.engines.megatron.datasets import SteppedLoader, dummy_places, fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
 from accel_integrations.engines.megatron.groups import (
     Degrees,
@@ -73,6 +73,7 @@ class MegatronLMEngine(Engine):
         self.storing = Storing()
         self._found = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
+        self._dummies: list[int] = []
         self._warned_of_clipping = False
 
     @property
@@ -142,9 +143,10 @@ class MegatronLMEngine(Engine):
 
         Raises:
             ValueError: They cannot; the message says why.
-            NotImplementedError: For a `MegatronLMDummyDataLoader` without a function that makes its datasets.
+            FileNotFoundError: Files of an indexed dataset are missing.
         """
         self._objects = None
+        self._dummies = dummy_places(objects)
         objects = fill_dummies(objects, self.plugin, self.degrees.data)
         self._found = found = PrepareArguments.find(objects, RULES, self.trained is not None)
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size is not None]
@@ -165,6 +167,8 @@ class MegatronLMEngine(Engine):
         """Build the model from what `before_prepare` found."""
         found, objects = self._found, self._objects
         self._objects = None
+        for place in self._dummies:
+            results[place] = SteppedLoader(results[place])
         if objects is None:
             return results
         record, (model, optimizer, scheduler) = self.context.prepared, objects

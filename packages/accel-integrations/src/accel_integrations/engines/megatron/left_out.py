@@ -12,7 +12,6 @@ LEFT_OUT = {
     "overlap_cpu_optimizer_d2h_h2d": "Use DeepSpeed or FSDP for offloading.",
     "use_precision_aware_optimizer": "Optimizer states have the dtype of the model.",
     "eod_mask_loss": "Give these tokens the label -100.",
-    "megatron_dataset_flag": "Pass an ordinary DataLoader to prepare(), or set custom_megatron_datasets_provider_function.",
     "pipeline_model_parallel_split_rank": "It is for models with an encoder and a decoder, which are not mapped.",
     "no_wd_decay_cond": "Make parameter groups of the optimizer.",
     "scale_lr_cond": "Make parameter groups of the optimizer.",

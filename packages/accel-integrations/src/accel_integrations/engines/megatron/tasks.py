@@ -45,6 +45,21 @@ class Task(ABC):
         """The tokens per sample for which there are losses and logits."""
         return values["input_ids"].shape[1]
 
+    def columns_of_dataset(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What stages need of a batch of Megatron-LM's datasets, where labels are the next tokens already.
+
+        Args:
+            values: "tokens" and "labels" (B, S); "loss_mask", "position_ids" and "attention_mask" (bool, (B, 1, S, S): True
+                where a token does not see another) where given.
+
+        Raises:
+            ValueError: The model does not predict the next token.
+        """
+        raise ValueError(
+            "The model got 'tokens', as of Megatron-LM's datasets for GPT, but does not predict the next token. Pass "
+            f"{', '.join(sorted(self.names))}."
+        )
+
     @abstractmethod
     def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What stages need of a batch.
@@ -130,6 +145,25 @@ class Causal(NextTokens):
             labels = F.pad(values["labels"][:, 1:], (0, 1), value=IGNORED)
             found |= {"labels": labels.clamp(min=0), "counted": labels != IGNORED}
         return found
+
+    def columns_of_dataset(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same, where labels need no shift."""
+        tokens, labels = values["tokens"], values["labels"]
+        samples, length = tokens.shape
+        hidden = values.get("attention_mask")
+        if hidden is None:
+            hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        counted = labels != IGNORED
+        if "loss_mask" in values:
+            counted = counted & values["loss_mask"].bool()
+        positions = values.get("position_ids", torch.arange(length, device=tokens.device))
+        return {
+            "tokens": tokens,
+            "positions": positions.expand_as(tokens),
+            "hidden": hidden.bool().expand(samples, 1, length, length),
+            "labels": labels.clamp(min=0),
+            "counted": counted,
+        }
 
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage."""

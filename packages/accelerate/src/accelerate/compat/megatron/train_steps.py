@@ -187,16 +187,19 @@ class GPTTrainStep(AbstractTrainStep):
 
         def get_batch(batches: Iterator[Batch]) -> tuple[torch.Tensor, ...]:
             batch = next(batches)
-            text = batch["text" if megatron_dataset_flag else "input_ids"].long()
-            if not megatron_dataset_flag:
-                text = F.pad(text, (0, 1), value=self.eod_token or 0)
-            tokens, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-            counted = torch.ones_like(tokens, dtype=torch.bool)
+            if "tokens" in batch:  # of Megatron-LM's datasets
+                tokens, following, counted = batch["tokens"], batch["labels"], batch["loss_mask"].bool()
+            else:
+                text = batch["text" if megatron_dataset_flag else "input_ids"].long()
+                if not megatron_dataset_flag:
+                    text = F.pad(text, (0, 1), value=self.eod_token or 0)
+                tokens, following = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+                counted = torch.ones_like(tokens, dtype=torch.bool)
+                for name, nothing in (("labels", IGNORED), ("attention_mask", 0)):
+                    if name in batch:
+                        counted[:, :-1] &= batch[name][:, 1:] != nothing
             if self.pad_token is not None:
-                counted &= tokens != self.pad_token
-            for name, nothing in (("labels", IGNORED), ("attention_mask", 0)):
-                if name in batch:
-                    counted[:, :-1] &= batch[name][:, 1:] != nothing
+                counted = counted & (tokens != self.pad_token)
             length = tokens.shape[1]
             hidden = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
             positions = torch.arange(length, device=tokens.device).expand_as(tokens)
