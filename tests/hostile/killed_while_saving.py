@@ -93,6 +93,7 @@ def kill_once(folder: Path, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    torch.set_num_threads(1)  # forked processes would wait for threads that are gone
     folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
     make_run(folder).keeper.finish()
     found: dict[str, Any] = {"before the first": 0, "in a save": 0, "between saves": 0, "problems": []}
