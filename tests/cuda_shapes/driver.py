@@ -95,9 +95,11 @@ class GpuMachine:
         return self._done[key]
 
     def close(self) -> None:
+        """End the process, which has nothing to do between tasks, and which any fork of this one could keep waiting."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(120)
+        self._process.kill()
+        self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
         self._folder.cleanup()
