@@ -133,6 +133,9 @@ def test_train_steps_read_batches_of_transformers() -> None:
     read, following, *_ = gpt.get_batch_func(None, True)(iter([{"text": text}]))
     assert (read.tolist(), following.tolist()) == ([[0, 1, 2, 3]], [[1, 2, 3, 4]])
 
+    endless = megatron_lm.GPTTrainStep(None, ARGUMENTS)  # without a token that ends texts
+    assert endless.get_batch(iter([batch]))[2].tolist() == [[1, 0, 1, 0], [1, 1, 0, 0]]
+
     bert = megatron_lm.BertTrainStep(None, arguments)
     read, types, sentence_order, counted, lm_labels, mask = bert.get_batch(iter([batch]))
     assert (types, sentence_order) == (None, None)

@@ -1,4 +1,4 @@
-"""float16 under Megatron-LM: losses are scaled, steps whose gradients overflow are skipped by all ranks alike."""
+"""float16 under Megatron-LM: losses are scaled, steps whose gradients overflow are skipped by all ranks."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from accelerate.utils import GPTTrainStep, MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
+from tests.megatron.test_bert import new_bert
 from tests.megatron.training import TOKENS, megatron_ranks, new_model, optimizer_of, run_with
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
@@ -130,6 +131,11 @@ def test_what_cannot_be_read_is_refused(rank: int, world: int, tmp_path: Path) -
     ):
         with pytest.raises(kind, match=words), run_with(MegatronLMPlugin(tp_degree=2, train_iters=1)) as accelerator:
             accelerator.prepare(new_model(), MegatronLMDummyDataLoader(**good | change))
+    bert = new_bert("BertForMaskedLM")
+    with run_with(MegatronLMPlugin(tp_degree=2, train_iters=1)) as accelerator:
+        with pytest.raises(NotImplementedError, match="predict the next token only"):
+            accelerator.prepare(bert, MegatronLMDummyDataLoader(**good))
+        assert not any(parameter.is_meta for parameter in bert.parameters())
     with run_with(MegatronLMPlugin(tp_degree=2, sequence_parallelism=True)) as accelerator:
         model = new_model()
         model, _ = accelerator.prepare(model, optimizer_of(model))

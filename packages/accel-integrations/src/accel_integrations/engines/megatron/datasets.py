@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_integrations.engines.megatron.indexed import indexed_datasets
+from accel_integrations.engines.megatron.tasks import Causal, Task
 from accel_integrations.megatron_dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 
 if TYPE_CHECKING:
@@ -53,6 +54,19 @@ def fill_dummies(objects: Sequence[Any], plugin: MegatronLMPlugin, replicas: int
         whole = not isinstance(dataset, IterableDataset)
         found[place] = DataLoader(dataset, batch_size=size, drop_last=whole)
     return found
+
+
+def check_model(task: Task, places: Sequence[int], plugin: MegatronLMPlugin) -> None:
+    """Check that a model can be trained on the datasets in these places.
+
+    Raises:
+        NotImplementedError: They are indexed datasets, and the model does not predict the next token.
+    """
+    if places and plugin.custom_megatron_datasets_provider_function is None and not isinstance(task, Causal):
+        raise NotImplementedError(
+            "Megatron-LM's indexed datasets are read for models that predict the next token only. Pass an ordinary DataLoader to "
+            "prepare(), or set MegatronLMPlugin(custom_megatron_datasets_provider_function=...)."
+        )
 
 
 def dummy_places(objects: Sequence[Any]) -> list[int]:

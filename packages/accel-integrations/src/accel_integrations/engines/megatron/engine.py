@@ -21,7 +21,7 @@ from accel_integrations.engines.megatron.arguments import RULES, make_scheduler,
 from accel_integrations.engines.megatron.batches import Limits
 from accel_integrations.engines.megatron.build import Chunks, build, make_config, own_chunks, wrap
 from accel_integrations.engines.megatron.cpu import on_device
-from accel_integrations.engines.megatron.datasets import SteppedLoader, dummy_places, fill_dummies
+from accel_integrations.engines.megatron.datasets import SteppedLoader, check_model, dummy_places, fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
 from accel_integrations.engines.megatron.groups import (
     Degrees,
@@ -143,6 +143,7 @@ class MegatronLMEngine(Engine):
 
         Raises:
             ValueError: They cannot; the message says why.
+            NotImplementedError: They cannot be trained on the datasets of a `MegatronLMDummyDataLoader`.
             FileNotFoundError: Files of an indexed dataset are missing.
         """
         self._objects = None
@@ -156,7 +157,7 @@ class MegatronLMEngine(Engine):
         if found.model is None:
             return list(objects)
         model, optimizer, scheduler = self._objects = found.pick(objects)
-        self._shape(model)
+        check_model(self._shape(model).task, self._dummies, self.plugin)
         if optimizer is not None:
             names_in(optimizer, model)
         if isinstance(scheduler, MegatronLMDummyScheduler) and optimizer is None:

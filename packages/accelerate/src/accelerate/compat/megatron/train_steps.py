@@ -198,6 +198,8 @@ class GPTTrainStep(AbstractTrainStep):
                 for name, nothing in (("labels", IGNORED), ("attention_mask", 0)):
                     if name in batch:
                         counted[:, :-1] &= batch[name][:, 1:] != nothing
+                if self.eod_token is None and not megatron_dataset_flag:
+                    counted[:, -1] = False  # nothing is known to come after the last token
             if self.pad_token is not None:
                 counted = counted & (tokens != self.pad_token)
             length = tokens.shape[1]
