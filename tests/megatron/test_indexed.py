@@ -126,6 +126,7 @@ def test_what_cannot_be_read_is_refused(rank: int, world: int, tmp_path: Path) -
         ("seq_length=None", ValueError, {"seq_length": None}),
         ("There is no .*missing.bin", FileNotFoundError, {"data_path": str(tmp_path / "missing")}),
         ("needs data_path", ValueError, {"data_path": None}),
+        ("split='969, 30, 1' leaves one part of the 40 documents", ValueError, {}),
         ("needs data_path", ValueError, {"test_data_path": str(prefix)}),
         (r"index.npy is no array of numbers.*Delete it", ValueError, {"data_cache_path": str(cache)}),
     ):
@@ -134,7 +135,7 @@ def test_what_cannot_be_read_is_refused(rank: int, world: int, tmp_path: Path) -
     bert = new_bert("BertForMaskedLM")
     with run_with(MegatronLMPlugin(tp_degree=2, train_iters=1)) as accelerator:
         with pytest.raises(NotImplementedError, match="predict the next token only"):
-            accelerator.prepare(bert, MegatronLMDummyDataLoader(**good))
+            accelerator.prepare(bert, MegatronLMDummyDataLoader(**good, split=SPLIT))
         assert not any(parameter.is_meta for parameter in bert.parameters())
     with run_with(MegatronLMPlugin(tp_degree=2, sequence_parallelism=True)) as accelerator:
         model = new_model()

@@ -37,7 +37,8 @@ def indexed_datasets(options: Mapping[str, Any], seq_length: int | None, counts:
         counts: How many samples are read of each.
 
     Raises:
-        ValueError: For an option that is not known, or missing, or a file in the cache that is no array.
+        ValueError: For an option that is not known, or missing, a split that leaves a part empty, or a file in the cache
+            that is no array.
         FileNotFoundError: There are no such files.
     """
     if unknown := sorted(set(options) - {*OPTIONS, *OF_THE_LOADER}):
@@ -75,9 +76,22 @@ def indexed_datasets(options: Mapping[str, Any], seq_length: int | None, counts:
             eod_mask_loss=False,
             create_attention_mask=False,
         )
+        _check_split(prefixes, config)
         made = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, list(counts), lambda: True, config).build()
     # whole epochs of the files were made, which are at least as many
     return [None if one is None else Subset(one, range(count)) for one, count in zip(made, counts, strict=True)]
+
+
+def _check_split(prefixes: Sequence[Path], config: Any) -> None:
+    """Check that each part has a document: megatron-core would look for the samples of an empty one without end."""
+    for prefix in prefixes if config.split_matrix is not None else ():
+        count = len(load("datasets.indexed_dataset").IndexedDataset(str(prefix)).sequence_lengths)
+        for part in config.split_matrix:
+            if part is not None and round(part[0] * count) == round(part[1] * count):
+                raise ValueError(
+                    f"split={config.split!r} leaves one part of the {count} documents of {prefix} without any. Give each part "
+                    "that is not 0 at least one of them."
+                )
 
 
 def _blend(paths: Any) -> tuple[list[str], list[float] | None] | None:
