@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ class Pool:
             for rank, (_, pipe) in enumerate(workers):
                 pipe.send((body.__module__, body.__name__, rank, world, folder, values))
             replies = self._collect(workers, timeout, Path(folder))
-        failed = {rank: text for rank, text in replies.items() if text is not None}
+            failed = {rank: text + _printed(Path(folder), rank) for rank, text in replies.items() if text is not None}
         if failed:
             self.close()
             report = "\n".join(f"--- rank {rank} of {world} ---\n{text}" for rank, text in failed.items())
@@ -105,7 +105,7 @@ class Pool:
                     replies[rank] = pipe.recv()  # type: ignore[union-attr]
                 except EOFError:
                     workers[rank][0].join(5)
-                    replies[rank] = f"the process died with exit code {workers[rank][0].exitcode}"
+                    replies[rank] = f"the process died with exit code {workers[rank][0].exitcode}\n"
                 if replies[rank] is not None:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return replies
@@ -171,11 +171,34 @@ def _work(pipe: Connection, root: str) -> None:
         sys.addaudithook(_slow_down)
     while (task := pipe.recv()) is not None:
         module, name, rank, world, folder, values = task
-        with open(os.path.join(folder, f"stack_{rank}"), "w") as stack:
+        with open(os.path.join(folder, f"stack_{rank}"), "w") as stack, _last_words(folder, rank):
             faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
             error = _run_body(module, name, rank, world, folder, values)
             faulthandler.unregister(signal.SIGUSR1)
         pipe.send(error)
+
+
+@contextlib.contextmanager
+def _last_words(folder: str, rank: int) -> Iterator[None]:
+    """Keep what this process prints as an error, and the stack where compiled code (glibc, gloo) ends it."""
+    sys.stderr.flush()
+    usual = os.dup(2)
+    with open(os.path.join(folder, f"errors_{rank}"), "w") as file:
+        os.dup2(file.fileno(), 2)
+        faulthandler.enable(file=file)
+        try:
+            yield
+        finally:
+            faulthandler.disable()
+            sys.stderr.flush()
+            os.dup2(usual, 2)
+            os.close(usual)
+
+
+def _printed(folder: Path, rank: int) -> str:
+    """What `_last_words` has kept of a rank."""
+    file = folder / f"errors_{rank}"
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def _slow_down(event: str, arguments: tuple[Any, ...]) -> None:

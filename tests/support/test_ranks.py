@@ -45,6 +45,17 @@ def test_a_failure_names_its_rank_and_the_pool_recovers() -> None:
     test_a_body_runs_in_a_group(world=2)
 
 
+@ranks(1)
+def _ends_as_compiled_code_does() -> None:
+    os.write(2, b"free(): invalid pointer\n")
+    os.abort()
+
+
+def test_a_process_that_compiled_code_ends_says_why_and_where() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)code -6.*free\(\): invalid pointer.*in _ends_as_compiled_code"):
+        _ends_as_compiled_code_does()
+
+
 def test_pool_is_one() -> None:
     assert len(POOL.workers) <= 4
 
