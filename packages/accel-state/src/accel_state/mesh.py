@@ -25,6 +25,8 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 DATA_AXES = ("dp_replicate", "dp_shard")
 SAME_BATCH_AXES = frozenset({"pp", "cp", "sp", "tp"})
 """Processes that differ only along these axes work on the same batch."""
+OWN_GROUP = (("tp",), ("cp",))
+"""Axes that do not share the default group of gloo, even if they span all processes: their groups have one thread."""
 JOINED_AXES = {"dp": "dp_dim_names", "dp_shard_cp": "dp_shard_cp_dim_names", "dp_cp": "dp_cp_dim_names"}
 """Axes that are several axes flattened into one, with the property that names those."""
 
@@ -329,13 +331,18 @@ class ParallelismConfig:
             return None
         if dist.is_initialized():
             self.check_world_size(dist.get_world_size())
+        from accel_state.gloo_groups import one_thread_each
+
         names, shape = self._get_mesh()
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        self._joined = {
-            joined: mesh[members]._flatten(joined)
-            for joined, source in JOINED_AXES.items()
-            if (members := getattr(self, source))
-        }
+        of_its_own = names in OWN_GROUP and dist.is_initialized() and dist.get_backend() == "gloo"
+        with one_thread_each():
+            backends: Any = {names[0]: "gloo"} if of_its_own else None
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)
+            self._joined = {
+                joined: mesh[members]._flatten(joined)
+                for joined, source in JOINED_AXES.items()
+                if (members := getattr(self, source))
+            }
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

@@ -29,8 +29,8 @@ def register() -> None:
 def _one_at_a_time(create: Callable[..., Any]) -> Callable[..., Any]:
     """Have exchanges of CPU tensors end before the next one begins.
 
-    An all-gather and an all-to-all that are under way in one group of gloo end the process after some 10,000 times (torch 2.13).
-    Freed memory then holds the letters `ALLTOALL`: its two threads seem to write into one string, without a lock.
+    Two that are under way in one group of gloo end the process now and then if the group has two threads, as those of a device mesh
+    that the program has made itself: see `accel_state.gloo_groups`.
     """
 
     @wraps(create)
