@@ -52,7 +52,9 @@ def _ends_as_compiled_code_does() -> None:
 
 
 def test_a_process_that_compiled_code_ends_says_why_and_where() -> None:
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)code -6.*free\(\): invalid pointer.*in _ends_as_compiled_code"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)code -6.*free\(\): invalid pointer.*in _ends_as_compiled_code"
+    ):
         _ends_as_compiled_code_does()
 
 

@@ -31,7 +31,13 @@ def one_thread_each() -> Iterator[None]:
 
     @wraps(start)
     def start_with_one_thread(
-        group: Any, store: dist.Store, rank: int, size: int, options: Any = None, *, timeout: Any = dist.default_pg_timeout
+        group: Any,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        options: Any = None,
+        *,
+        timeout: Any = dist.default_pg_timeout,
     ) -> None:
         if options is None or isinstance(options, timedelta):
             options = _one_thread(gloo, options or timeout)
