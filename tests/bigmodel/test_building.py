@@ -112,6 +112,8 @@ def test_sizes() -> None:
     assert mixed[""] == 170 + 32
     assert compute_module_sizes(model, buffers_only=True)[""] == compute_module_total_buffer_size(model) == 48
     assert calculate_maximum_sizes(model) == (326, (80, ["0.a", "1", "emb"]))
+    model.table = nn.Parameter(torch.zeros(30))
+    assert calculate_maximum_sizes(model) == (446, (120, ["table"])), "a tensor of the model itself"
     assert get_max_layer_size(list(model.named_children()), sizes, ["Block"]) == (166, ["0"])
     with pytest.raises(ValueError, match="float17"):
         compute_module_sizes(model, dtype="float17")

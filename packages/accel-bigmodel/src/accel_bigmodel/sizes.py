@@ -187,10 +187,14 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Bytes of a model, and of its largest module that cannot be split, with the names of those of that size."""
+    """Bytes of a model, and of its largest part that cannot be split, with the names of those of that size.
+
+    Such a part is a module, or a tensor of the model itself.
+    """
     sizes = compute_module_sizes(model)
     no_split: Any = getattr(model, "_no_split_modules", None) or []
-    return sizes.get("", 0), get_max_layer_size(list(model.named_children()), sizes, no_split)
+    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes.get("", 0), get_max_layer_size(parts, sizes, no_split)
 
 
 def _element_size(dtype: str | torch.dtype) -> float:
