@@ -193,7 +193,11 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     """
     sizes = compute_module_sizes(model)
     no_split: Any = getattr(model, "_no_split_modules", None) or []
-    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    parts: list[tuple[str, torch.Tensor | nn.Module]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+    ]
+    parts += model.named_buffers(recurse=False)
     return sizes.get("", 0), get_max_layer_size(parts, sizes, no_split)
 
 

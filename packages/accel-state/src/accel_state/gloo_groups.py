@@ -31,16 +31,10 @@ def one_thread_each() -> Iterator[None]:
 
     @wraps(start)
     def start_with_one_thread(
-        group: Any,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        options: Any = None,
-        *,
-        timeout: Any = dist.default_pg_timeout,
+        group: Any, store: dist.Store, rank: int, size: int, options: Any = None, **named: Any
     ) -> None:
         if options is None or isinstance(options, timedelta):
-            options = _one_thread(gloo, options or timeout)
+            options = _one_thread(gloo, **{"timeout": options or dist.default_pg_timeout, **named})
         start(group, store, rank, size, options)
 
     gloo.__init__ = start_with_one_thread
@@ -50,10 +44,12 @@ def one_thread_each() -> Iterator[None]:
         gloo.__init__ = start
 
 
-def _one_thread(gloo: Any, timeout: timedelta) -> Any:
+def _one_thread(gloo: Any, timeout: timedelta, **others: Any) -> Any:
     """Torch's own options of a group, but for the number of threads."""
     options = gloo._Options()
     options._timeout = timeout
+    for name, value in others.items():  # torch 2.15 has `enable_reconfigure`
+        setattr(options, name, value)
     names = os.environ.get("GLOO_SOCKET_IFNAME")
     options._devices = (
         [gloo.create_device(interface=name) for name in names.split(",")] if names else [gloo.create_default_device()]
