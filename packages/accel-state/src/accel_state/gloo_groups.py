@@ -16,8 +16,8 @@ import torch.distributed as dist
 def one_thread_each() -> Iterator[None]:
     """Give each gloo group that is made in this block one thread. Without effect if torch was built without gloo.
 
-    Torch gives a group two per network interface. Each writes the name of the collective that it has done into one C++ string,
-    without a lock. So an all-gather of `torch.distributed._functional_collectives`, as DTensors have it, beside an all-reduce or an
+    Torch gives a group two per network interface. Each seems to write the name of the collective that it has done into one C++
+    string, without a lock: an all-gather of `torch.distributed._functional_collectives`, as DTensors have it, beside an all-reduce or an
     all-to-all that is under way in the same group ends the process after some 10,000 times ("malloc(): unaligned tcache chunk
     detected"; torch 2.9 and 2.13). The number of threads is an option of the group's class that `new_group` does not pass on.
 
@@ -35,7 +35,8 @@ def one_thread_each() -> Iterator[None]:
     ) -> None:
         if options is None or isinstance(options, timedelta):
             options = _one_thread(gloo, **{"timeout": options or dist.default_pg_timeout, **named})
-        start(group, store, rank, size, options)
+            named = {}
+        start(group, store, rank, size, options, **named)
 
     gloo.__init__ = start_with_one_thread
     try:

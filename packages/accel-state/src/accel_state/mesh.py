@@ -327,16 +327,16 @@ class ParallelismConfig:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from accel_state.gloo_groups import one_thread_each
+
         if self.total_size == 1 or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
         if dist.is_initialized():
             self.check_world_size(dist.get_world_size())
-        from accel_state.gloo_groups import one_thread_each
-
         names, shape = self._get_mesh()
         of_its_own = names in OWN_GROUP and dist.is_initialized() and dist.get_backend() == "gloo"
+        backends: Any = {names[0]: "gloo"} if of_its_own else None
         with one_thread_each():
-            backends: Any = {names[0]: "gloo"} if of_its_own else None
             mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)
             self._joined = {
                 joined: mesh[members]._flatten(joined)
