@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import hypothesis
@@ -67,6 +68,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("length of the run", "see tests/support/short_run.py").addoption
     group("--all", action="store_true", help="run every test; the default where files or folders are named")
     group("--short", action="store_true", help="run a sample of long sweeps; the default of a run of everything")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what was imported out of garbage collections, each of which would look at all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

@@ -51,6 +51,7 @@ def differences(folder: Path, names: tuple[str, ...]) -> dict[str, list[str]]:
     return {cell: texts for cell, texts in found.items() if mark_of(texts) != "="}
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "names",
@@ -160,6 +161,7 @@ def zero(stage: int, **sections: Any) -> DeepSpeedPlugin:
     )
 
 
+@pytest.mark.takes_turns
 @needs_deepspeed
 @ranks(2, timeout=300.0)
 def test_frozen_parameters_and_buffers_come_along(rank: int, world: int, tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ def stepped(kind: Any, **options: Any) -> Any:
     return optimizer
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("saved", "now", "message"), OTHERS)
 def test_the_state_of_another_optimizer_is_refused(saved: Any, now: Any, message: str, tmp_path: Path) -> None:
@@ -302,6 +303,7 @@ def add_to_groups(**values: Any) -> Callable[[Path], None]:
     return edit(OPTIMIZER, lambda state: [group.update(values) for group in state["param_groups"]])
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("saved", "now", "change"),

@@ -67,6 +67,7 @@ def part(folder: str, average_over: str, first: int, last: int) -> None:
 part.body = part  # type: ignore[attr-defined]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.filterwarnings("ignore:The checkpoint .* was saved with num_processes")
 @pytest.mark.parametrize("average_over", ["steps", "window", "weights"])
 @pytest.mark.parametrize("worlds", [(1, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 1)])
@@ -153,6 +154,7 @@ def values_of(start: Callable[..., Training], folder: Path | None = None, **sett
     return training.values
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_sharded_models_go_on_within_a_window(rank: int, world: int, tmp_path: Path) -> None:
     cells = {

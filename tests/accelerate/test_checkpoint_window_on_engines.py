@@ -55,6 +55,7 @@ def check_same(engine: str, folder: Path, **further: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("engine", ON_TWO)
@@ -63,6 +64,7 @@ def test_on_two_ranks(rank: int, world: int, engine: str, sync_each_batch: bool,
     check_same(engine, tmp_path / "state", **settings(sync_each_batch))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sync_each_batch", [False, True])
 @pytest.mark.parametrize("engine", ON_FOUR)
@@ -71,6 +73,7 @@ def test_on_four_ranks(rank: int, world: int, engine: str, sync_each_batch: bool
     check_same(engine, tmp_path / "state", **settings(sync_each_batch))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["fsdp1-full", "fsdp1-flat-full", "tp"])
 @ranks(2)
@@ -78,6 +81,7 @@ def test_in_bf16(rank: int, world: int, engine: str, tmp_path: Path) -> None:
     check_same(engine, tmp_path / "state", mixed_precision="bf16", **settings(False))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD")
 @pytest.mark.parametrize("flat", [False, True])
@@ -88,6 +92,7 @@ def test_strategies_of_fsdp1(rank: int, world: int, flat: bool, tmp_path: Path) 
         check_same("ddp", tmp_path / strategy, **further, **settings(False))
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_whole_gradients_fit_other_engines(rank: int, world: int, tmp_path: Path) -> None:
     for saver, loader in (
@@ -100,6 +105,7 @@ def test_whole_gradients_fit_other_engines(rank: int, world: int, tmp_path: Path
         assert go_on(loader, tmp_path / f"{saver}-{loader}", **settings(False))[0] == pytest.approx(losses, rel=1e-6)
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_parts_of_gradients_fit_no_other_arrangement(rank: int, world: int, tmp_path: Path) -> None:
     save_inside("tp", tmp_path / "parts", **settings(False))

@@ -138,6 +138,7 @@ def test_names_are_found_in_the_library(library: str) -> None:
     assert len(uses_of(library)) >= LIBRARIES[library]
 
 
+@pytest.mark.takes_turns
 def test_all_imports_can_be_made(uses: Uses) -> None:
     assert list(missing_imports(uses)) == []
 
@@ -169,6 +170,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     return accelerator
 
 
+@pytest.mark.takes_turns
 def test_all_attributes_can_be_read(uses: Uses, accelerator: Accelerator) -> None:
     assert list(missing_attributes(uses, accelerator)) == []
 
@@ -191,11 +193,13 @@ def read(value: Any, names: str) -> Any:
     return value
 
 
+@pytest.mark.takes_turns
 def test_hooks_have_what_is_read_from_them(uses: Uses) -> None:
     missing = {name: where for name, where in uses.hooks.items() if not any(hasattr(hook, name) for hook in HOOKS)}
     assert missing == {}
 
 
+@pytest.mark.takes_turns
 def test_keywords_are_accepted(uses: Uses, accelerator: Accelerator) -> None:
     assert list(refused_keywords(uses, accelerator)) == []
 

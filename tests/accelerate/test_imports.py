@@ -33,6 +33,7 @@ def in_a_fresh_interpreter(program: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "statement", ["import accelerate", "import accelerate.utils", "from accelerate import Accelerator"]
@@ -55,6 +56,7 @@ def test_importing_the_package_loads_only_the_table() -> None:
     )
 
 
+@pytest.mark.takes_turns
 def test_submodules_are_reached_through_the_package() -> None:
     assert in_a_fresh_interpreter("import accelerate; print(accelerate.utils.gather.__name__)") == "gather"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
@@ -74,6 +76,7 @@ def test_every_leaf_imports(leaf: str) -> None:
     importlib.import_module(f"accelerate.{leaf}")
 
 
+@pytest.mark.takes_turns
 def test_one_name_is_function_and_module() -> None:
     program = (
         "import accelerate.utils.tqdm; from accelerate.utils import tqdm; print(tqdm.__name__, callable(tqdm)); "
@@ -82,10 +85,12 @@ def test_one_name_is_function_and_module() -> None:
     assert in_a_fresh_interpreter(program) == "tqdm True\nTrue"
 
 
+@pytest.mark.takes_turns
 def test_the_stubs_are_current() -> None:
     assert list(make_stubs.stale()) == [], "run: uv run tools/dev.py stubs"
 
 
+@pytest.mark.takes_turns
 def test_the_tool_sees_a_stale_stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "__init__.py"
     package.write_text('"""A package."""\n\n__version__ = "1"\nEXPORTS = {"m.n": "b a c=d"}\nSUBMODULES = ("z",)\n')
@@ -103,6 +108,7 @@ def test_the_version_is_the_distributions() -> None:
     assert accelerate.__version__ == project["version"]
 
 
+@pytest.mark.takes_turns
 def test_the_table_of_legacy_names_is_found_in_the_sources() -> None:
     assert '"accel_state.enums": "DistributedType"' in make_stubs.make_legacy_table({"a.b": "DistributedType"})
     assert (

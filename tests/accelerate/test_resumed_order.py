@@ -114,6 +114,7 @@ CELLS = [
 """A part of the matrix of `tests.support.resumed_runs`."""
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
 @pytest.mark.parametrize("world", [1, 2])
@@ -123,6 +124,7 @@ def test_a_resumed_run_is_the_one_that_never_stopped(world: int, tmp_path: Path)
     assert found_in(tmp_path, CELLS, world) == {}
 
 
+@pytest.mark.takes_turns
 @pytest.mark.skipif("coverage" in sys.modules, reason="forked workers now and then die under coverage")
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 @pytest.mark.sample(2)

@@ -92,6 +92,7 @@ def walk_pair(kinds: list[int], tied: bool = False) -> tuple[Walk, Walk]:
     return plain, offloaded
 
 
+@pytest.mark.takes_turns
 @settings(max_examples=150, deadline=None)
 @given(
     kinds=st.lists(st.integers(0, 3), min_size=1, max_size=6),
@@ -384,6 +385,7 @@ def test_the_report_takes_neighbours_together() -> None:
     assert text.splitlines()[-1].startswith("transfer-bound at 0.0 of 0.0 GB/s")
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("compiled", ["whole", "blocks before", "blocks after"])
 def test_streamed_models_can_be_compiled(compiled: str) -> None:
     def build() -> nn.Sequential:

@@ -26,6 +26,7 @@ def fake(folder: str, settings: StepSettings, size: BatchSize) -> Any:
     return measure_fake(lambda: build(source), lambda m: BATCHES[source.library or ""](m, size), settings, 0)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "settings"),
@@ -155,6 +156,7 @@ def test_questions_about_values_have_harmless_answers() -> None:
         assert torch.rand(4).sum().item() == 1.0
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_mixtures_of_experts_and_multiple_choice(precision: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
@@ -165,6 +167,7 @@ def test_mixtures_of_experts_and_multiple_choice(precision: str, tmp_path: Path)
     assert step.activations > 0
 
 
+@pytest.mark.takes_turns
 def test_texts_against_images(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     _, small = fake(model_folder(tmp_path, "clip"), StepSettings(), BatchSize(1, 16))
@@ -181,6 +184,7 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
         measure_fake(lambda: Picky(8, 1), batch_of_five, StepSettings(), 0)
 
 
+@pytest.mark.takes_turns
 def test_the_command_prints_the_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     folder = model_folder(tmp_path, "llama")

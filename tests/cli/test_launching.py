@@ -29,6 +29,7 @@ def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     return found
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_one_and_two_processes(tmp_path: Path) -> None:
     one = said(run(PROGRAM, "launch", "--cpu", "--mixed_precision", "bf16", SCRIPT, "--x", home=tmp_path))
@@ -37,6 +38,7 @@ def test_one_and_two_processes(tmp_path: Path) -> None:
     assert two["places"] == [[0, "cpu", "0"], [1, "cpu", "1"]]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_failures_are_passed_on(tmp_path: Path) -> None:
     done = run(PROGRAM, "launch", "--cpu", "--num_processes", "2", SCRIPT, "fail", home=tmp_path)
@@ -76,6 +78,7 @@ def test_processes_are_started_again_after_a_failure(tmp_path: Path) -> None:
     assert {"attempt 1 of 0", "attempt 1 of 1"} <= set(done.stdout.splitlines())
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_an_interrupt_ends_every_process(tmp_path: Path) -> None:
     script = tmp_path / "long.py"

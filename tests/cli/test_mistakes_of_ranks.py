@@ -77,7 +77,7 @@ def rows(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r"\d+(, \d+)*  ", line)]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.launch
 @pytest.mark.parametrize("name", NAMED)
 def test_ranks_that_can_never_go_on_are_ended_by_name(name: str, outcomes: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ def test_ranks_that_can_never_go_on_are_ended_by_name(name: str, outcomes: dict[
     assert alive == {"0"} if name == "left_the_group" else {"0", "1"}, "nobody waits for the timeout"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("name", ENDING)
 def test_a_rank_that_ended_is_named_by_those_that_wait_for_it(name: str, outcomes: dict[str, Any]) -> None:
@@ -106,6 +106,7 @@ def test_a_rank_that_ended_is_named_by_those_that_wait_for_it(name: str, outcome
     assert "mistaken.py" in text
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 @pytest.mark.parametrize("name", RAISING)
 def test_mistakes_that_our_collectives_see_themselves(name: str, outcomes: dict[str, Any]) -> None:
@@ -114,6 +115,7 @@ def test_mistakes_that_our_collectives_see_themselves(name: str, outcomes: dict[
     assert REASON not in said(outcomes[name])
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(3)
 @pytest.mark.launch
 @pytest.mark.parametrize("name", RIGHT)
@@ -138,6 +140,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize(

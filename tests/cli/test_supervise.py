@@ -52,6 +52,7 @@ def launch(*words: str) -> subprocess.CompletedProcess[str]:
 # ---- real runs --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
@@ -84,6 +85,7 @@ def test_compiled_code_that_keeps_the_gil() -> None:
     assert len(re.findall(r"^\d  .*supervised.py:\d+ in keep_the_gil$", done.stderr, re.MULTILINE)) == 2
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("what", ["computes", "steps", "barriers"])
@@ -93,6 +95,7 @@ def test_a_run_in_which_anybody_goes_on_is_left_alone(what: str) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("agent", [[], BY_TORCH], ids=["local", "torchrun"])
@@ -105,6 +108,7 @@ def test_the_first_error_is_told_once_and_first(agent: list[str]) -> None:
     assert "process 1 (pid" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_a_process_that_was_killed_is_told_of() -> None:
     done = launch(SCRIPT, "killed")
@@ -113,6 +117,7 @@ def test_a_process_that_was_killed_is_told_of() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -144,6 +149,7 @@ def ends_with(
     return launcher.returncode, said
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_the_status_that_a_script_chooses_after_a_signal_is_kept() -> None:
     assert ends_with("SIGTERM", "0,1", 75)[0] == 75

@@ -53,6 +53,7 @@ def start_over() -> None:
     GradientState._reset_state()
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_adapters_learn_alike_however_the_base_is_shared(rank: int, world: int, tmp_path: Path) -> None:
     expected, adapter = train()
@@ -73,6 +74,7 @@ def test_adapters_learn_alike_however_the_base_is_shared(rank: int, world: int, 
                 torch.testing.assert_close(tensor.cpu(), adapter[name], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.filterwarnings("default")  # the libraries have their own
 def test_trainer_trains_an_adapter_and_goes_on(tmp_path: Path) -> None:
     import peft

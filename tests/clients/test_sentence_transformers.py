@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.takes_turns
 def test_the_library_accepts_this_accelerate_for_training() -> None:
     """It asks whose home page our metadata name."""
     from sentence_transformers.util import is_training_available
@@ -85,6 +86,7 @@ def of_one_process(base: Path, tmp_path_factory: pytest.TempPathFactory) -> list
     return history(trainer, "loss")
 
 
+@pytest.mark.takes_turns
 def test_sentences_are_encoded_alike_after_saving(base: Path, tmp_path: Path) -> None:
     from sentence_transformers import SentenceTransformer
 

@@ -85,6 +85,7 @@ def tensor_parallel(experts: bool = False) -> Accelerator:
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2, tp_handler=handler))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
@@ -95,6 +96,7 @@ def test_layers_are_shared_by_the_models_own_plan(rank: int, world: int, tied: b
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("experts", [False, True])
@@ -105,6 +107,7 @@ def test_mixtures_of_experts(rank: int, world: int, experts: bool) -> None:
     assert held == ((2, 128, 32) if experts else (4, 64, 32))
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_a_model_that_was_loaded_in_parts_is_taken_as_it_is(rank: int, tmp_path: Path) -> None:
     if rank == 0:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")  # the library has its own
 
 
+@pytest.mark.takes_turns
 def test_accumulating_equals_the_big_batch(tmp_path: Path) -> None:
     """Batches hold different numbers of tokens, which only the library's num_items_in_batch makes right."""
     whole = make_trainer(tmp_path, per_device_train_batch_size=8, max_steps=6)
@@ -41,6 +42,7 @@ class Regression(nn.Module):
         return {"loss": nn.functional.mse_loss(found, labels), "logits": found}
 
 
+@pytest.mark.takes_turns
 def test_a_model_that_averages_by_itself(tmp_path: Path) -> None:
     values = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
     rows = [{"values": row, "labels": row.sum()[None]} for row in values]
@@ -53,6 +55,7 @@ def test_a_model_that_averages_by_itself(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(parts)[name], tensor)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(accumulate: int, tmp_path: Path) -> None:
@@ -65,6 +68,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(accumulate: int, tmp_p
     assert all(torch.equal(weights(resumed)[name], tensor) for name, tensor in weights(whole).items())
 
 
+@pytest.mark.takes_turns
 def test_lower_precision(tmp_path: Path) -> None:
     full = make_trainer(tmp_path, max_steps=6)
     half = make_trainer(tmp_path, max_steps=6, bf16=True, bf16_full_eval=False)
@@ -98,6 +102,7 @@ def test_predictions_are_those_of_the_samples_in_their_order(count: int, tmp_pat
     assert trainer.evaluate()["eval_loss"] == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("strategy", ["random", "sequential", "group_by_length"])
 def test_every_sample_is_seen_once_an_epoch(strategy: str, tmp_path: Path) -> None:
@@ -119,6 +124,7 @@ def test_every_sample_is_seen_once_an_epoch(strategy: str, tmp_path: Path) -> No
         assert lengths != sorted(lengths, reverse=True), "epochs differ"
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("config", [{}, {"dispatch_batches": True}, {"split_batches": True}, {"even_batches": False}])
 @pytest.mark.parametrize("streamed", [False, True])
@@ -134,6 +140,7 @@ def test_ways_of_sharing_data_change_nothing_for_one_process(
     assert history(shared, "loss") == history(plain, "loss")
 
 
+@pytest.mark.takes_turns
 def test_training_stops_when_nothing_gets_better(tmp_path: Path) -> None:
     import transformers
 

@@ -51,6 +51,7 @@ def big_batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], li
     return outcome(tmp_path_factory.mktemp("one"), per_device_train_batch_size=8)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(2)
 @ranks(2)
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_two_processes_train_like_one(
     assert norms == pytest.approx(big_batch[1], rel=1e-3)
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_stream_is_shared(rank: int, world: int, split: bool, tmp_path: Path) -> None:
@@ -106,6 +108,7 @@ def test_a_stream_that_one_process_reads(rank: int, tmp_path: Path) -> None:
     assert streamed[0][-1] < streamed[0][0]
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_going_on_is_never_having_stopped(rank: int, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")

@@ -122,6 +122,7 @@ def make_reward(folder: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [make_sft, make_dpo, make_reward])
 def test_losses_fall(make: Callable[..., Any], tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_losses_fall(make: Callable[..., Any], tmp_path: Path) -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.takes_turns
 def test_what_is_generated_is_rewarded(tmp_path: Path) -> None:
     trainer = make_grpo(tmp_path, num_iterations=2, steps_per_generation=2, max_steps=8)  # each answer serves 4 steps
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
@@ -142,6 +144,7 @@ def test_what_is_generated_is_rewarded(tmp_path: Path) -> None:
     assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.model.state_dict().items())
 
 
+@pytest.mark.takes_turns
 def test_an_adapter_is_trained_and_saved_alone(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")

@@ -43,6 +43,7 @@ def test_an_epoch_goes_on_after_the_batch_that_was_handed_out_last(data, num_wor
     assert lists(other) == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
 def test_nothing_is_read_before_the_sampler_is_known(num_workers: int) -> None:
     children = set(multiprocessing.active_children())
@@ -63,6 +64,7 @@ def test_nothing_is_read_before_the_sampler_is_known(num_workers: int) -> None:
     assert lists(loader) == expected[1]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
 def test_the_position_before_the_first_batch(num_workers: int) -> None:
     def make_shuffled():
@@ -80,6 +82,7 @@ def test_the_position_before_the_first_batch(num_workers: int) -> None:
     assert [lists(other), lists(other)] == expected
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=UNDER_COVERAGE)])
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_shuffled_epoch_goes_on_in_its_order(dispatch: bool, num_workers: int) -> None:

@@ -139,6 +139,7 @@ def until(loader: Any, moment: str, save: Any) -> list[Any]:
     return [*([rest] if rest else []), *read_on(loader, epoch + 1)]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -157,6 +158,7 @@ def test_the_rest_of_an_epoch_and_the_next_ones_are_the_same(
     assert found == expected
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_position_alone_has_the_order_and_the_random_numbers_of_its_epoch(workers: str) -> None:
     _, loader = prepared("indexed", workers, seed=1)

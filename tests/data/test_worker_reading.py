@@ -94,6 +94,7 @@ def read(loader: Any) -> list[list[list[float]]]:
     return [getattr(batch, "rows", batch).tolist() for batch in loader]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("stop", [1, 5, 6])  # worker 1, 2 or 0 of three has the next turn, and either of two
 @pytest.mark.parametrize("case", CASES)
@@ -148,6 +149,7 @@ def start_late(late: int, worker: int) -> None:
         time.sleep(1)
 
 
+@pytest.mark.takes_turns
 def test_no_batch_is_taken_for_an_empty_one(tmp_path: Path) -> None:
     def prepared(late: int) -> tuple[Accelerator, Any]:
         options: Any = {"num_workers": 2, "in_order": False, "worker_init_fn": partial(start_late, late)}
@@ -163,6 +165,7 @@ def test_no_batch_is_taken_for_an_empty_one(tmp_path: Path) -> None:
     assert sorted(row[0] for batch in read(loader) for row in batch) == list(range(2, NUM_SAMPLES))
 
 
+@pytest.mark.takes_turns
 def test_the_loader_keeps_what_it_was_given() -> None:
     loader = Accelerator(cpu=True).prepare(CASES["seeded by the program"]())
     generator = loader.generator
@@ -185,6 +188,7 @@ def test_an_error_of_a_dataset_is_raised_as_it_is() -> None:
         read(loader)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 def test_workers_that_are_spawned(tmp_path: Path) -> None:
     def make() -> DataLoader[Any]:

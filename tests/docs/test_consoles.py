@@ -89,7 +89,7 @@ def sessions(text: str) -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.launch
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "page", [page for page in RUN if CONSOLE.search(page.read_text())], ids=lambda page: page.stem
 )

@@ -70,6 +70,7 @@ DEEPSPEED = [
     Run("by_feature/deepspeed_with_config_support.py --config {here}/zero_stage3_config.json", "ZeRO stage 3"),
 ]
 GROUPS = {"images": IMAGES, "more_images": MORE_IMAGES, "language": LANGUAGE, "meshes": MESHES}
+SHORT = {"more_images", "meshes"}
 NEED_TRANSFORMERS = {"images", "language", "meshes"}
 WITHOUT_PROCESSES = {"multigpu_remote_launcher"}  # tested with the templates
 
@@ -105,7 +106,9 @@ def write_inputs(folder: Path) -> None:
 @pytest.mark.launch
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(name, marks=() if name in SHORT else pytest.mark.thorough) for name in GROUPS]
+)
 def test_examples_reach_what_they_promise(group: str, processes: int, tmp_path: Path) -> None:
     if group in NEED_TRANSFORMERS and not os.environ.get("LIBRARIES_REQUIRED"):
         pytest.importorskip("transformers")

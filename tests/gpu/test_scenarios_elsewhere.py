@@ -25,6 +25,7 @@ def test_collectives_of_one_rank() -> None:
     scenarios.collectives_of_one_rank("cpu")
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("engine", scenarios.ENGINES)
 def test_states_are_saved_and_loaded(engine: str, tmp_path: Path) -> None:
     scenarios.saves_and_loads("cpu", engine, tmp_path)
@@ -41,6 +42,7 @@ def test_two_processes_share_a_device(tmp_path: Path) -> None:
     check_shared_device("cpu", tmp_path)
 
 
+@pytest.mark.takes_turns
 def test_deletion() -> None:
     scenarios.deleted_while_copying("cpu", width=64)
 
@@ -49,8 +51,9 @@ def test_a_profiler_sees_the_gathers() -> None:
     assert scenarios.calls_while_gathering("cpu")
 
 
+@pytest.mark.takes_turns
 @needs_pretended_gpu
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [

@@ -17,10 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One program for all scenarios, because importing torch costs more than the saves."""
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One program for all scenarios of this run, because importing torch costs more than the saves."""
+    here = [item.callspec.params for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.hostile.two_jobs", str(tmp_path_factory.mktemp("jobs"))],
+        [
+            sys.executable,
+            "-m",
+            "tests.hostile.two_jobs",
+            str(tmp_path_factory.mktemp("jobs")),
+            *(one["scenario"] for one in here),
+        ],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

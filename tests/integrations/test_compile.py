@@ -43,6 +43,7 @@ def new_blocks() -> Blocks:
     return Blocks()
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("regional", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_outputs_and_gradients_stay(backend: str, regional: bool) -> None:
@@ -157,6 +158,7 @@ def test_inductor_compiles_regions() -> None:
         torch.testing.assert_close(compiled(new_batch(3)), new_blocks()(new_batch(3)))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("regional", [False, True])

@@ -242,6 +242,7 @@ def test_a_student_and_its_teacher(rank: int, world: int) -> None:
     torch.testing.assert_close(teacher(torch.ones(2, 4)), expected)
 
 
+@pytest.mark.takes_turns
 @deepspeed_ranks(2)
 def test_two_models_train_under_two_accelerators(rank: int, world: int) -> None:
     warnings.simplefilter("ignore", FutureWarning)
@@ -292,6 +293,7 @@ def test_a_library_may_prepare_in_its_own_way(rank: int, world: int) -> None:
     assert type(optimizer) is DeepSpeedOptimizerWrapper
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("regional", [False, True])
 @deepspeed_ranks(2)
@@ -336,6 +338,7 @@ def make_llama() -> Any:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, num_hidden_layers=2, **sizes))
 
 
+@pytest.mark.takes_turns
 @deepspeed_ranks(2)
 def test_sequences_are_sharded(rank: int, world: int) -> None:
     pytest.importorskip("transformers")
@@ -375,6 +378,7 @@ def test_sequences_are_sharded(rank: int, world: int) -> None:
             accelerator.prepare(other, torch.optim.SGD(other.parameters()))
 
 
+@pytest.mark.takes_turns
 @deepspeed_ranks(2)
 def test_transformers_builds_models_in_shards(rank: int, world: int, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -488,6 +492,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.takes_turns
 def test_a_process_that_stands_alone(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
     known = {name: value for name, value in os.environ.items() if not name.startswith(("RANK", "WORLD", "MASTER"))}

@@ -54,6 +54,7 @@ def test_schedulers_of_the_engine_are_stored_by_it(rank: int, world: int, tmp_pa
         assert [train(accelerator, *parts), parts[-1].get_last_lr()] == expected
 
 
+@pytest.mark.takes_turns
 @deepspeed_ranks(2)
 def test_schedulers_of_the_program_have_a_file(rank: int, world: int, tmp_path: Path) -> None:
     with run_with(DeepSpeedPlugin(zero_stage=2)) as accelerator:
@@ -98,6 +99,7 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
     assert all(getattr(found, name) is True for name in quantised)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [0, 2])
 @deepspeed_ranks(2)

@@ -119,12 +119,14 @@ def torch_load(path: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 @pytest.mark.parametrize("kind", ["tp", "pp"])
 def test_only_the_writer_keeps_full_states(rank: int, world: int, kind: str, tmp_path: Path) -> None:
     check_who_keeps(kind, rank, tmp_path)
 
 
+@pytest.mark.takes_turns
 @ranks(4)
 def test_sharded_stages_are_unsharded_one_tensor_at_a_time(rank: int, world: int, tmp_path: Path) -> None:
     check_who_keeps("pp with dp_shard", rank, tmp_path)

@@ -88,6 +88,7 @@ HEAVY = (
 )
 
 
+@pytest.mark.thorough
 def test_importing_engines_stays_cheap() -> None:
     code = (
         "import sys, torch; before = set(sys.modules)\n"

@@ -50,6 +50,7 @@ def run(environment: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_an_engine_a_precision_a_tracker_and_an_option(environment: dict[str, str], tmp_path: Path) -> None:
     script, folder = str(OUTSIDE / "outside" / "train.py"), str(tmp_path / "state")
@@ -62,6 +63,7 @@ def test_an_engine_a_precision_a_tracker_and_an_option(environment: dict[str, st
     assert "tracker run 2 {'loss': 1.0}" in printed
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_a_device(environment: dict[str, str]) -> None:
     script = str(OUTSIDE / "outside" / "place.py")

@@ -45,6 +45,14 @@ def test_every_package_ships_the_license_and_links_that_work_everywhere() -> Non
         assert "](../" not in (folder / "README.md").read_text(), "PyPI cannot follow a link into the repository"
 
 
+def test_reviews_can_be_asked_for_each_package_and_for_nothing_that_is_gone() -> None:
+    root = PACKAGES.parent
+    lines = (root / ".github" / "CODEOWNERS").read_text().splitlines()
+    paths = {line.split()[0] for line in lines if line and not line.startswith("#")}
+    assert {f"/packages/{name}/" for name in projects()} <= paths
+    assert all((root / path.strip("/")).exists() for path in paths - {"*"})
+
+
 def test_the_umbrella_satisfies_the_field() -> None:
     from packaging.specifiers import SpecifierSet
 

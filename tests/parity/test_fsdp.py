@@ -67,6 +67,7 @@ def assert_same(losses: list[float], expected: list[float], tolerance: float = 1
     assert worst < tolerance, f"losses differ by up to {worst}"
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
@@ -93,6 +94,7 @@ def save_half(world: int, version: int, folder: Path, form: str, **options: Any)
     accelerator.save_state(folder)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 @pytest.mark.parametrize("version", [1, 2])
@@ -134,6 +136,7 @@ def test_a_converted_configuration_trains_to_the_same_losses(rank: int, world: i
     assert_same(*curves)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)

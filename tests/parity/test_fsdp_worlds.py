@@ -62,6 +62,7 @@ CASES = [  # saved by how many processes, with which version (0 is without shard
 ]
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("form", "saved_by", "version", "loaded_by", "other_version"), CASES)
 def test_goes_on_elsewhere(
@@ -73,6 +74,7 @@ def test_goes_on_elsewhere(
     run(resume, loaded_by, folder=folder, version=other_version, form=form, expected=expected)
 
 
+@pytest.mark.takes_turns
 def test_all_differences_are_listed(tmp_path: Path) -> None:
     folder = str(tmp_path / "state")
     run(save, 2, folder=folder, version=2, form="SHARDED_STATE_DICT")
@@ -90,6 +92,7 @@ def refused(rank: int, world: int, folder: str) -> None:
     assert all(torch.equal(a, b.full_tensor()) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.takes_turns
 def test_weights_merge_into_a_model_folder(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -112,6 +115,7 @@ def holds(rank: int, world: int, folder: str, merged: dict[str, torch.Tensor]) -
     assert all(torch.equal(value, merged[name]) for name, value in state.items())
 
 
+@pytest.mark.takes_turns
 @pytest.mark.parametrize("version", [1])
 def test_local_form_is_read_by_as_many(tmp_path: Path, version: int) -> None:
     expected = reference_curve(ALL, BATCH_SIZE, ADAMW)[HALF:]

@@ -63,6 +63,7 @@ def tensor_parallel(**sizes: int) -> ParallelismConfig:
     return ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan=TP_PLAN), **sizes)
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_tensor_parallel(rank: int, world: int) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=tensor_parallel(tp_size=2))
@@ -93,6 +94,7 @@ def curve_on_shards(accelerator: Accelerator, weighted: bool = False, **options:
     return losses
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_sequence_parallel(rank: int, world: int) -> None:
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2, sp_backend="torch"))
@@ -130,6 +132,7 @@ def curve_in_blocks(accelerator: Accelerator, **options: Any) -> list[float]:
     return losses
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("strategy", ["allgather", "alltoall"])
@@ -201,6 +204,7 @@ def prepare_all(accelerator: Accelerator, seed: int) -> Any:
     return accelerator.prepare(model, ADAMW(model.parameters()), make_loader(per_process))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(4)
 @pytest.mark.parametrize("sizes", [{"tp_size": 2, "dp_replicate_size": 2}, {"tp_size": 4}, None])
@@ -242,6 +246,7 @@ def test_weights_of_another_model_are_listed(rank: int, world: int, tmp_path: Pa
         accelerator.load_state(tmp_path / "checkpoint")
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @ranks(2)
 @pytest.mark.parametrize("axis", ["tp", "cp", "sp"])

@@ -88,6 +88,7 @@ def assert_same(losses: list[float], expected: list[float]) -> None:
     assert worst < 1e-5, f"losses differ by up to {worst}"
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_two_stages(rank: int, world: int) -> None:
     assert_same(loss_curve(pipelined()), reference_curve(STEPS, BATCH_SIZE, ADAMW))
@@ -107,6 +108,7 @@ def test_two_stages_of_two_copies(rank: int, world: int) -> None:
     assert_same(loss_curve(pipelined(copies=2), **options), reference_curve(STEPS, BATCH_SIZE, ADAMW, **options))
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved1f1b"])
 @ranks(2)
@@ -124,6 +126,7 @@ def test_schedules_of_two_copies(rank: int, world: int, schedule: str) -> None:
     assert_same(curve_of_model_loss(pipelined(schedule, copies=2, num_microbatches=4), layers=4), expected)
 
 
+@pytest.mark.takes_turns
 @ranks(2)
 def test_digits(rank: int, world: int) -> None:
     pytest.importorskip("sklearn")

@@ -3,6 +3,7 @@
 Every promise is touched by a short run. What costs seconds and says more of the same is marked:
 
 - `@pytest.mark.sample(n)`: of the parameter sets of a test, `n` run, chosen by the seed that the header shows;
+- `@pytest.mark.takes_turns`: of the tests of a file that are marked so, one runs, chosen by the seed as well;
 - `@pytest.mark.thorough`: runs with `--all` only.
 
 A run that names files or folders runs all that is in them.
@@ -22,20 +23,33 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
 
     Args:
         items: The tests, in the order in which they would run.
-        seed: Decides which parameter sets of a sampled test run; the same seed chooses the same ones.
+        seed: Decides which parameter sets of a sampled test run, and whose turn it is; the same seed chooses the same ones.
 
     Returns:
         Those of a short run and those that are left to `--all`, each in the given order.
     """
     sampled: dict[tuple[str, int], list[str]] = defaultdict(list)
+    turns: dict[str, set[str]] = defaultdict(set)
     for item in items:
+        if item.get_closest_marker("takes_turns") is not None:
+            turns[_file(item)].add(_function(item))
         if (marker := item.get_closest_marker("sample")) is not None:
             sampled[_function(item), int(marker.args[0])].append(item.nodeid)
     left = {item.nodeid for item in items if item.get_closest_marker("thorough")}
+    waiting = {name for file, names in turns.items() for name in names - {_one_of(sorted(names), f"{seed}{file}")}}
+    left |= {item.nodeid for item in items if _function(item) in waiting}
     for (function, number), names in sampled.items():
         names.sort()
         left |= set(names) - set(random.Random(f"{seed}{function}").sample(names, min(number, len(names))))
     return [item for item in items if item.nodeid not in left], [item for item in items if item.nodeid in left]
+
+
+def _one_of(names: Sequence[str], seed: str) -> str:
+    return random.Random(seed).choice(names)
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def _function(item: pytest.Item) -> str:

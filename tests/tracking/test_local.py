@@ -187,6 +187,7 @@ def crashed(folder: Path, ending: str) -> tuple[int, Run]:
     return done.returncode, the_run(folder)
 
 
+@pytest.mark.takes_turns
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("ending", "returncode", "status", "reason"),
@@ -205,6 +206,7 @@ def test_an_end_of_any_kind_loses_nothing(
     assert run.metrics["loss"].steps == list(range(100))
 
 
+@pytest.mark.takes_turns
 def test_sigterm_in_the_middle_of_a_call_that_holds_a_lock(tmp_path: Path) -> None:
     locked = """
 from accel_tracking import termination
@@ -224,6 +226,7 @@ with tracker.lock:
     assert len(run.metrics["loss"].steps) == 100  # written long before
 
 
+@pytest.mark.takes_turns
 def test_a_killed_process_loses_only_what_was_not_yet_handed_to_the_disk(tmp_path: Path) -> None:
     waited = """
 path = accelerator.get_tracker("local").folder / "record.jsonl"
@@ -237,6 +240,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert run.metrics["loss"].steps == list(range(100))
 
 
+@pytest.mark.takes_turns
 def test_a_forked_process_dies_of_sigterm_as_ever(tmp_path: Path) -> None:
     forks = """
 ready, told = os.pipe()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.tracking.services.running import LOSSES, close_to, files_under, in_fresh_process, needs, some_image, train
 
 pytestmark = needs("tensorboard")
@@ -39,6 +41,7 @@ def read(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.takes_turns
 def test_what_was_logged_is_in_the_event_files(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
     found = in_fresh_process(read, tmp_path)
@@ -55,6 +58,7 @@ def test_what_was_logged_is_in_the_event_files(tmp_path: Path) -> None:
     assert yaml.safe_load(found["hparams"][0])["model"] == {"name": "tiny", "widths": [8, 16]}
 
 
+@pytest.mark.takes_turns
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:
     in_fresh_process(crash, tmp_path, returncode=1)
     assert len(in_fresh_process(read, tmp_path)["scalars"]["loss"]) == 5
