@@ -23,6 +23,7 @@ from accel_ops import durable
 from accelerate import Accelerator
 from accelerate.checkpoint.background import BackgroundSave
 from accelerate.checkpoint.host_buffers import CHUNK_BYTES, HostBuffers
+from tests.support.ending_runs import ENDINGS
 from tests.support.held_writer import HeldWriter
 from tests.support.keeping import Counter, Kept, make_kept
 
@@ -276,17 +277,23 @@ def test_memory_is_used_again() -> None:
 
 
 @pytest.fixture(scope="module")
-def endings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """How programs end that have just begun a checkpoint, all forked from one that has imported torch."""
+def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """How programs of this run end that have just begun a checkpoint, all forked from one that has imported torch."""
     folder = tmp_path_factory.mktemp("endings")
+    here = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params.get("ending") for item in here if hasattr(item, "callspec")} & {*ENDINGS}
+    if any(item.name == "test_a_program_that_ends_says_what_failed" for item in here):
+        names |= {"fails", "fails and is told"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ending_runs", str(folder)],
+        [sys.executable, "-m", "tests.support.ending_runs", str(folder), *sorted(names)],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.takes_turns
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("ending", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
 def test_a_program_that_ends_completes_its_checkpoint(ending: str, code: int, endings: Any) -> None:
     folder, found = endings
@@ -297,6 +304,7 @@ def test_a_program_that_ends_completes_its_checkpoint(ending: str, code: int, en
     assert other.values() == {3.0}
 
 
+@pytest.mark.takes_turns
 def test_a_program_that_ends_says_what_failed(endings: Any) -> None:
     folder, found = endings
     assert os.listdir(folder / "fails") == []

@@ -18,7 +18,7 @@ from tests.cuda_shapes.limits import KNOWN, MAX_WAITS, excess_bytes, local_rank_
 from tests.cuda_shapes.rows import ROWS
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-QUICK = {("ddp", 8), ("fsdp2", 8)}
+QUICK = {("fsdp2", 8)}
 COLUMNS = (
     "prepare", "warm_up", "step", "batches", "evaluate", "gather_scalar", "gather_for_metrics", "gather_large",
     "gather_nested", "reduce_scalar", "reduce_many", "broadcast", "pad_across_processes", "gather_object", "get_state_dict",

@@ -128,6 +128,7 @@ class Deadly(Noisy):
         return [self[index] for index in indices]
 
 
+@pytest.mark.takes_turns
 def test_a_worker_that_dies_is_not_passed_over(tmp_path: Path) -> None:
     def prepared() -> tuple[Accelerator, Any]:
         accelerator = Accelerator(cpu=True)

@@ -20,12 +20,13 @@ from tests.support.ranks import ranks
 from tools.exit_check import run_once
 
 
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_processes_that_trained_end_well() -> None:
     assert run_once("prepared") == (0, 0)
 
 
-@pytest.mark.thorough
+@pytest.mark.takes_turns
 @pytest.mark.launch
 def test_a_process_that_fails_ends_in_spite_of_a_collective_under_way() -> None:
     assert run_once("stuck")[1] == 1

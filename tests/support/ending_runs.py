@@ -1,13 +1,14 @@
 """Programs that end with a checkpoint that is still being written.
 
-Run as a program: `python -m tests.support.ending_runs FOLDER`. Prints one JSON object: the exit code and the standard error
-of each. They are forked from this one, which has imported torch already.
+Run as a program: `python -m tests.support.ending_runs FOLDER ENDING...`. Prints one JSON object: the exit code and the standard
+error of each. They are forked from this one, which has imported torch already.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import sys
@@ -71,9 +72,10 @@ def fork(how: str, folder: Path) -> tuple[int, Callable[[], str]]:
 
 
 def main() -> None:
-    folder, found = Path(sys.argv[1]), {}
+    folder, endings, found = Path(sys.argv[1]), sys.argv[2:], {}
     make_kept().save_state(folder / "loads what torch loads late")
-    for how in ENDINGS:
+    gc.freeze()  # or each of them looks at all of torch when it ends
+    for how in endings:
         process, errors = fork(how, folder)
         if process == 0:
             end(how, folder / how)
