@@ -127,6 +127,7 @@ def test_programs_for_deepspeed(tmp_path: Path) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns("ways to start")
 def test_programs_that_launch_themselves(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_NUM_PROCESSES": "2", "ACCELERATE_USE_CPU": "true"}
     command = [sys.executable, str(path_in_accelerate_package("test_utils", "scripts", "test_notebook.py"))]

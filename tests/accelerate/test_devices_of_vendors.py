@@ -18,7 +18,7 @@ VENDORS = ["npu", "mlu", "sdaa", "musa", "neuron"]  # torch has these names from
 
 @pytest.mark.launch
 @pytest.mark.skipif(not CAN_PLAY, reason="this torch has no backends written in Python")
-@pytest.mark.thorough
+@pytest.mark.takes_turns("other machines")
 def test_training_on_each(tmp_path: Path) -> None:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
     script = Path(__file__).with_name("devices_in_one_launch.py")

@@ -63,7 +63,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.takes_turns
+@pytest.mark.takes_turns("other machines")
 def test_one_process_trains_saves_and_loads(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
@@ -73,7 +73,7 @@ def test_one_process_trains_saves_and_loads(tmp_path: Path) -> None:
     assert (launched.returncode, launched.stdout) == (0, "trained\n"), launched.stderr
 
 
-@pytest.mark.takes_turns
+@pytest.mark.takes_turns("other machines")
 @pytest.mark.launch
 def test_two_processes_say_what_is_missing() -> None:
     code = "from accelerate import PartialState; PartialState(cpu=True)"

@@ -116,7 +116,7 @@ def test_mistakes_that_our_collectives_see_themselves(name: str, outcomes: dict[
 
 
 @pytest.mark.takes_turns
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.launch
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_are_left_alone(name: str, outcomes: dict[str, Any]) -> None:

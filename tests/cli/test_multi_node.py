@@ -50,6 +50,7 @@ def finish(process: subprocess.Popen[str]) -> dict[str, object]:
 
 @needs_namespaces
 @pytest.mark.launch
+@pytest.mark.takes_turns("other machines")
 def test_two_machines_train_together(tmp_path: Path) -> None:
     with two_machines("nodes") as machines:
         parts = [start(machines, rank, tmp_path, "--same_network") for rank in (0, 1)]

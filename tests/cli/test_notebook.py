@@ -256,6 +256,7 @@ for launcher, function in (
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns("ways to start")
 def test_functions_really_run_together(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -48,6 +48,7 @@ def fails_everywhere(place: Place) -> None:
 
 
 @pytest.mark.launch
+@pytest.mark.takes_turns("ways to start")
 def test_everything_works_on_two_processes(tmp_path: Path) -> None:
     settings = tmp_path / "settings.yaml"
     settings.write_text("{distributed_type: MULTI_CPU, num_processes: 2, use_cpu: true, main_process_port: 0}")

@@ -46,7 +46,7 @@ def start_over(accelerator: Accelerator) -> None:
     reset_state()
 
 
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_every_stage_has_the_curve_of_one_process(rank: int, world: int) -> None:
     expected = reference_curve(STEPS, BATCH_SIZE, ADAMW, max_norm=0.5)
@@ -58,7 +58,7 @@ def test_every_stage_has_the_curve_of_one_process(rank: int, world: int) -> None
         start_over(accelerator)
 
 
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_goes_on_from_a_checkpoint(rank: int, world: int, tmp_path: Path) -> None:
     for name, settings in {
@@ -80,7 +80,7 @@ def test_goes_on_from_a_checkpoint(rank: int, world: int, tmp_path: Path) -> Non
         start_over(accelerator)
 
 
-@pytest.mark.takes_turns
+@pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_whole_weights_come_out_of_every_stage(rank: int, world: int, tmp_path: Path) -> None:
     heads = []

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.takes_turns("other machines")
 def test_vendors_devices_under_their_names() -> None:
     script = Path(__file__).with_name("renamed_device.py")
     clean = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}

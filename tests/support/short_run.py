@@ -1,9 +1,10 @@
 """Which tests a run without paths, and without `--all`, leaves out.
 
-Every promise is touched by a short run. What costs seconds and says more of the same is marked:
+What is quick runs. What costs seconds, and says more of the same or of what its neighbours say, is marked:
 
 - `@pytest.mark.sample(n)`: of the parameter sets of a test, `n` run, chosen by the seed that the header shows;
 - `@pytest.mark.takes_turns`: of the tests of a file that are marked so, one runs, chosen by the seed as well;
+- `@pytest.mark.takes_turns("ways to start")`: the same for tests of several files, which have the name in common;
 - `@pytest.mark.thorough`: runs with `--all` only.
 
 A run that names files or folders runs all that is in them.
@@ -30,13 +31,15 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
     """
     sampled: dict[tuple[str, int], list[str]] = defaultdict(list)
     turns: dict[str, set[str]] = defaultdict(set)
+    left = {item.nodeid for item in items if item.get_closest_marker("thorough")}
     for item in items:
-        if item.get_closest_marker("takes_turns") is not None:
-            turns[_file(item)].add(_function(item))
+        if item.nodeid in left:
+            continue
+        if (marker := item.get_closest_marker("takes_turns")) is not None:
+            turns[marker.args[0] if marker.args else _file(item)].add(_function(item))
         if (marker := item.get_closest_marker("sample")) is not None:
             sampled[_function(item), int(marker.args[0])].append(item.nodeid)
-    left = {item.nodeid for item in items if item.get_closest_marker("thorough")}
-    waiting = {name for file, names in turns.items() for name in names - {_one_of(sorted(names), f"{seed}{file}")}}
+    waiting = {name for those, names in turns.items() for name in names - {_one_of(sorted(names), f"{seed}{those}")}}
     left |= {item.nodeid for item in items if _function(item) in waiting}
     for (function, number), names in sampled.items():
         names.sort()
