@@ -31,6 +31,7 @@ def main(what: str) -> None:
     elif what == "left_alone":
         accelerator.gather(torch.ones(1)) if rank == 0 else sleep_for_ever()
     elif what == "keeps_the_gil":
+        time.sleep(1.5)  # long enough to be seen here before
         keep_the_gil()
     elif what == "computes":
         until = time.monotonic() + 4.5  # longer than the timeout of the test

@@ -233,8 +233,8 @@ def test_stacks_are_read() -> None:
 
 def stacks_from(pipe: int) -> str:
     """What `faulthandler` writes piece by piece, to the outermost frame of the main thread."""
-    text = ""
-    while not text.endswith((" in <module>\n", "  ...\n")):  # or as many frames as it writes
+    text, ends = "", (" in <module>\n", " in _run_module_as_main\n", "  ...\n")  # or as many frames as it writes
+    while not text.endswith(ends):
         text += os.read(pipe, 1 << 16).decode()
     return text
 
@@ -266,6 +266,32 @@ def test_stacks_are_asked_for_without_a_signal(monkeypatch: pytest.MonkeyPatch) 
     finally:
         watch.close()
         os.close(written)
+
+
+def test_a_hang_is_reported_with_the_stacks_of_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    watch = Watch(hang_timeout=1e-6, say=told.append)
+    stacks = Path(watch.folder, "0.stacks")
+
+    def write(file: str) -> None:
+        with stacks.open("a") as written:
+            written.write(f'Thread 0x1 (most recent call first):\n  File "/{file}.py", line 1 in <module>\n')
+
+    def send(process: int, number: int) -> None:
+        if number == supervision.STACK_SIGNAL:
+            write("where_it_hangs")
+
+    monkeypatch.setattr("os.kill", send)
+    monkeypatch.setattr("accel_cli.supervise.watch._parent_of", lambda process: os.getpid())
+    monkeypatch.setattr("accel_cli.supervise.watch._busy_seconds", lambda process: 0.0)
+    try:
+        Path(watch.folder, "0.pid").write_text("1")
+        write("where_it_was_before")
+        assert any(watch.look() or watch.is_hanging for _ in range(20))
+    finally:
+        watch.close()
+    assert "/where_it_hangs.py" in told[0]
+    assert "/where_it_was_before.py" not in told[0]
 
 
 def test_nobody_waits_for_requests_that_never_come(watch: Watch) -> None:

@@ -34,6 +34,7 @@ class _Process:
     stack: Stack | None = None
     stacks_read: int = 0  # bytes of its file
     unanswered: int = 0  # checks in a row that found neither progress nor the stacks that were asked for
+    was_signalled: bool = False  # whether the last request was the signal, which compiled code cannot hold up
     moved_at: float = field(default_factory=time.monotonic)
 
 
@@ -162,12 +163,14 @@ class Watch:
             process = self._processes.setdefault(rank, _Process())
             if self._has_moved(rank, process_id, process, now - self._asked_at):
                 process.moved_at = now
-        for rank, process_id in self._ids.items():
-            self._ask_for_stacks(rank, process_id)  # read at the next look
-        self._asked_at = now
-        if self._processes and all(now - process.moved_at > timeout for process in self._processes.values()):
+        processes = self._processes.values()
+        seems_to_hang = bool(processes) and all(now - process.moved_at > timeout for process in processes)
+        if seems_to_hang and all(process.was_signalled or not process.unanswered for process in processes):
             self.is_hanging = True
             self._say(self._report(timeout))
+        for rank, process_id in self._ids.items():
+            self._ask_for_stacks(rank, process_id, at_once=seems_to_hang)  # read at the next look
+        self._asked_at = now
 
     def _running(self) -> dict[int, int]:
         """Process ids by rank."""
@@ -202,9 +205,17 @@ class Watch:
         except OSError:
             return 0
 
-    def _ask_for_stacks(self, rank: int, process_id: int) -> None:
-        """Request the stacks of a process: by its thread, or by the signal where compiled code keeps the GIL."""
-        if self._processes[rank].unanswered > MOST_UNANSWERED:
+    def _ask_for_stacks(self, rank: int, process_id: int, *, at_once: bool) -> None:
+        """Request the stacks of a process: by its thread, or by the signal where compiled code keeps the GIL.
+
+        Args:
+            rank: Of the process.
+            process_id: Of the process.
+            at_once: Whether the first request without an answer is enough for the signal: the stack that is known is old.
+        """
+        process = self._processes[rank]
+        process.was_signalled = process.unanswered > (0 if at_once else MOST_UNANSWERED)
+        if process.was_signalled:
             _send_signal(process_id)
             return
         with suppress(OSError):  # it has no thread that reads requests, or has ended
