@@ -23,9 +23,9 @@ from accel_ops import durable
 from accelerate import Accelerator
 from accelerate.checkpoint.background import BackgroundSave
 from accelerate.checkpoint.host_buffers import CHUNK_BYTES, HostBuffers
-from tests.support.ending_runs import ENDINGS
 from tests.support.held_writer import HeldWriter
 from tests.support.keeping import Counter, Kept, make_kept
+from tests.support.short_run import values_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -210,8 +210,8 @@ def test_what_comes_next_waits(action: str, held: HeldWriter, tmp_path: Path) ->
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The disk is full for whatever is not written from now on; the function makes room."""
+def full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """The disk is full for whatever is not written from now on, after pytest's folder; the function makes room."""
 
     def full(*args: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -280,12 +280,11 @@ def test_memory_is_used_again() -> None:
 def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """How programs of this run end that have just begun a checkpoint, all forked from one that has imported torch."""
     folder = tmp_path_factory.mktemp("endings")
-    here = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params.get("ending") for item in here if hasattr(item, "callspec")} & {*ENDINGS}
-    if any(item.name == "test_a_program_that_ends_says_what_failed" for item in here):
-        names |= {"fails", "fails and is told"}
+    names = values_of(request, "ending")
+    if any(item.name == "test_a_program_that_ends_says_what_failed" for item in request.session.items):
+        names += ["fails", "fails and is told"]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.ending_runs", str(folder), *sorted(names)],
+        [sys.executable, "-m", "tests.support.ending_runs", str(folder), *names],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

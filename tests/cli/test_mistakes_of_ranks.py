@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.output import own_lines
+from tests.support.short_run import values_of
 
 PROGRAMS = Path(__file__).parent / "mistaken.py"
 REASON = "the ranks can never go on"
@@ -59,10 +60,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MISTAKEN_PATIENCE": "100"}
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What the programs of all selected tests of this module did."""
-    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = [name for item in items if (name := item.callspec.params.get("name")) is not None]
     done = subprocess.run(
-        [sys.executable, str(PROGRAMS), "--fork", *names],
+        [sys.executable, str(PROGRAMS), "--fork", *values_of(request, "name")],
         capture_output=True, text=True, check=True, env={**os.environ, **ENVIRONMENT}, timeout=900,
     )  # fmt: skip
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.hostile.two_jobs import SCENARIOS
+from tests.support.short_run import values_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -19,15 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One program for all scenarios of this run, because importing torch costs more than the saves."""
-    here = [item.callspec.params for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
+    folder = str(tmp_path_factory.mktemp("jobs"))
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.hostile.two_jobs",
-            str(tmp_path_factory.mktemp("jobs")),
-            *(one["scenario"] for one in here),
-        ],
+        [sys.executable, "-m", "tests.hostile.two_jobs", folder, *values_of(request, "scenario")],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -21,8 +21,6 @@ from accel_ops import durable
 from accelerate.checkpoint import transaction
 from tests.support.keeping import make_kept
 
-ENDINGS = ("returns", "raises", "exits", "fails", "fails and is told")
-
 
 def begin(folder: Path) -> Any:
     """A checkpoint that is written only when the main thread has come to its end."""

@@ -34,7 +34,7 @@ def family_of(file: str) -> str:
 
 def in_order(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     """The tests, long families first, so that the workers end together."""
-    return sorted(items, key=lambda item: _place(_file_of(item.nodeid)))
+    return sorted(items, key=lambda item: _place(file_of(item.nodeid)))
 
 
 def _place(file: str) -> int:
@@ -49,7 +49,8 @@ def _mentions(file: str, words: tuple[str, ...]) -> bool:
     return any(word in text for word in words)
 
 
-def _file_of(nodeid: str) -> str:
+def file_of(nodeid: str) -> str:
+    """The file of a test, from the repository's root."""
     return nodeid.partition("::")[0]
 
 
@@ -61,4 +62,4 @@ class FamilyScheduling(LoadScopeScheduling):
         super().__init__(config, log)
 
     def _split_scope(self, nodeid: str) -> str:
-        return family_of(_file_of(nodeid))
+        return family_of(file_of(nodeid))

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.support.families import file_of
+
 
 def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Divide collected tests.
@@ -36,7 +38,7 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
         if item.nodeid in left:
             continue
         if (marker := item.get_closest_marker("takes_turns")) is not None:
-            turns[marker.args[0] if marker.args else _file(item)].add(_function(item))
+            turns[marker.args[0] if marker.args else file_of(item.nodeid)].add(_function(item))
         if (marker := item.get_closest_marker("sample")) is not None:
             sampled[_function(item), int(marker.args[0])].append(item.nodeid)
     waiting = {name for those, names in turns.items() for name in names - {_one_of(sorted(names), f"{seed}{those}")}}
@@ -47,12 +49,14 @@ def choose(items: Sequence[pytest.Item], seed: int) -> tuple[list[pytest.Item], 
     return [item for item in items if item.nodeid not in left], [item for item in items if item.nodeid in left]
 
 
+def values_of(request: pytest.FixtureRequest, parameter: str) -> list[str]:
+    """What a parameter is in the tests of this run that are in the fixture's file."""
+    items = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return [item.callspec.params[parameter] for item in items if parameter in item.callspec.params]
+
+
 def _one_of(names: Sequence[str], seed: str) -> str:
     return random.Random(seed).choice(names)
-
-
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.partition("::")[0]
 
 
 def _function(item: pytest.Item) -> str:
