@@ -6,7 +6,6 @@
 The second form prints a JSON list: for each program the seconds from the mistake, and exit codes and outputs by rank.
 """
 
-import gc
 import json
 import os
 import select
@@ -334,7 +333,6 @@ def fork_all(names, folder, free_ports):
         For each program and rank the exit code, and when it ended; None in the ranks.
     """
     waiting, running, ended = list(names), {}, {}
-    gc.freeze()  # or each of them looks at all of torch when it ends
     while waiting or running:
         while waiting and len(running) < 2 * AT_ONCE:
             name, ports, (out, into) = waiting.pop(0), free_ports(3), os.pipe()
