@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,8 @@ MORE_IMAGES = [
     ),
     Run("by_feature/local_sgd.py"),
     Run("by_feature/memory.py", "trying batch size 128\n(.*\n)*trying batch size 46\n"),
+]
+STILL_MORE_IMAGES = [
     Run("by_feature/multi_process_metrics.py", "(359|384) predictions with padding, 359 without"),
     Run("by_feature/profiler.py --record_shapes --with_flops"),
     Run("by_feature/schedule_free.py"),
@@ -69,8 +72,14 @@ DEEPSPEED = [
     Run("by_feature/deepspeed_with_config_support.py", "ZeRO stage 2"),
     Run("by_feature/deepspeed_with_config_support.py --config {here}/zero_stage3_config.json", "ZeRO stage 3"),
 ]
-GROUPS = {"images": IMAGES, "more_images": MORE_IMAGES, "language": LANGUAGE, "meshes": MESHES}
-SHORT = {"more_images", "meshes"}
+GROUPS = {
+    "images": IMAGES,
+    "more_images": MORE_IMAGES,
+    "still_more_images": STILL_MORE_IMAGES,
+    "language": LANGUAGE,
+    "meshes": MESHES,
+}
+SHORT = {("more_images", 1), ("more_images", 2), ("still_more_images", 1), ("still_more_images", 2), ("meshes", 1)}
 NEED_TRANSFORMERS = {"images", "language", "meshes"}
 WITHOUT_PROCESSES = {"multigpu_remote_launcher"}  # tested with the templates
 
@@ -105,9 +114,9 @@ def write_inputs(folder: Path) -> None:
 
 @pytest.mark.launch
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize(
-    "group", [pytest.param(name, marks=() if name in SHORT else pytest.mark.thorough) for name in GROUPS]
+    ("group", "processes"),
+    [pytest.param(*one, marks=() if one in SHORT else pytest.mark.thorough) for one in product(GROUPS, (1, 2))],
 )
 def test_examples_reach_what_they_promise(group: str, processes: int, tmp_path: Path) -> None:
     if group in NEED_TRANSFORMERS and not os.environ.get("LIBRARIES_REQUIRED"):
