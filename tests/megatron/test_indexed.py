@@ -52,7 +52,13 @@ def test_files_of_tokens_are_read_and_trained_on(rank: int, world: int, tmp_path
     wait()
     options = {"data_path": str(prefix), "splits_string": SPLIT, "seq_length": LENGTH, "micro_batch_size": 2}
     seen: dict[str, list[list[int]]] = {}
-    for layout in ({"tp_degree": 2}, {"pp_degree": 2}, {}, {"tp_degree": 2, "custom_train_step_class": GPTTrainStep}):
+    for layout in (
+        {"tp_degree": 2},
+        {"pp_degree": 2},
+        {},
+        {"context_parallel_size": 2},
+        {"tp_degree": 2, "custom_train_step_class": GPTTrainStep},
+    ):
         replicas = 2 if not layout else 1
         plugin = MegatronLMPlugin(num_micro_batches=4 // replicas, eval_iters=2, **layout)  # type: ignore[arg-type]
         dummy = MegatronLMDummyDataLoader(**options)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from accel_integrations.engines.megatron.context import SequenceShares
 from accel_integrations.engines.megatron.tasks import IGNORED, MicroBatch, Task
 
 WITHOUT_EFFECT = frozenset({"use_cache", "return_dict", "output_attentions", "output_hidden_states", "dataset_id"})
@@ -31,6 +32,7 @@ class Limits:
         learns_positions: Whether positions are embedded, so that batches may have their own.
         multiple: Sequences are padded to a multiple of this.
         num_micro_batches: Micro-batches per batch.
+        shares: Which tokens this rank computes.
         is_raw: Whether a function of the program reads micro-batches, so that they are only cut.
     """
 
@@ -40,6 +42,7 @@ class Limits:
     learns_positions: bool
     multiple: int
     num_micro_batches: int
+    shares: SequenceShares = SequenceShares(0, 1)
     is_raw: bool = False
     _seen: set[tuple[int, ...]] = field(default_factory=set, init=False)
 
@@ -94,7 +97,7 @@ def make_batch(values: Mapping[str, Any], limits: Limits, device: torch.device, 
     padded = _padded(values, limits, device)
     rows, width = len(padded["input_ids"]), limits.task.length(padded)
     has_labels = all(name in values for name in limits.task.labels)
-    parts = _cut(limits.task.columns(padded), count)
+    parts = _cut(limits.task.columns(padded, limits.shares.own(width, device)), count)
     return Batch(parts, (rows // count, width), samples, length, has_labels)
 
 
@@ -112,7 +115,8 @@ def _of_dataset(values: Mapping[str, Any], limits: Limits, device: torch.device)
             f"tokens has {length} tokens per sample. Let seq_length be {limits.max_length} at most"
             + (f", and a multiple of {limits.multiple}." if limits.multiple > 1 else ".")
         )
-    columns = limits.task.columns_of_dataset({name: value.to(device) for name, value in values.items()})
+    placed = {name: value.to(device) for name, value in values.items()}
+    columns = limits.task.columns_of_dataset(placed, limits.shares.own(length, device))
     count = limits.num_micro_batches
     return Batch(_cut(columns, count), (samples // count, length), samples, length, has_labels=True)
 

@@ -107,6 +107,7 @@ def make_config(
         "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
         "tensor_model_parallel_size": degrees.tensor,
         "pipeline_model_parallel_size": degrees.pipeline,
+        "context_parallel_size": degrees.context,
         "expert_model_parallel_size": degrees.expert,
         "expert_tensor_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": virtual if interleaved else None,

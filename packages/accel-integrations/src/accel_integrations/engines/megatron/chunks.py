@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_integrations.engines.megatron.context import GatheredAttention
 from accel_integrations.engines.megatron.library import load
 
 
@@ -129,8 +130,10 @@ def _gpt_layers(config: Any, stage: int | None) -> Any:
         qk_layernorm=config.qk_layernorm,
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    if config.context_parallel_size > 1:
+        attention.core_attention = GatheredAttention
     if config.qk_layernorm:
-        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
     count = block.get_num_layers_to_build(config, vp_stage=stage)
     return block.TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)

@@ -26,6 +26,8 @@ class _CudaMeansCPU(TorchFunctionMode):
     ) -> Any:
         if kwargs and "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": CPU}
+        if kwargs and kwargs.get("pin_memory"):  # on its way to "cuda"
+            kwargs = {**kwargs, "pin_memory": False}
         return func(*args, **(kwargs or {}))
 
 

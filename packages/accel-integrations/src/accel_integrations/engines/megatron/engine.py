@@ -20,6 +20,7 @@ from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.megatron.arguments import RULES, make_scheduler, names_in
 from accel_integrations.engines.megatron.batches import Limits
 from accel_integrations.engines.megatron.build import Chunks, build, make_config, own_chunks, wrap
+from accel_integrations.engines.megatron.context import SequenceShares
 from accel_integrations.engines.megatron.cpu import on_device
 from accel_integrations.engines.megatron.datasets import SteppedLoader, check_model, dummy_places, fill_dummies
 from accel_integrations.engines.megatron.families import shape_of
@@ -224,7 +225,7 @@ class MegatronLMEngine(Engine):
         shape, device = self._shape(model), state.device
         names = None if optimizer is None else names_in(optimizer, model)
         hooks = Hooks.of(plugin, shape.task, lambda: run_arguments(plugin, model, shape, degrees))
-        stored = next(model.parameters()).dtype
+        stored, shares = next(model.parameters()).dtype, SequenceShares.here()
         dtype = DTYPES[state.mixed_precision] or stored
         with on_device(device), quiet():
             found = self._chunks(shape, hooks, dtype)
@@ -245,8 +246,9 @@ class MegatronLMEngine(Engine):
                 shape.max_length,
                 shape.window,
                 shape.learns_positions,
-                degrees.tensor if found.config.sequence_parallel else 1,
+                shares.multiple * (degrees.tensor if found.config.sequence_parallel else 1),
                 plugin.num_micro_batches,
+                shares,
                 hooks.reads_batches,
             ),
             device=device,

@@ -15,6 +15,10 @@ from accel_state.mesh import DataPlace
 if TYPE_CHECKING:
     from accel_state.settings.megatron import MegatronLMPlugin
 
+WHOLE_SEQUENCES = (
+    "custom_train_step_class", "custom_loss_function", "custom_get_batch_function", "custom_model_provider_function",
+)  # fmt: skip
+"""Fields of `MegatronLMPlugin` whose functions get sequences as the program passes them, or attention without our own."""
 _made_on: weakref.ref[Any] | None = None  # the process group from which those of megatron-core were made
 
 
@@ -27,48 +31,55 @@ class Degrees:
         pipeline: Ranks over which layers are distributed.
         data: Replicas, which read different data.
         expert: Ranks of one pipeline stage that share out the experts of a mixture among each other.
+        context: Ranks that share out the tokens of each sequence among each other.
     """
 
     tensor: int
     pipeline: int
     data: int
     expert: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, plugin: MegatronLMPlugin, world: int) -> Degrees:
         """The degrees of a run.
 
         Args:
-            plugin: Has those of tensor and pipeline parallelism.
+            plugin: Has all but the number of replicas.
             world: The number of ranks.
 
         Raises:
             ValueError: The ranks cannot be shared out so.
-            NotImplementedError: For context parallelism, and tensor parallelism of experts.
+            NotImplementedError: For tensor parallelism of experts, and for functions of the program with context parallelism.
         """
         tensor, pipeline, expert = plugin.tp_degree, plugin.pp_degree, plugin.expert_model_parallel_size
-        if plugin.context_parallel_size > 1:
+        context = plugin.context_parallel_size
+        given = [name for name in WHOLE_SEQUENCES if getattr(plugin, name) is not None]
+        if context > 1 and given:
             raise NotImplementedError(
-                f"MegatronLMPlugin.context_parallel_size={plugin.context_parallel_size} is not supported: it needs the "
-                "attention of Transformer Engine, and layers here are megatron-core's local ones. Set it to 1, and use "
-                "ParallelismConfig(cp_size=...) without Megatron-LM for long sequences."
+                f"MegatronLMPlugin.{given[0]} with context_parallel_size={context} is not supported: each rank computes some "
+                "tokens of every sequence, which that function knows nothing of. Leave one of them out."
             )
         if plugin.expert_tensor_parallel_size > 1:
             raise NotImplementedError(
                 f"MegatronLMPlugin.expert_tensor_parallel_size={plugin.expert_tensor_parallel_size} is not supported. Set it to "
                 "1, and distribute experts with expert_model_parallel_size."
             )
-        if world % (tensor * pipeline):
+        of_replica = tensor * pipeline * context
+        if world % of_replica:
+            factors = f"tp_degree={tensor} x pp_degree={pipeline}" + (
+                f" x context_parallel_size={context}" if context > 1 else ""
+            )
             raise ValueError(
-                f"tp_degree={tensor} x pp_degree={pipeline} = {tensor * pipeline} does not divide the {world} processes "
-                f"of this run. Start a multiple of {tensor * pipeline} processes, or choose smaller degrees."
+                f"{factors} = {of_replica} does not divide the {world} processes of this run. Start a multiple of {of_replica} "
+                "processes, or choose smaller degrees."
             )
         if (world // pipeline) % expert:
             raise ValueError(
                 f"expert_model_parallel_size={expert} does not divide the {world // pipeline} processes of each pipeline stage "
                 f"({world} processes / pp_degree={pipeline}). Choose a size that does."
             )
-        return cls(tensor, pipeline, world // (tensor * pipeline), expert)
+        return cls(tensor, pipeline, world // of_replica, expert, context)
 
 
 def make_groups(degrees: Degrees) -> None:
@@ -81,7 +92,8 @@ def make_groups(degrees: Degrees) -> None:
     parallel = load("parallel_state")
     world: Any = dist.group.WORLD
     if parallel.model_parallel_is_initialized():
-        found, wanted = _sizes(parallel), (degrees.tensor, degrees.pipeline, degrees.expert)
+        found = _sizes(parallel)
+        wanted = (degrees.tensor, degrees.pipeline, degrees.expert, degrees.context)
         is_ours = _made_on is not None
         is_alive = _made_on is None or _made_on() is world
         if is_alive and found == wanted:
@@ -89,13 +101,15 @@ def make_groups(degrees: Degrees) -> None:
         if not is_ours:
             raise ValueError(
                 f"The program has initialized megatron-core with tensor_model_parallel_size={found[0]}, "
-                f"pipeline_model_parallel_size={found[1]} and expert_model_parallel_size={found[2]}, but MegatronLMPlugin has "
-                f"tp_degree={wanted[0]}, pp_degree={wanted[1]} and expert_model_parallel_size={wanted[2]}. Use the same."
+                f"pipeline_model_parallel_size={found[1]}, expert_model_parallel_size={found[2]} and "
+                f"context_parallel_size={found[3]}, but MegatronLMPlugin has tp_degree={wanted[0]}, pp_degree={wanted[1]}, "
+                f"expert_model_parallel_size={wanted[2]} and context_parallel_size={wanted[3]}. Use the same."
             )
         parallel.destroy_model_parallel()  # of other degrees, or of a process group that is gone
     parallel.initialize_model_parallel(
         tensor_model_parallel_size=degrees.tensor,
         pipeline_model_parallel_size=degrees.pipeline,
+        context_parallel_size=degrees.context,
         expert_model_parallel_size=degrees.expert,
         expert_tensor_parallel_size=1,
         create_gloo_process_groups=False,
@@ -139,11 +153,12 @@ def drop_groups() -> None:
         _made_on = None
 
 
-def _sizes(parallel: Any) -> tuple[int, int, int]:
+def _sizes(parallel: Any) -> tuple[int, int, int, int]:
     return (
         parallel.get_tensor_model_parallel_world_size(),
         parallel.get_pipeline_model_parallel_world_size(),
         parallel.get_expert_model_parallel_world_size(),
+        parallel.get_context_parallel_world_size(),
     )
 
 

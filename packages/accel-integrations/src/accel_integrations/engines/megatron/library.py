@@ -25,9 +25,13 @@ def check_installed() -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A context in which megatron-core's warnings are not shown, which are about its own defaults and about GPUs."""
+    """A context in which warnings that are megatron-core's business are not shown.
+
+    Its own are about its defaults and about GPUs, torch's about collectives that it calls by their old names.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
         yield
 
 

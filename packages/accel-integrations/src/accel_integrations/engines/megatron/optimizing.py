@@ -49,7 +49,7 @@ class ShardedOptimizer:
         group_of = {name: index for index, group in enumerate(names) for name in group}
         self._has_experts = any(weight.is_expert for weight in weights.weights)
         self._owners = self._share(shares_states)
-        place = self._parallel.get_data_parallel_rank()
+        place = self._parallel.get_data_parallel_rank(with_context_parallel=True)
         members: list[list[nn.Parameter]] = [[] for _ in names]
         self.held: dict[str, Held] = {}
         for name, one in weights.held.items():
@@ -71,7 +71,7 @@ class ShardedOptimizer:
 
         Experts are left out: all replicas that have one update it.
         """
-        count = self._parallel.get_data_parallel_world_size()
+        count = self._parallel.get_data_parallel_world_size(with_context_parallel=True)
         if not shares_states or count == 1:
             return {}
         load_of, owners = [0] * count, {}
@@ -136,7 +136,7 @@ class ShardedOptimizer:
 
     def _send(self) -> None:
         """Send the updated parameters to the other replicas."""
-        group = self._parallel.get_data_parallel_group()
+        group = self._parallel.get_data_parallel_group(with_context_parallel=True)
         for name, owner in self._owners.items():
             dist.broadcast(self._weights.held[name].stored.data, dist.get_global_rank(group, owner), group=group)
 

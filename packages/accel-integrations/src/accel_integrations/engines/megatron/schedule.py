@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel_integrations.engines.megatron.batches import Batch
 from accel_integrations.engines.megatron.build import Chunks
+from accel_integrations.engines.megatron.context import SequenceShares
 from accel_integrations.engines.megatron.hooks import Hooks
 from accel_integrations.engines.megatron.library import load
 from accel_integrations.engines.megatron.tasks import MicroBatch, Task
@@ -51,7 +52,9 @@ class Schedule:
         self._num_tokens = num_tokens
         self._device = device
         self._parallel = load("parallel_state")
-        self._replicas = self._parallel.get_data_parallel_group()
+        self._shares = SequenceShares.here()
+        self._of_sequence = self._parallel.get_context_parallel_group()
+        self._replicas = self._parallel.get_data_parallel_group(with_context_parallel=True)
         self._has_replicas = dist.get_world_size(self._replicas) > 1
         self._run_all = load("pipeline_parallel").get_forward_backward_func()
 
@@ -132,6 +135,10 @@ class Schedule:
             return self._hooks.loss(part["counted"], output)
         sums, count = torch.stack(self._task.losses(output, part)), self._task.counts(part)[0].int()
         loss = (sums * part["weights"]).sum() if "weights" in part else sums[0]
+        if self._shares.size > 1 and not self._chunks.config.calculate_per_token_loss:
+            # the mean of the micro-batch; gradients are averaged over ranks that have a part of the sum each
+            dist.all_reduce(count, group=self._of_sequence)
+            loss = loss * self._shares.size
         return loss, count, {"loss": loss.detach().clone(), "count": count.clone()}
 
     # ---- what the program gets --------------------------------------------------------------------------------------
@@ -170,12 +177,12 @@ class Schedule:
         return found
 
     def _of_all_tokens(self, own: Tensor) -> Tensor:
-        """Logits over the vocabulary from those of each tensor-parallel rank."""
+        """Logits over the vocabulary, and of all tokens, from those of each tensor-parallel and context-parallel rank."""
         group = self._parallel.get_tensor_model_parallel_group()
         own = own.contiguous()
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, own, group=group)
-        return torch.cat(parts, dim=-1)[..., : self._num_tokens].contiguous()
+        return self._shares.gather(torch.cat(parts, dim=-1)[..., : self._num_tokens].contiguous(), self._of_sequence)
 
     def _from_last_stage(self, value: Tensor) -> None:
         if self._chunks.config.pipeline_model_parallel_size > 1:

@@ -112,6 +112,11 @@ class ModelShape:
                 f"pp_degree={degrees.pipeline}, but megatron-core has no pipeline stages for an encoder with a decoder. Set "
                 "it to 1, and use tp_degree."
             )
+        if degrees.context > 1 and not self.task.takes_shares:
+            raise ValueError(
+                f"context_parallel_size={degrees.context}, but only models that predict the next token have sequences that "
+                "can be shared out. Set it to 1, and use tp_degree."
+            )
         shared, stages = self.num_layers, degrees.pipeline
         if last_layers is not None and degrees.pipeline > 1:
             shared, stages = self.num_layers - last_layers, degrees.pipeline - 1

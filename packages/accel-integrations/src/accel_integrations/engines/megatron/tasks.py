@@ -31,6 +31,7 @@ class Task(ABC):
         per_sample: Which of `names` have one entry per sample, not per token.
         of_outputs: Which of `names` have one entry per token of a second sequence.
         has_token_labels: Whether `labels` has one entry per token.
+        takes_shares: Whether context-parallel ranks can share out the tokens of a sequence.
         logits: The sizes of the logits by the names in the output; None for one row per token over the vocabulary, else
             the number of columns per sample.
     """
@@ -39,18 +40,20 @@ class Task(ABC):
     labels: tuple[str, ...] = ("labels",)
     per_sample: frozenset[str] = frozenset()
     of_outputs: frozenset[str] = frozenset()
+    takes_shares: bool = False
     logits: Mapping[str, int | None] = {"logits": None}
 
     def length(self, values: Mapping[str, Tensor]) -> int:
         """The tokens per sample for which there are losses and logits."""
         return values["input_ids"].shape[1]
 
-    def columns_of_dataset(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns_of_dataset(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """What stages need of a batch of Megatron-LM's datasets, where labels are the next tokens already.
 
         Args:
             values: "tokens" and "labels" (B, S); "loss_mask", "position_ids" and "attention_mask" (bool, (B, 1, S, S): True
                 where a token does not see another) where given.
+            own: As for `columns`.
 
         Raises:
             ValueError: The model does not predict the next token.
@@ -61,12 +64,13 @@ class Task(ABC):
         )
 
     @abstractmethod
-    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """What stages need of a batch.
 
         Args:
             values: The batch on its device, padded in samples and tokens, with "input_ids", "attention_mask" (bool),
                 "position_ids" and "real" (bool, per sample: not padding); others where given.
+            own: The tokens that this rank computes, int64 (S / C,) for C context-parallel ranks; None for all.
         """
 
     @abstractmethod
@@ -130,40 +134,52 @@ class NextTokens(Task):
         return _token_losses(output, part["labels"])
 
 
+def _taken(columns: Mapping[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
+    """Some tokens of columns (B, S)."""
+    return dict(columns) if own is None else {name: column[:, own] for name, column in columns.items()}
+
+
+def _later(length: int, own: Tensor | None, device: torch.device) -> Tensor:
+    """Which tokens come after each of some, bool (S / C, S)."""
+    all_tokens = torch.arange(length, device=device)
+    return all_tokens > (all_tokens if own is None else own)[:, None]
+
+
 class Causal(NextTokens):
     """A model that predicts the next token, as GPT does; labels are shifted here."""
 
     names = frozenset({"input_ids", "labels", "attention_mask", "position_ids"})
+    takes_shares = True
 
-    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tokens, positions, what tokens do not see (B, 1, S, S), the next tokens, and which of these count."""
+    def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
+        """Tokens, positions, what tokens do not see (B, 1, S / C, S), the next tokens, and which of these count."""
         found = {"tokens": values["input_ids"], "positions": values["position_ids"]}
-        mask = values["attention_mask"]
-        later = torch.ones(mask.shape[1], mask.shape[1], dtype=torch.bool, device=mask.device).triu(1)
-        found["hidden"] = later | ~mask[:, None, None, :]
         if "labels" in values:
             labels = F.pad(values["labels"][:, 1:], (0, 1), value=IGNORED)
             found |= {"labels": labels.clamp(min=0), "counted": labels != IGNORED}
-        return found
+        mask = values["attention_mask"]
+        return _taken(found, own) | {"hidden": _later(mask.shape[1], own, mask.device) | ~mask[:, None, None, :]}
 
-    def columns_of_dataset(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns_of_dataset(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """The same, where labels need no shift."""
         tokens, labels = values["tokens"], values["labels"]
         samples, length = tokens.shape
-        hidden = values.get("attention_mask")
-        if hidden is None:
-            hidden = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        if (hidden := values.get("attention_mask")) is None:
+            hidden = _later(length, own, tokens.device).expand(samples, 1, -1, -1)
+        else:
+            hidden = hidden.bool().expand(samples, 1, length, length)
+            hidden = hidden if own is None else hidden[:, :, own]
         counted = labels != IGNORED
         if "loss_mask" in values:
             counted = counted & values["loss_mask"].bool()
         positions = values.get("position_ids", torch.arange(length, device=tokens.device))
-        return {
+        found = {
             "tokens": tokens,
             "positions": positions.expand_as(tokens),
-            "hidden": hidden.bool().expand(samples, 1, length, length),
             "labels": labels.clamp(min=0),
             "counted": counted,
         }
+        return _taken(found, own) | {"hidden": hidden}
 
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage."""
@@ -198,7 +214,7 @@ class SequenceToSequence(NextTokens):
                 return values[name].shape[1]
         raise ValueError("The model was called without 'labels' and without 'decoder_input_ids'. Pass one of them.")
 
-    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens of both sequences, what they do not see of themselves and of each other, and labels.
 
         What is hidden has the shapes (B, 1, 1, S), (B, 1, T, T) and (B, 1, 1, S), for T tokens of the second sequence.
@@ -257,7 +273,7 @@ class Masked(Task):
             self.per_sample = frozenset({"next_sentence_label"})
             self.logits = {"prediction_logits": None, "seq_relationship_logits": 2}
 
-    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, and labels."""
         found = _of_encoder(values)
         if "labels" in values:
@@ -332,7 +348,7 @@ class Classified(Task):
         """One row per sample."""
         return {"logits": self.config.num_labels}
 
-    def columns(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, labels, and which samples count."""
         found = _of_encoder(values)
         if "labels" in values:
