@@ -78,7 +78,12 @@ class GatheredAttention(nn.Module):
     """
 
     def __init__(
-        self, config: Any, *, attention_dropout: float | None = None, softmax_scale: float | None = None, **settings: Any
+        self,
+        config: Any,
+        *,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **settings: Any,
     ) -> None:
         super().__init__()
         self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
@@ -94,9 +99,11 @@ class GatheredAttention(nn.Module):
 
         Args:
             query: (S / C, B, heads, D).
-            key, value: (S / C, B, heads of keys and values, D).
+            key: (S / C, B, heads of keys and values, D).
+            value: As `key`.
             attention_mask: True where a token of this rank does not see another, bool (B, 1, S / C, S).
-            others, settings: The kind of the mask, and what is not used here.
+            *others: The kind of the mask, which says less than the mask.
+            **settings: What megatron-core tells its own attention besides.
         """
         query, key, value = (one.permute(1, 2, 0, 3) for one in (query, *self._of_all_ranks(key, value)))
         hidden = torch.zeros_like(attention_mask, dtype=query.dtype)
