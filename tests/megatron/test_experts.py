@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is 
 
 STEPS, BATCH = 5, 8
 EP2: dict[str, Any] = {"expert_model_parallel_size": 2}
+ETP2: dict[str, Any] = {"expert_tensor_parallel_size": 2}
 PP2 = {"pp_degree": 2, "num_micro_batches": 2}
 TP2 = {"tp_degree": 2, "sequence_parallelism": True}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
@@ -30,12 +31,18 @@ ON_TWO: list[Case] = [
     ("Mixtral", TP2, MIXTRAL),
     ("Qwen3Moe", TP2 | EP2 | {"num_micro_batches": 2}, QWEN | {"norm_topk_prob": False}),
     ("Qwen3Moe", {}, QWEN | {"norm_topk_prob": True}),
+    ("Mixtral", TP2 | ETP2, MIXTRAL),
+    ("Qwen3Moe", ETP2, QWEN | {"norm_topk_prob": True}),
 ]
 ON_FOUR: list[Case] = [
     ("Mixtral", TP2 | EP2, MIXTRAL),
     ("Mixtral", TP2 | {"expert_model_parallel_size": 4}, MIXTRAL),
     ("Mixtral", TP2 | EP2 | PP2, MIXTRAL),
     ("Qwen3Moe", TP2 | {"use_distributed_optimizer": True}, QWEN),
+    ("Mixtral", TP2 | EP2 | ETP2 | {"num_micro_batches": 2}, MIXTRAL),
+    ("Qwen3Moe", TP2 | ETP2 | PP2, QWEN),
+    ("Mixtral", TP2 | ETP2 | {"context_parallel_size": 2}, MIXTRAL),
+    ("Qwen3Moe", TP2 | {"expert_tensor_parallel_size": 4, "use_distributed_optimizer": True}, QWEN),
 ]
 
 
@@ -52,7 +59,8 @@ def test_the_same_steps_on_four_ranks(rank: int, world: int) -> None:
 def check_steps(world: int, cases: list[Case]) -> None:
     for kind, layout, options in cases:
         rows = new_rows(STEPS * BATCH, masked=True)
-        replicas = world // layout.get("pp_degree", 1) // layout.get("tp_degree", 1)
+        of_replica = layout.get("pp_degree", 1) * layout.get("tp_degree", 1) * layout.get("context_parallel_size", 1)
+        replicas = world // of_replica
         micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
         expected = plain_training(new_model(kind, **options), rows, BATCH)
         with run_with(MegatronLMPlugin(**layout)) as accelerator:
@@ -75,11 +83,14 @@ def test_states_of_experts_load_with_other_degrees(rank: int, world: int, tmp_pa
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
         train(accelerator, *parts)
         accelerator.save_state(str(tmp_path))
+        saved = {name: value.clone() for name, value in accelerator.get_state_dict(parts[0]).items()}
         losses = train(accelerator, *parts)
-    for layout, micro_batch in ((EP2, 4), (PP2, 4), ({}, 4), (TP2 | EP2, 8)):
+    for layout, micro_batch in ((EP2, 4), (PP2, 4), ({}, 4), (TP2 | EP2, 8), (TP2 | ETP2, 8)):
         with run_with(MegatronLMPlugin(**layout)) as accelerator:
             parts = start(accelerator, new_model("Mixtral", seed=1, **MIXTRAL), rows, micro_batch, decay=False)
             accelerator.load_state(str(tmp_path))
+            loaded = accelerator.get_state_dict(parts[0])
+            assert all(torch.equal(loaded[name], value) for name, value in saved.items()), layout
             found = train(accelerator, *parts)
         for ours, theirs in zip(found, losses, strict=True):
             assert ours == pytest.approx(theirs, rel=2e-5), (layout, found, losses)
@@ -91,6 +102,8 @@ def test_experts_that_cannot_be_distributed_are_refused(rank: int, world: int) -
         (r"expert_model_parallel_size=2 does not divide the model's 3 experts", EP2, "Mixtral", MIXTRAL | {"num_local_experts": 3}),
         (r"expert_model_parallel_size=2, but the model has no experts", EP2, "Llama", {}),
         (r"expert_model_parallel_size=4 does not divide the 2 processes of each pipeline stage", {"expert_model_parallel_size": 4}, "Mixtral", MIXTRAL),
+        (r"expert_model_parallel_size=2 x expert_tensor_parallel_size=2 = 4 does not divide the 2 processes", EP2 | ETP2, "Mixtral", MIXTRAL),
+        (r"expert_tensor_parallel_size=2 does not divide the 25 columns", ETP2, "Qwen3Moe", QWEN | {"moe_intermediate_size": 25}),
         (r"tp_degree=2 with a mixture of experts needs sequence_parallelism=True", {"tp_degree": 2}, "Mixtral", MIXTRAL),
         (r"custom_prepare_model_function with tp_degree=2 and a mixture", TP2 | {"custom_prepare_model_function": list, "custom_model_provider_function": list}, "Mixtral", MIXTRAL),
         (r"output_router_logits=True", {}, "Mixtral", MIXTRAL | {"output_router_logits": True}),
@@ -110,7 +123,7 @@ def test_groups_of_the_program_that_shard_experts_are_refused(rank: int, world: 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)
     try:
         with (
-            pytest.raises(ValueError, match=r"expert_tensor_parallel_size=2, but experts are not sharded here"),
+            pytest.raises(ValueError, match=r"expert_tensor_parallel_size=2, not 1 as MegatronLMPlugin says"),
             run_with(MegatronLMPlugin(**TP2)) as accelerator,
         ):
             accelerator.prepare(new_model("Mixtral", **MIXTRAL))

@@ -71,9 +71,12 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
          pp2 | {"num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 3}, {}),
         (ValueError, r"rope_type 'default'", {}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
         (ValueError, r"context_parallel_size=3 = 3 does not divide the", {"context_parallel_size": 3}, {}),
-        (NotImplementedError, r"expert_tensor_parallel_size=2 is not supported", {"expert_tensor_parallel_size": 2}, {}),
+        (ValueError, r"expert_tensor_parallel_size=2, but the model has no experts", {"expert_tensor_parallel_size": 2}, {}),
         (NotImplementedError, r"use_custom_fsdp=True is not supported", {"use_custom_fsdp": True}, {}),
         (ValueError, r"has 'num_heads', which megatron-core", {"other_megatron_args": {"num_heads": 2}}, {}),
+        (ValueError, r"has tensor_model_parallel_size=2, but that follows from the degrees of MegatronLMPlugin",
+         {"other_megatron_args": {"num_layers": 4, "tensor_model_parallel_size": 2}}, {}),
+        (ValueError, r"has fp8='hybrid', but that follows from the layers", {"other_megatron_args": {"fp8": "hybrid"}}, {}),
     ):  # fmt: skip
         with pytest.raises(error, match=words):
             prepare(layout, new_model(**sizes))

@@ -26,6 +26,21 @@ EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
 OFF = ("gradient_accumulation_fusion", "bias_activation_fusion", "masked_softmax_fusion", "bias_dropout_fusion",
        "apply_rope_fusion", "persist_layer_norm", "cross_entropy_loss_fusion")  # fmt: skip
 """Options that need kernels of Apex or Transformer Engine."""
+DECIDED: Mapping[str, tuple[str, ...]] = {
+    "the degrees of MegatronLMPlugin": (
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+        "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    ),
+    "MegatronLMPlugin.sequence_parallelism": ("sequence_parallel",),
+    "MegatronLMPlugin.calculate_per_token_loss": ("calculate_per_token_loss",),
+    "the model and mixed_precision": ("bf16", "fp16", "params_dtype", "pipeline_dtype"),
+    "the model": (
+        "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size",
+        "num_moe_experts", "moe_ffn_hidden_size", "activation_func",
+    ),
+    "the layers, which are megatron-core's local ones": ("transformer_impl", "fp8", "fp4"),
+}  # fmt: skip
+"""Fields of megatron-core's configuration that `other_megatron_args` cannot change, by what they follow from."""
 
 
 @dataclass
@@ -88,7 +103,7 @@ def make_config(
         per_token: Whether the loss of a step is the mean over tokens, not over micro-batches.
 
     Raises:
-        ValueError: `other_megatron_args` has a name that megatron-core does not know.
+        ValueError: `other_megatron_args` has a name that megatron-core does not know, or that is decided elsewhere.
     """
     kind = load("transformer.transformer_config").TransformerConfig
     chunk = plugin.num_layers_per_virtual_pipeline_stage if degrees.pipeline > 1 else None
@@ -109,7 +124,7 @@ def make_config(
         "pipeline_model_parallel_size": degrees.pipeline,
         "context_parallel_size": degrees.context,
         "expert_model_parallel_size": degrees.expert,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": degrees.expert_tensor,
         "virtual_pipeline_model_parallel_size": virtual if interleaved else None,
         "overlap_p2p_comm": interleaved,  # with two stages, batched messages of both directions would be mixed up
         "batch_p2p_comm": not interleaved,
@@ -121,6 +136,7 @@ def make_config(
         "use_cpu_initialization": device.type == "cpu",
         "perform_initialization": False,
         "calculate_per_token_loss": per_token,
+        "transformer_impl": "local",
         **dict.fromkeys(OFF, False),
         **shape.layers,
         **_recomputation(plugin),
@@ -137,6 +153,13 @@ def make_config(
             f"MegatronLMPlugin.other_megatron_args has {', '.join(map(repr, unknown))}, which megatron-core's "
             "TransformerConfig does not have. Leave it out, or use the field of MegatronLMPlugin for it."
         )
+    for reason, names in DECIDED.items():
+        for name in names:
+            if name in others and others[name] != options.get(name):
+                raise ValueError(
+                    f"MegatronLMPlugin.other_megatron_args has {name}={others[name]!r}, but that follows from {reason}. Leave it "
+                    "out."
+                )
     return kind(**options | others)
 
 

@@ -139,8 +139,8 @@ def _llama_weights(
             add("mlp.router.weight", Plain(), "mlp.gate.weight")
             for expert in range(experts.count):
                 one = f"mlp.experts.local_experts.{expert}."
-                add(one + "linear_fc1.weight", Plain(), f"mlp.experts.gate_up_proj[{expert}]")
-                add(one + "linear_fc2.weight", Plain(), f"mlp.experts.down_proj[{expert}]")
+                add(one + "linear_fc1.weight", GateAndUp(fused=True), f"mlp.experts.gate_up_proj[{expert}]")
+                add(one + "linear_fc2.weight", Plain(1), f"mlp.experts.down_proj[{expert}]")
             continue
         add("mlp.linear_fc1.weight", GateAndUp(), "mlp.gate_proj.weight", "mlp.up_proj.weight")
         add("mlp.linear_fc2.weight", Plain(1), "mlp.down_proj.weight")

@@ -32,6 +32,7 @@ class Degrees:
         data: Replicas, which read different data.
         expert: Ranks of one pipeline stage that share out the experts of a mixture among each other.
         context: Ranks that share out the tokens of each sequence among each other.
+        expert_tensor: Ranks over which each expert is sharded.
     """
 
     tensor: int
@@ -39,6 +40,7 @@ class Degrees:
     data: int
     expert: int = 1
     context: int = 1
+    expert_tensor: int = 1
 
     @classmethod
     def of(cls, plugin: MegatronLMPlugin, world: int) -> Degrees:
@@ -50,7 +52,7 @@ class Degrees:
 
         Raises:
             ValueError: The ranks cannot be shared out so.
-            NotImplementedError: For tensor parallelism of experts, and for functions of the program with context parallelism.
+            NotImplementedError: For functions of the program with context parallelism.
         """
         tensor, pipeline, expert = plugin.tp_degree, plugin.pp_degree, plugin.expert_model_parallel_size
         context = plugin.context_parallel_size
@@ -59,11 +61,6 @@ class Degrees:
             raise NotImplementedError(
                 f"MegatronLMPlugin.{given[0]} with context_parallel_size={context} is not supported: each rank computes some "
                 "tokens of every sequence, which that function knows nothing of. Leave one of them out."
-            )
-        if plugin.expert_tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"MegatronLMPlugin.expert_tensor_parallel_size={plugin.expert_tensor_parallel_size} is not supported. Set it to "
-                "1, and distribute experts with expert_model_parallel_size."
             )
         of_replica = tensor * pipeline * context
         if world % of_replica:
@@ -74,12 +71,18 @@ class Degrees:
                 f"{factors} = {of_replica} does not divide the {world} processes of this run. Start a multiple of {of_replica} "
                 "processes, or choose smaller degrees."
             )
-        if (world // pipeline) % expert:
-            raise ValueError(
-                f"expert_model_parallel_size={expert} does not divide the {world // pipeline} processes of each pipeline stage "
-                f"({world} processes / pp_degree={pipeline}). Choose a size that does."
+        expert_tensor = plugin.expert_tensor_parallel_size
+        if (world // pipeline) % (expert * expert_tensor):
+            factors = f"expert_model_parallel_size={expert}" + (
+                f" x expert_tensor_parallel_size={expert_tensor} = {expert * expert_tensor}"
+                if expert_tensor > 1
+                else ""
             )
-        return cls(tensor, pipeline, world // of_replica, expert, context)
+            raise ValueError(
+                f"{factors} does not divide the {world // pipeline} processes of each pipeline stage ({world} processes / "
+                f"pp_degree={pipeline}). Choose sizes that do."
+            )
+        return cls(tensor, pipeline, world // of_replica, expert, context, expert_tensor)
 
 
 def make_groups(degrees: Degrees) -> None:
@@ -91,29 +94,23 @@ def make_groups(degrees: Degrees) -> None:
     global _made_on
     parallel = load("parallel_state")
     world: Any = dist.group.WORLD
+    wanted = _wanted(degrees)
     if parallel.model_parallel_is_initialized():
         found = _sizes(parallel)
-        wanted = (degrees.tensor, degrees.pipeline, degrees.expert, degrees.context)
         is_ours = _made_on is not None
         is_alive = _made_on is None or _made_on() is world
-        if is_alive and found == wanted:
+        if not is_ours:
+            del found["expert_tensor_parallel_size"]  # that of tensors unless given, and only experts care
+        others = [f"{name}={size}, not {wanted[name]}" for name, size in found.items() if size != wanted[name]]
+        if is_alive and not others:
             return
         if not is_ours:
             raise ValueError(
-                f"The program has initialized megatron-core with tensor_model_parallel_size={found[0]}, "
-                f"pipeline_model_parallel_size={found[1]}, expert_model_parallel_size={found[2]} and "
-                f"context_parallel_size={found[3]}, but MegatronLMPlugin has tp_degree={wanted[0]}, pp_degree={wanted[1]}, "
-                f"expert_model_parallel_size={wanted[2]} and context_parallel_size={wanted[3]}. Use the same."
+                f"The program has initialized megatron-core with {', '.join(others)} as MegatronLMPlugin says. Use the same "
+                "sizes."
             )
         parallel.destroy_model_parallel()  # of other degrees, or of a process group that is gone
-    parallel.initialize_model_parallel(
-        tensor_model_parallel_size=degrees.tensor,
-        pipeline_model_parallel_size=degrees.pipeline,
-        context_parallel_size=degrees.context,
-        expert_model_parallel_size=degrees.expert,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,
-    )
+    parallel.initialize_model_parallel(**wanted, create_gloo_process_groups=False)
     _made_on = weakref.ref(world)
 
 
@@ -126,7 +123,7 @@ def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
 
     Raises:
         ValueError: Tensor-parallel ranks would send the same tokens to the experts or not sum their gradients, or the
-            program's groups shard experts.
+            program's groups shard experts otherwise.
     """
     if degrees.tensor > 1 and not plugin.sequence_parallelism:
         raise ValueError(
@@ -138,10 +135,11 @@ def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
             f"custom_prepare_model_function with tp_degree={degrees.tensor} and a mixture of experts would not sum the gradients "
             "of experts over tensor-parallel ranks. Leave it out, or set tp_degree to 1."
         )
-    if (size := load("parallel_state").get_expert_tensor_parallel_world_size()) > 1:
+    found = load("parallel_state").get_expert_tensor_parallel_world_size()
+    if found != degrees.expert_tensor:
         raise ValueError(
-            f"The program has initialized megatron-core with expert_tensor_parallel_size={size}, but experts are not sharded "
-            "here. Pass expert_tensor_parallel_size=1 to initialize_model_parallel()."
+            f"The program has initialized megatron-core with expert_tensor_parallel_size={found}, not {degrees.expert_tensor} as "
+            "MegatronLMPlugin says. Use the same size."
         )
 
 
@@ -153,13 +151,26 @@ def drop_groups() -> None:
         _made_on = None
 
 
-def _sizes(parallel: Any) -> tuple[int, int, int, int]:
-    return (
-        parallel.get_tensor_model_parallel_world_size(),
-        parallel.get_pipeline_model_parallel_world_size(),
-        parallel.get_expert_model_parallel_world_size(),
-        parallel.get_context_parallel_world_size(),
-    )
+def _sizes(parallel: Any) -> dict[str, int]:
+    """Those of the groups that exist, by the names of `initialize_model_parallel`."""
+    return {
+        "tensor_model_parallel_size": parallel.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel.get_context_parallel_world_size(),
+        "expert_model_parallel_size": parallel.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel.get_expert_tensor_parallel_world_size(),
+    }
+
+
+def _wanted(degrees: Degrees) -> dict[str, int]:
+    """The same for degrees."""
+    return {
+        "tensor_model_parallel_size": degrees.tensor,
+        "pipeline_model_parallel_size": degrees.pipeline,
+        "context_parallel_size": degrees.context,
+        "expert_model_parallel_size": degrees.expert,
+        "expert_tensor_parallel_size": degrees.expert_tensor,
+    }
 
 
 def data_place() -> DataPlace:

@@ -155,15 +155,21 @@ class QueryKeyValue(Layout):
 
 @dataclass(frozen=True)
 class GateAndUp(Layout):
-    """The gate's and the up projection's matrices (f rows each) in one, of which each rank holds a slice of both."""
+    """The gate's and the up projection's matrices (f rows each) in one, of which each rank holds a slice of both.
+
+    Args:
+        fused: Whether the model stores both in one tensor.
+    """
+
+    fused: bool = False
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The gate's rows above the others."""
         return torch.cat(list(parts))
 
     def split(self, full: Tensor) -> list[Tensor]:
-        """The two halves."""
-        return list(full.chunk(2))
+        """The two halves, as the model stores them."""
+        return [full] if self.fused else list(full.chunk(2))
 
     def shard(self, full: Tensor, rank: int, size: int) -> Tensor:
         """A slice of each half."""

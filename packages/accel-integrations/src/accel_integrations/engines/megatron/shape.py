@@ -134,13 +134,20 @@ class ModelShape:
 
     def _check_experts(self, degrees: Degrees) -> None:
         if self.num_experts is None:
-            if degrees.expert > 1:
-                raise ValueError(
-                    f"expert_model_parallel_size={degrees.expert}, but the model has no experts. Set it to 1."
-                )
+            for name, size in (
+                ("expert_model_parallel_size", degrees.expert),
+                ("expert_tensor_parallel_size", degrees.expert_tensor),
+            ):
+                if size > 1:
+                    raise ValueError(f"{name}={size}, but the model has no experts. Set it to 1.")
             return
         if self.num_experts % degrees.expert:
             raise ValueError(
                 f"expert_model_parallel_size={degrees.expert} does not divide the model's {self.num_experts} experts. Choose "
                 "a size that does."
+            )
+        if (columns := self.layers["moe_ffn_hidden_size"]) % degrees.expert_tensor:
+            raise ValueError(
+                f"expert_tensor_parallel_size={degrees.expert_tensor} does not divide the {columns} columns of each expert's MLP. "
+                "Choose a size that does."
             )

@@ -48,7 +48,11 @@ class ShardedWeights:
     def __init__(self, weights: Sequence[Weight], own: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
         parallel = load("parallel_state")
         self.rank: int = parallel.get_tensor_model_parallel_rank()
-        self.size: int = parallel.get_tensor_model_parallel_world_size()
+        self._place = (self.rank, parallel.get_tensor_model_parallel_world_size())
+        self._place_of_experts = (
+            parallel.get_expert_tensor_parallel_rank(),
+            parallel.get_expert_tensor_parallel_world_size(),
+        )
         by_name = {weight.name: weight for weight in weights}
         if unknown := sorted(set(own) - set(by_name)):
             raise RuntimeError(
@@ -65,7 +69,11 @@ class ShardedWeights:
 
     def shard(self, weight: Weight, parts: Sequence[Tensor]) -> Tensor:
         """This rank's shard of the tensors of one parameter."""
-        return weight.layout.shard(weight.layout.join(parts), self.rank, self.size)
+        return weight.layout.shard(weight.layout.join(parts), *self.place(weight))
+
+    def place(self, weight: Weight) -> tuple[int, int]:
+        """Which shard of a parameter this rank has, and of how many."""
+        return self._place_of_experts if weight.is_expert else self._place
 
     def by_source(self) -> dict[str, Held]:
         """The parameter that holds a tensor of the model, by that tensor's name; other ranks may hold it alone."""
@@ -144,13 +152,14 @@ class ShardedWeights:
         Yields:
             The parameter, and its full tensor on this rank's device. Parameters that no rank has are left out.
         """
-        place = {name: (self.rank, value.dtype, tuple(value.shape)) for name, value in own.items()}
+        shard_of = {name: self.place(one.weight)[0] for name, one in self.held.items()}
+        place = {name: (shard_of[name], value.dtype, tuple(value.shape)) for name, value in own.items()}
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, place)
         device = next(iter(self.held.values())).parameter.device
         for weight in self.weights:
             shards = []
-            for rank in range(self.size):
+            for rank in range(self.place(weight)[1]):
                 owner = next((one for one, at in enumerate(places) if at.get(weight.name, (None,))[0] == rank), None)
                 if owner is None:
                     continue
