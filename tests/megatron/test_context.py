@@ -30,6 +30,12 @@ CP2: dict[str, Any] = {"context_parallel_size": 2}
 CP4: dict[str, Any] = {"context_parallel_size": 4}
 PP2 = {"pp_degree": 2, "num_micro_batches": 2}
 TP2 = {"tp_degree": 2}
+FULLY = {
+    "recompute_activations": True,
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
 Case = tuple[str, dict[str, Any], dict[str, Any]]
@@ -38,6 +44,7 @@ ON_TWO: list[Case] = [
     ("GPT2", CP2 | {"num_micro_batches": 2}, {}),
     ("Qwen3", CP2 | {"use_distributed_optimizer": True}, {"tie_word_embeddings": True, "head_dim": 8}),
     ("Llama", CP2 | {"recompute_activations": True, "recompute_granularity": "selective"}, {}),
+    ("Llama", CP2 | FULLY, {"max_position_embeddings": LENGTH}),
     ("Mixtral", CP2, MIXTRAL),
     ("Mixtral", CP2 | {"expert_model_parallel_size": 2}, MIXTRAL),
 ]
@@ -154,7 +161,7 @@ def test_what_cannot_be_shared_out_is_refused(rank: int, world: int) -> None:
         intermediate_size=48, vocab_size=TOKENS))  # fmt: skip
     for words, error, settings, model in (
         (r"only models that predict the next token", ValueError, {}, bert),
-        (r"tp_degree=2 x pp_degree=1 x context_parallel_size=2 = 4 does not divide the 2", ValueError, TP2, None),
+        (r"tp_degree=2 x context_parallel_size=2 = 4 does not divide the 2", ValueError, TP2, None),
         (r"custom_loss_function with context_parallel_size=2", NotImplementedError, {"custom_loss_function": max}, None),
         (r"custom_get_batch_function with", NotImplementedError, {"custom_get_batch_function": max}, None),
         (r"custom_train_step_class with", NotImplementedError, {"custom_train_step_class": dict}, None),

@@ -61,7 +61,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
 
     tp2, pp2 = {"tp_degree": 2}, {"pp_degree": 2}
     for error, words, layout, sizes in (
-        (ValueError, r"tp_degree=4 x pp_degree=1 = 4 does not divide the 2 processes", {"tp_degree": 4}, {}),
+        (ValueError, r"tp_degree=4 does not divide the 2 processes", {"tp_degree": 4}, {}),
         (ValueError, r"tp_degree=2 does not divide the model's 3 attention heads", tp2,
          {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
         (ValueError, r"tp_degree=2 does not divide the model's 1 heads of keys", tp2, {"num_key_value_heads": 1}),
@@ -70,7 +70,7 @@ def test_what_cannot_be_trained_is_refused_before_anything_is_built(rank: int, w
         (ValueError, r"num_micro_batches=3 must be a multiple of pp_degree=2",
          pp2 | {"num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 3}, {}),
         (ValueError, r"rope_type 'default'", {}, {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
-        (ValueError, r"context_parallel_size=3 = 3 does not divide the", {"context_parallel_size": 3}, {}),
+        (ValueError, r"context_parallel_size=3 does not divide the", {"context_parallel_size": 3}, {}),
         (ValueError, r"expert_tensor_parallel_size=2, but the model has no experts", {"expert_tensor_parallel_size": 2}, {}),
         (NotImplementedError, r"use_custom_fsdp=True is not supported", {"use_custom_fsdp": True}, {}),
         (ValueError, r"has 'num_heads', which megatron-core", {"other_megatron_args": {"num_heads": 2}}, {}),

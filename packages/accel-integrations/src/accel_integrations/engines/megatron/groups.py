@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -64,25 +65,29 @@ class Degrees:
             )
         of_replica = tensor * pipeline * context
         if world % of_replica:
-            factors = f"tp_degree={tensor} x pp_degree={pipeline}" + (
-                f" x context_parallel_size={context}" if context > 1 else ""
-            )
+            factors = _product(tp_degree=tensor, pp_degree=pipeline, context_parallel_size=context)
             raise ValueError(
-                f"{factors} = {of_replica} does not divide the {world} processes of this run. Start a multiple of {of_replica} "
+                f"{factors} does not divide the {world} processes of this run. Start a multiple of {of_replica} "
                 "processes, or choose smaller degrees."
             )
         expert_tensor = plugin.expert_tensor_parallel_size
         if (world // pipeline) % (expert * expert_tensor):
-            factors = f"expert_model_parallel_size={expert}" + (
-                f" x expert_tensor_parallel_size={expert_tensor} = {expert * expert_tensor}"
-                if expert_tensor > 1
-                else ""
-            )
+            factors = _product(expert_model_parallel_size=expert, expert_tensor_parallel_size=expert_tensor)
             raise ValueError(
                 f"{factors} does not divide the {world // pipeline} processes of each pipeline stage ({world} processes / "
                 f"pp_degree={pipeline}). Choose sizes that do."
             )
         return cls(tensor, pipeline, world // of_replica, expert, context, expert_tensor)
+
+    def sizes(self) -> dict[str, int]:
+        """All but the replicas, by the names of megatron-core's `initialize_model_parallel`."""
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "context_parallel_size": self.context,
+            "expert_model_parallel_size": self.expert,
+            "expert_tensor_parallel_size": self.expert_tensor,
+        }
 
 
 def make_groups(degrees: Degrees) -> None:
@@ -94,7 +99,7 @@ def make_groups(degrees: Degrees) -> None:
     global _made_on
     parallel = load("parallel_state")
     world: Any = dist.group.WORLD
-    wanted = _wanted(degrees)
+    wanted = degrees.sizes()
     if parallel.model_parallel_is_initialized():
         found = _sizes(parallel)
         is_ours = _made_on is not None
@@ -152,7 +157,7 @@ def drop_groups() -> None:
 
 
 def _sizes(parallel: Any) -> dict[str, int]:
-    """Those of the groups that exist, by the names of `initialize_model_parallel`."""
+    """The sizes of the groups that exist, by the same names as `Degrees.sizes`."""
     return {
         "tensor_model_parallel_size": parallel.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel.get_pipeline_model_parallel_world_size(),
@@ -162,15 +167,10 @@ def _sizes(parallel: Any) -> dict[str, int]:
     }
 
 
-def _wanted(degrees: Degrees) -> dict[str, int]:
-    """The same for degrees."""
-    return {
-        "tensor_model_parallel_size": degrees.tensor,
-        "pipeline_model_parallel_size": degrees.pipeline,
-        "context_parallel_size": degrees.context,
-        "expert_model_parallel_size": degrees.expert,
-        "expert_tensor_parallel_size": degrees.expert_tensor,
-    }
+def _product(**sizes: int) -> str:
+    """Sizes that are not 1, as factors of their product."""
+    factors = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    return f"{factors} = {math.prod(sizes.values())}" if " x " in factors else factors
 
 
 def data_place() -> DataPlace:
