@@ -69,6 +69,10 @@ def test_stages_per_rank_go_with_the_schedule() -> None:
         PipelineParallelConfig("interleaved1f1b", stages_per_rank=1)
 
 
+def test_one_split_point_makes_two_stages() -> None:
+    assert PipelineParallelConfig(split_points=["h.1"]).split_points == ["h.1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
