@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from accel_state.watch import watcher
+from accel_state.watch.notes import STANDS
 from accelerate import Accelerator
 
 PATIENCE = float(os.environ.get("MISTAKEN_PATIENCE", "45"))  # seconds, after which a program counts as hanging
@@ -294,6 +295,29 @@ def forks_while_waiting(accelerator, rank):
         if rank == 0:
             time.sleep(0.5)
         accelerator.wait_for_everyone()
+
+
+def stands_twice(accelerator, rank):
+    """Rank 1 waits twice: others must see that it went on between."""
+    if rank == 1:
+        dist.recv(x(), 0)
+        dist.recv(x(), 0)
+        return
+    stands = []
+    for _ in range(2):
+        stands.append(stand_of_rank_1(lambda note: note.stand not in stands))
+        dist.send(x(), 1)
+    assert stands == sorted(set(stands)), stands
+
+
+def stand_of_rank_1(is_new):
+    board = watcher._current._connected()
+    while True:
+        board.ask()
+        note = board.read().get(1)
+        if note is not None and note.state == STANDS and note.kind and is_new(note):
+            return note.stand
+        time.sleep(0.1)
 
 
 # ---- running them -----------------------------------------------------------------------------------------------

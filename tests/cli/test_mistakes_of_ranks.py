@@ -52,7 +52,7 @@ ENDING = {
 RAISING = {"reduce_of_other_shapes": "rank 1: reduce(float32[7])"}
 RIGHT = [
     "slow_sleep", "slow_computing", "slow_in_python", "slow_save_on_main", "slow_input_on_main", "slow_first", "slow_peers",
-    "uneven_gathers_of_a_group", "groups_made_again", "ends_one_by_one", "forks_while_waiting",
+    "uneven_gathers_of_a_group", "groups_made_again", "ends_one_by_one", "forks_while_waiting", "stands_twice",
 ]  # fmt: skip
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MISTAKEN_PATIENCE": "100"}
 
