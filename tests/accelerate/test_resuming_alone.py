@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_ops.files import load
 from accelerate import Accelerator
@@ -27,11 +27,13 @@ SAVED_AFTER = 3
 class Training:
     """A model, and a loader whose batches are read in the same order by every instance."""
 
-    def __init__(self, folder: Path, data: Any = range(NUM_SAMPLES), seed: int = 1, batch: int = BATCH) -> None:
+    def __init__(
+        self, folder: Path, data: Any = range(NUM_SAMPLES), seed: int = 1, batch: int = BATCH, workers: int = 0
+    ) -> None:
         self.folder = folder / "state"
         self.accelerator = Accelerator(cpu=True)
         set_seed(seed)
-        plain: Any = DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset))
+        plain: Any = DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset), num_workers=workers)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, plain)
@@ -164,6 +166,35 @@ def test_other_data_begin_at_their_start(saved: tuple[Path, list[list[int]]]) ->
     with pytest.warns(UserWarning, match="epoch of 40 samples, and this data loader has 44"):
         found = [number for batch in run.loader for number in run.step(batch)]
     assert sorted(found) == list(range(NUM_SAMPLES + 4))
+
+
+class SharedOut(IterableDataset[int]):
+    """A stream whose workers read every so-many-th sample, as torch's documentation shows it."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, NUM_SAMPLES, worker.num_workers) if worker else range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("workers", "batch", "is_told"),
+    [((2, 0), BATCH, True), ((0, 2), BATCH, True), ((2, 2), 6, True), ((1, 0), 6, False), ((2, 2), BATCH, False)],
+)
+def test_a_stream_that_workers_share_out_otherwise_is_told_of(
+    workers: tuple[int, int], batch: int, is_told: bool, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    before, now = workers
+    rest = Training(tmp_path, SharedOut(), workers=before).save_within_epoch()
+    run = Training(tmp_path, SharedOut(), batch=batch, workers=now).loaded()
+    found = [run.step(batch) for batch in run.loader]
+    assert (list(itertools.chain(*found)) != list(itertools.chain(*rest))) is is_told
+    told = [str(one.message) for one in recwarn if "num_workers" in str(one.message)]
+    assert len(told) == is_told
+    if is_told:
+        assert (
+            f"num_workers={before} and {BATCH} samples per batch, and this data loader has num_workers={now}"
+            in told[0]
+        )
 
 
 def test_a_loop_that_was_left_is_not_continued(tmp_path: Path) -> None:

@@ -37,17 +37,30 @@ class Position:
         global_batch_size: Samples of one batch over all processes; None where it is unknown.
         num_processes: How many processes there were.
         num_samples: The length of the dataset; None for streams.
+        num_workers: The worker processes that read; None where they are unknown.
     """
 
     batches: int
     global_batch_size: int | None = None
     num_processes: int | None = None
     num_samples: int | None = None
+    num_workers: int | None = None
 
     @classmethod
     def of(cls, loader: Any, batches: int) -> Position:
         """The position of a prepared loader after so many batches of its epoch."""
-        return cls(batches, _global_batch_size(loader), PartialState().num_processes, _num_samples(loader))
+        return cls(
+            batches,
+            _global_batch_size(loader),
+            PartialState().num_processes,
+            _num_samples(loader),
+            getattr(loader, "num_workers", None),
+        )
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples of one batch of one process; None where it is unknown."""
+        return None if self.global_batch_size is None else self.global_batch_size // (self.num_processes or 1)
 
     def state_dict(self) -> dict[str, int | None]:
         """The attributes, as plain data."""
@@ -194,11 +207,25 @@ def _converted(saved: Position, now: Position, loader: Any) -> int:
             f"size of {size}: the last {again} of them come again. Choose a batch size per process so that it is one."
         )
     if count and isinstance(loader.dataset, IterableDataset):
+        _warn_of_another_order(saved, now)
         logger.warning(
             "The first %d batches of the epoch are read again and dropped, because a stream can only be read from its start.",
             count,
         )
     return count
+
+
+def _warn_of_another_order(saved: Position, now: Position) -> None:
+    """Warn if a stream that workers share out comes in another order now: they take turns, with a whole batch each."""
+    if saved.num_workers is None or now.num_workers is None or max(saved.num_workers, now.num_workers) < 2:
+        return
+    if (saved.num_workers, saved.batch_size) != (now.num_workers, now.batch_size):
+        warn_user(
+            f"The checkpoint was saved within an epoch of a stream with num_workers={saved.num_workers} and "
+            f"{saved.batch_size} samples per batch, and this data loader has num_workers={now.num_workers} and "
+            f"{now.batch_size}: if workers share out the stream, its order is another now, so that some samples come again and "
+            "others are left out. Use the same until the epoch is over."
+        )
 
 
 def _global_batch_size(loader: Any) -> int | None:
