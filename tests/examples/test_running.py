@@ -79,7 +79,7 @@ GROUPS = {
     "language": LANGUAGE,
     "meshes": MESHES,
 }
-SHORT = {("more_images", 1), ("more_images", 2), ("still_more_images", 1), ("still_more_images", 2), ("meshes", 1)}
+SHORT = {("more_images", 1), ("still_more_images", 1), ("meshes", 1)}
 NEED_TRANSFORMERS = {"images", "language", "meshes"}
 WITHOUT_PROCESSES = {"multigpu_remote_launcher"}  # tested with the templates
 

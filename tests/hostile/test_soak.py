@@ -18,6 +18,7 @@ from accelerate import Accelerator
 
 torch.set_num_threads(1)
 accelerator = Accelerator(cpu=True)
+gc.freeze()  # each model that is freed has garbage collected: not by looking at all of torch
 
 
 def resident():
