@@ -78,9 +78,9 @@ def check(world: int, steps: int, folder: Path, engine: str = "") -> None:
     assert own_lines(resumed.stdout) == own_lines(whole.stdout)
 
 
-@pytest.mark.parametrize(("world", "steps"), [(1, 7), pytest.param(2, 5, marks=pytest.mark.thorough)])  # within a window, at the end of an epoch
+@pytest.mark.parametrize(("world", "steps"), [(1, 7), pytest.param(2, 5, marks=pytest.mark.thorough)])
 def test_the_same_command_continues_as_if_nothing_had_been(world: int, steps: int, tmp_path: Path) -> None:
-    check(world, steps, tmp_path)
+    check(world, steps, tmp_path)  # within a window, and at the end of an epoch
 
 
 @pytest.mark.thorough
