@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from accel_integrations.engines.megatron import context
 from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import (
     LENGTH,
     TOKENS,
+    Case,
+    check_steps,
     megatron_ranks,
     new_model,
     new_rows,
@@ -38,7 +41,6 @@ FULLY = {
 }
 MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
 
-Case = tuple[str, dict[str, Any], dict[str, Any]]
 ON_TWO: list[Case] = [
     ("Llama", CP2, {}),
     ("GPT2", CP2 | {"num_micro_batches": 2}, {}),
@@ -61,28 +63,12 @@ ON_FOUR: list[Case] = [
 
 @megatron_ranks(2)
 def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
-    check_steps(world, ON_TWO)
+    check_steps(world, ON_TWO, STEPS, BATCH)
 
 
 @megatron_ranks(4)
 def test_the_same_steps_on_four_ranks(rank: int, world: int) -> None:
-    check_steps(world, ON_FOUR)
-
-
-def check_steps(world: int, cases: list[Case]) -> None:
-    """Rows are of unequal lengths, so that ranks have unequal numbers of labels, and of one that 2C does not divide."""
-    for kind, layout, options in cases:
-        rows = new_rows(STEPS * BATCH, masked=True)
-        degrees = ("pp_degree", "tp_degree", "context_parallel_size")
-        replicas = world
-        for degree in degrees:
-            replicas //= layout.get(degree, 1)
-        micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
-        expected = plain_training(new_model(kind, **options), rows, BATCH)
-        with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)
+    check_steps(world, ON_FOUR, STEPS, BATCH)
 
 
 @megatron_ranks(2)
@@ -123,6 +109,19 @@ def test_evaluation_gives_the_logits_of_whole_sequences(rank: int, world: int) -
         torch.testing.assert_close(logits[real], expected.logits.detach()[real], rtol=1e-4, atol=1e-5)
         assert bare.loss is None
         torch.testing.assert_close(bare.logits[real], logits[real])
+
+
+@megatron_ranks(2)
+def test_training_after_an_evaluation_in_inference_mode(rank: int, world: int) -> None:
+    rows = new_rows(8)
+    expected = plain_training(new_model(), rows, 8)
+    context._order.cache_clear()
+    with run_with(MegatronLMPlugin(**CP2)) as accelerator:
+        model, *others = start(accelerator, new_model(), rows, 8)
+        with torch.inference_mode():
+            model.eval()(input_ids=rows[0]["input_ids"][None])
+        found = train(accelerator, model.train(), *others)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
 
 
 @megatron_ranks(2)

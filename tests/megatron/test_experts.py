@@ -10,7 +10,16 @@ import pytest
 import torch
 
 from accelerate.utils import MegatronLMPlugin
-from tests.megatron.training import megatron_ranks, new_model, new_rows, plain_training, run_with, start, train
+from tests.megatron.training import (
+    Case,
+    check_steps,
+    megatron_ranks,
+    new_model,
+    new_rows,
+    run_with,
+    start,
+    train,
+)
 
 pytestmark = [pytest.mark.thorough, pytest.mark.skipif(find_spec("megatron") is None, reason="needs megatron-core")]
 
@@ -23,7 +32,6 @@ MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": N
 QWEN = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
 
 
-Case = tuple[str, dict[str, Any], dict[str, Any]]
 ON_TWO: list[Case] = [
     ("Mixtral", EP2, MIXTRAL),
     ("Mixtral", PP2, MIXTRAL | {"tie_word_embeddings": True}),
@@ -48,25 +56,12 @@ ON_FOUR: list[Case] = [
 
 @megatron_ranks(2)
 def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
-    check_steps(world, ON_TWO)
+    check_steps(world, ON_TWO, STEPS, BATCH)
 
 
 @megatron_ranks(4)
 def test_the_same_steps_on_four_ranks(rank: int, world: int) -> None:
-    check_steps(world, ON_FOUR)
-
-
-def check_steps(world: int, cases: list[Case]) -> None:
-    for kind, layout, options in cases:
-        rows = new_rows(STEPS * BATCH, masked=True)
-        of_replica = layout.get("pp_degree", 1) * layout.get("tp_degree", 1) * layout.get("context_parallel_size", 1)
-        replicas = world // of_replica
-        micro_batch = BATCH // replicas // layout.get("num_micro_batches", 1)
-        expected = plain_training(new_model(kind, **options), rows, BATCH)
-        with run_with(MegatronLMPlugin(**layout)) as accelerator:
-            found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
-        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
-            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)
+    check_steps(world, ON_FOUR, STEPS, BATCH)
 
 
 @megatron_ranks(2)

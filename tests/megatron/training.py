@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
@@ -15,6 +17,7 @@ from accelerate.utils import MegatronLMPlugin
 from tests.support.leaks import reset_state
 from tests.support.ranks import ranks
 
+Case = tuple[str, dict[str, Any], dict[str, Any]]  # a model, fields of the plugin, fields of its configuration
 megatron_ranks = partial(ranks, timeout=300.0)  # importing megatron-core takes seconds in every process
 TOKENS, LENGTH = 61, 10  # an odd vocabulary, which is padded
 SIZES = {
@@ -126,3 +129,19 @@ def train(
             optimizer.zero_grad()
         found.append((loss.item(), float(norm)))  # type: ignore[arg-type]
     return found
+
+
+def check_steps(world: int, cases: list[Case], steps: int, batch: int) -> None:
+    """Check that loss and gradient norm of each step are those of one process.
+
+    Rows are of unequal lengths, so that ranks have unequal numbers of labels.
+    """
+    for kind, layout, options in cases:
+        rows = new_rows(steps * batch, masked=True)
+        of_replica = math.prod(layout.get(name, 1) for name in ("tp_degree", "pp_degree", "context_parallel_size"))
+        micro_batch = batch // (world // of_replica) // layout.get("num_micro_batches", 1)
+        expected = plain_training(new_model(kind, **options), rows, batch)
+        with run_with(MegatronLMPlugin(**layout)) as accelerator:
+            found = train(accelerator, *start(accelerator, new_model(kind, **options), rows, micro_batch))
+        for step, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert ours == pytest.approx(theirs, rel=1e-5), (kind, layout, step, ours, theirs)

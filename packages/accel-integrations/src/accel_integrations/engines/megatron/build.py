@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -148,7 +148,13 @@ def make_config(
     if plugin.decoder_last_pipeline_num_layers is not None and degrees.pipeline > 1:
         options["num_layers_in_last_pipeline_stage"] = plugin.decoder_last_pipeline_num_layers
     others = plugin.other_megatron_args or {}
-    if unknown := sorted(set(others) - set(kind.__dataclass_fields__)):
+    _check_others(others, kind.__dataclass_fields__, options)
+    return kind(**options | others)
+
+
+def _check_others(others: Mapping[str, Any], known: Collection[str], options: Mapping[str, Any]) -> None:
+    """Check that `other_megatron_args` has known names only, and changes nothing that is decided elsewhere."""
+    if unknown := sorted(set(others) - set(known)):
         raise ValueError(
             f"MegatronLMPlugin.other_megatron_args has {', '.join(map(repr, unknown))}, which megatron-core's "
             "TransformerConfig does not have. Leave it out, or use the field of MegatronLMPlugin for it."
@@ -160,7 +166,6 @@ def make_config(
                     f"MegatronLMPlugin.other_megatron_args has {name}={others[name]!r}, but that follows from {reason}. Leave it "
                     "out."
                 )
-    return kind(**options | others)
 
 
 def _recomputation(plugin: MegatronLMPlugin) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ class SequenceShares:
         chunks = torch.arange(length).chunk(2 * self.size)
         return torch.cat([chunks[rank], chunks[-1 - rank]])
 
-    def order(self, length: int) -> Tensor:
-        """Where each token of the sequence is, if the tokens of all ranks stand one after the other, int64 (S,)."""
-        return torch.cat([self.positions(rank, length) for rank in range(self.size)]).argsort()
+    def in_order(self, tokens: Tensor, dim: int) -> Tensor:
+        """Tokens of all ranks, which stand one rank after the other along a dimension (S), in the sequence's order."""
+        return tokens.index_select(dim, _order(self, tokens.shape[dim], tokens.device))
 
     def own(self, length: int, device: torch.device) -> Tensor | None:
         """The tokens of this rank, int64 (S / C,); None for all."""
@@ -63,8 +64,17 @@ class SequenceShares:
             return own
         parts = [torch.empty_like(own) for _ in range(self.size)]
         dist.all_gather(parts, own.contiguous(), group=group)
-        joined = torch.cat(parts, dim=1)
-        return joined.index_select(1, self.order(joined.shape[1]).to(own.device))
+        return self.in_order(torch.cat(parts, dim=1), 1)
+
+
+@lru_cache(maxsize=16)
+def _order(shares: SequenceShares, length: int, device: torch.device) -> Tensor:
+    """Where each token of the sequence is, if the tokens of all ranks stand one after the other, int64 (S,).
+
+    It is the same in each layer and step, and a copy to a GPU each time would make the host wait.
+    """
+    with torch.inference_mode(mode=False):  # an evaluation may come first, and training save it for backward
+        return torch.cat([shares.positions(rank, length) for rank in range(shares.size)]).argsort().to(device)
 
 
 class GatheredAttention(nn.Module):
@@ -124,6 +134,5 @@ class GatheredAttention(nn.Module):
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of all tokens in their order, (S, B, heads of keys and values, D); gradients are summed."""
         gather = load("tensor_parallel.mappings").gather_from_sequence_parallel_region
-        both = gather(torch.cat([key, value], dim=-1), group=self._group)
-        both = both.index_select(0, self._shares.order(len(both)).to(both.device))
+        both = self._shares.in_order(gather(torch.cat([key, value], dim=-1), group=self._group), 0)
         return both.split([key.shape[-1], value.shape[-1]], dim=-1)
