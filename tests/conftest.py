@@ -20,6 +20,9 @@ hypothesis.settings.register_profile("any machine", deadline=None)  # a busy one
 hypothesis.settings.register_profile("short", hypothesis.settings.get_profile("any machine"), max_examples=25)
 hypothesis.settings.load_profile("any machine")
 os.environ.setdefault("DS_BUILD_SHM_COMM", "0")  # or DeepSpeed compiles for a minute on a fresh machine
+os.environ.setdefault(
+    "RES_OPTIONS", "timeout:1 attempts:5"
+)  # torch's stores ask DNS for names; 5 s for each lost question
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
 # The first backward pass of a process counts its devices, and FakeTensorMode pretends to have one: if it came before, no
 # test could fork processes that train.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accel_state.watch import watcher
 from accel_state.watch.calls import Call, GroupCalls, read_calls
 from accel_state.watch.judging import LEFT, Verdict, judge, may_conflict
-from accel_state.watch.notes import ENDED, RUNS, STANDS, Note, lives, machine
+from accel_state.watch.notes import ENDED, RUNS, STANDS, Board, Note, lives, machine
 from tests.support.ranks import ranks
 
 LONG = 1000.0
@@ -165,3 +165,29 @@ def test_calls_are_read_from_the_recorder(rank: int) -> None:
 def test_nobody_is_watched_without_a_tcp_store() -> None:
     watcher.begin()
     assert not [thread for thread in threading.enumerate() if thread.name == "accelerate_watch"]
+
+
+def test_a_rank_that_leaves_while_it_is_connecting_says_so_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    tries, may_go_on = threading.Event(), threading.Event()
+
+    def slow_board(*arguments: Any) -> Board:
+        tries.set()
+        may_go_on.wait(60)
+        return Board(*arguments)
+
+    monkeypatch.setattr(watcher, "Board", slow_board)
+    monkeypatch.setattr(watcher, "SECONDS_TO_STOP", 0.01)
+    one = watcher.Watcher(store, 0, 0)
+    one.start()
+    assert tries.wait(60)
+    one.stop("has ended", "train.py:3 in main")
+    may_go_on.set()
+    one._thread.join(60)
+    other = Board(store, str(one._name), 1, 2)
+    note = other.read()[0]
+    assert (note.state, note.operation, note.place) == (ENDED, "has ended", "train.py:3 in main")
+    one.close()
+    other.close()
+    dist.destroy_process_group()

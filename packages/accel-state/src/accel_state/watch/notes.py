@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from accel_state.watch.calls import GroupCalls
 
-SECONDS_TO_CONNECT = 5.0
+SECONDS_TO_REACH = 5.0  # the machine of the store
+SECONDS_TO_CONNECT = 60.0  # torch asks DNS for the names of both ends first: each question that gets lost costs 5 s
 FOLDER = "accelerate_watch"
 RUNS, STANDS, ENDED = "runs", "stands", "ended"
 NEVER = 2**40
@@ -94,7 +95,7 @@ class Board:
 
     def __init__(self, store: Any, name: str, rank: int, world: int) -> None:
         # closed when the server is: asking a store that is gone would print warnings
-        self._lifeline = socket.create_connection((store.host, store.port), timeout=SECONDS_TO_CONNECT)
+        self._lifeline = socket.create_connection((store.host, store.port), timeout=SECONDS_TO_REACH)
         self._lifeline.setblocking(False)
         client = dist.TCPStore(  # not clone(), which tries for as long as the store's timeout when the server has gone
             store.host, store.port, wait_for_workers=False, timeout=timedelta(seconds=SECONDS_TO_CONNECT)

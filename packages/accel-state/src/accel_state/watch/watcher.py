@@ -96,6 +96,7 @@ class Watcher:
         self._before: dict[int, Note] = {}
         self._ending_since: dict[int, float] = {}
         self._ended_at: dict[int, float] = {}
+        self._end: tuple[str, str] | None = (LEFT, "")  # what to tell when this rank calls no more collectives
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelerate_watch", daemon=True)
         if self._rank == 0:
@@ -117,11 +118,12 @@ class Watcher:
         """
         if self._stopping.is_set():
             return
+        self._end = (how, place) if may_connect or self._board is not None else None
         self._stopping.set()
-        self._thread.join(SECONDS_TO_STOP)
-        if not self._thread.is_alive() and (may_connect or self._board is not None):
-            with contextlib.suppress(Exception):
-                self._publish_end(how, place or self._last_place)
+        if self._thread.is_alive():
+            self._thread.join(SECONDS_TO_STOP)  # it tells the others, later if it is connecting
+        else:
+            self._tell_the_end()
 
     def leave(self) -> None:
         """Stop, because the process group is being closed."""
@@ -161,13 +163,12 @@ class Watcher:
 
     def _run(self) -> None:
         with contextlib.suppress(Exception):  # without a store nothing can be watched; a run never fails because of us
-            while not self._has_left():
+            while not (self._has_left() or self._stopping.is_set()):
                 board = self._connected()
-                if board is not None:
+                if board is not None and not self._stopping.is_set():
                     self._tick(board)
-                if self._stopping.wait(TICK_SECONDS):
-                    return
-            self._publish_end(LEFT, self._last_place)
+                self._stopping.wait(TICK_SECONDS)
+        self._tell_the_end()
 
     def _has_left(self) -> bool:
         return not dist.is_initialized() or id(dist.group.WORLD) != self.group_id
@@ -305,13 +306,17 @@ class Watcher:
             if calls.calls and not (last := calls.calls[calls.last]).is_done and len(calls.ranks) > 1:
                 self._position = replace(self._position, kind="work", group=name, operation=last.name)
 
-    def _publish_end(self, how: str, place: str) -> None:
-        if (board := self._connected()) is None:
-            return
+    def _tell_the_end(self) -> None:
+        with contextlib.suppress(Exception):
+            if self._end is not None and (board := self._connected()) is not None:
+                self._publish_end(board, *self._end)
+
+    def _publish_end(self, board: Board, how: str, place: str) -> None:
         calls = None
         if time.monotonic() - self._asked_at < 2 * QUESTION_SECONDS:  # somebody stands, and may want to know
             with contextlib.suppress(Exception):
                 calls = read_calls(self._since)
+        place = place or self._last_place
         self._note = replace(
             self._note, state=ENDED, operation=how, place=place, calls=calls, counts=count_calls(), kind="", data=""
         )
