@@ -59,7 +59,7 @@ def test_xla_is_installed_on_colab_only(monkeypatch: pytest.MonkeyPatch) -> None
 def test_rich_tracebacks_need_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.traceback", None)
     monkeypatch.delitem(sys.modules, "accelerate.utils.rich", raising=False)
-    with pytest.raises(ImportError, match="pip install rich"):
+    with pytest.raises(ImportError, match=r"pip install 'accelerate\[rich\]'"):
         importlib.import_module("accelerate.utils.rich")
     installed: list[dict[str, Any]] = []
     traceback = types.ModuleType("rich.traceback")

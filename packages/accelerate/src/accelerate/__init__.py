@@ -1,5 +1,6 @@
 """Run PyTorch training on any hardware, at any scale, without changing the program."""
 
+import os
 from importlib import import_module
 from typing import Any
 
@@ -38,6 +39,8 @@ SUBMODULES = (
 
 use_public_names()  # from here on, pickles name classes as accelerate 1.15 does
 _export, __dir__, __all__ = lazy_exports(__name__, EXPORTS)
+if os.environ.get("ACCELERATE_ENABLE_RICH") and _export("is_rich_available")():
+    import_module("accelerate.utils.rich")
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,6 @@ from accel_state.libraries import is_rich_available as is_rich_available
 try:
     from rich.traceback import install
 except ModuleNotFoundError:
-    raise missing_library("rich", why="The appearance of tracebacks") from None
+    raise missing_library("rich", extra="rich", why="The appearance of tracebacks") from None
 
 install(show_locals=False)
