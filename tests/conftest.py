@@ -7,6 +7,9 @@ import os
 from collections.abc import Generator, Iterator
 from typing import Any
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the workers share the cores; the threads of torch would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import hypothesis
 import pytest
 import pytest_randomly
