@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-SECONDS_TO_END = 60
+SECONDS_TO_END = 300
 SECONDS_AFTER_A_FAILURE = 10
 CASES = {
     "prepared": "the group is left open",

@@ -28,7 +28,7 @@ def test_training_on_each(tmp_path: Path) -> None:
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"trained on {name}" for name in VENDORS]

@@ -62,7 +62,7 @@ def run(folder: Path, world: int, steps: int, engine: str = "") -> subprocess.Co
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", str(world)]
     launcher += ENGINES.get(engine, [])
     command = [*launcher, str(script), str(folder), str(steps)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def check(world: int, steps: int, folder: Path, engine: str = "") -> None:

@@ -34,4 +34,4 @@ def test_a_module_that_failed_gives_up_its_turn() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(2, 3))
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(model, torch.ones(2, 4)).result(timeout=60).shape == (2, 4)
+        assert other.submit(model, torch.ones(2, 4)).result(timeout=300).shape == (2, 4)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from accel_state.watch import watcher
+from accel_state.watch import this_process
 from accel_state.watch.notes import STANDS
 from accelerate import Accelerator
 
@@ -156,7 +156,7 @@ def raises(accelerator, rank):
 
 
 def killed(accelerator, rank):
-    while watcher._current._board is None:  # a process that dies before its first note leaves none
+    while this_process._current._board is None:  # a process that dies before its first note leaves none
         time.sleep(0.01)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -311,7 +311,7 @@ def stands_twice(accelerator, rank):
 
 
 def stand_of_rank_1(is_new):
-    board = watcher._current._connected()
+    board = this_process._current._connected()
     while True:
         board.ask()
         note = board.read().get(1)

@@ -18,7 +18,7 @@ from typing import Self
 
 UP, DOWN, ENTER, BACKSPACE, CONTROL_C, CONTROL_D = "\x1b[A", "\x1b[B", "\r", "\x7f", "\x03", "\x04"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]")
-PATIENCE_SECONDS = 30
+PATIENCE_SECONDS = 120
 
 PROGRAM = "import sys; from accel_cli.main import main; sys.exit(main())"
 

@@ -146,6 +146,6 @@ def test_a_process_finds_the_values(outside: Path, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--paint_width", "9", str(script)],
         env={**os.environ, "PYTHONPATH": str(outside), "HF_HOME": str(tmp_path)},
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert "Paint(width=9, style=None, soft=None)" in done.stdout, done.stderr

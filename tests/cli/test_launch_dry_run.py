@@ -96,7 +96,7 @@ def test_the_printed_command_does_the_same(
     environ = dict(os.environ)
 
     def seen(*command: str) -> list[object]:
-        subprocess.run(command, env=environ, check=True, timeout=200, capture_output=True)
+        subprocess.run(command, env=environ, check=True, timeout=300, capture_output=True)
         found = [json.loads(path.read_text()) for path in sorted(Path().glob("seen*"))]
         for path in Path().glob("seen*"):
             path.unlink()

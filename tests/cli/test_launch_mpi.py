@@ -129,7 +129,7 @@ def test_what_this_mpirun_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def places(*words: str) -> list[object]:
     environ = {**os.environ, "HF_HOME": "/nowhere", "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1",
                "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False, timeout=200)
+    done = subprocess.run(words, capture_output=True, text=True, env=environ, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return [said["places"], said["precision"]]
@@ -195,7 +195,7 @@ def test_two_machines_for_real(machines: tuple[str, str], tmp_path: Path) -> Non
     command = f"hostname first; {PROGRAM} launch --cpu --num_processes 2 --mpirun_hostfile hosts where.py"
     done = subprocess.run(
         ["ip", "netns", "exec", first, "unshare", "--uts", "sh", "-c", command],
-        env=environ, capture_output=True, text=True, check=False, timeout=100,
+        env=environ, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))

@@ -218,6 +218,6 @@ def test_the_state_says_fsdp_on_the_cpu(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *words],
         env={**os.environ, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, timeout=200,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.stdout.count("FSDP2") == 2, done.stderr

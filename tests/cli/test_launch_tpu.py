@@ -55,7 +55,7 @@ def torch_xla(tmp_path: Path) -> dict[str, str]:
 
 def launch(*words: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--tpu", *words]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.mark.launch

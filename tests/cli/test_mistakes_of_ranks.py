@@ -135,7 +135,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, **ENVIRONMENT, "ACCELERATE_USE_CPU": "true"}
     return subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, check=False, env=environment, timeout=200
+        [sys.executable, *words], capture_output=True, text=True, check=False, env=environment, timeout=300
     )
 
 

@@ -42,7 +42,7 @@ def start(
 
 
 def finish(process: subprocess.Popen[str]) -> dict[str, object]:
-    out, errors = process.communicate(timeout=150)
+    out, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     found: dict[str, object] = json.loads(next((line for line in out.splitlines() if line.startswith("{")), "{}"))
     return found
@@ -69,7 +69,7 @@ def test_ranks_that_wait_for_another_machine_in_vain(tmp_path: Path) -> None:
     script.write_text(LEAVES_OUT_A_CALL)
     with two_machines("vain") as machines:
         parts = [start(machines, rank, tmp_path, "--num_processes 4", script=str(script)) for rank in (0, 1)]
-        said = [part.communicate(timeout=150) for part in parts]
+        said = [part.communicate(timeout=300) for part in parts]
     assert [part.returncode for part in parts] == [1, 1], said
     assert all("done" not in out for out, _ in said)
     table = next(errors for _, errors in said if "the ranks can never go on" in errors)
@@ -176,7 +176,7 @@ def test_deepspeed_reaches_the_machines_of_its_hostfile(tmp_path: Path) -> None:
             start_new_session=True,
         )
         try:
-            out, err = launch.communicate(timeout=120)
+            out, err = launch.communicate(timeout=300)
         finally:
             os.killpg(launch.pid, signal.SIGKILL) if launch.poll() is None else None
     assert launch.returncode == 0, err

@@ -261,7 +261,7 @@ def test_functions_really_run_together(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True, text=True, env=environment, check=False, timeout=200,
+        capture_output=True, text=True, env=environment, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "torch/distributed/elastic" not in done.stderr, "nothing of the agent's log"

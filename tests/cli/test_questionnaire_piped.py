@@ -302,7 +302,7 @@ def test_answers_that_end_too_early(tmp_path: Path, answers: bytes | None) -> No
     path = tmp_path / "a.yaml"
     command = [sys.executable, "-c", PROGRAM, "config", "--config_file", str(path)]
     shell = ["sh", "-c", 'exec "$@" <&-', "sh"] if answers is None else []
-    done = subprocess.run([*shell, *command], input=answers, capture_output=True, timeout=60, check=False)
+    done = subprocess.run([*shell, *command], input=answers, capture_output=True, timeout=300, check=False)
     said = done.stderr.decode()
     question = "How many machines take part? [1]" if answers else "Choice [this machine, or a cluster of your own]"
     assert done.returncode == 2
@@ -332,5 +332,5 @@ def test_interrupting_plain_questions(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_asking_loads_neither_torch_nor_menus() -> None:
     code = "import accel_cli.questionnaire.cluster, sys; print({'torch', 'questionary', 'yaml'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "set()"

@@ -54,7 +54,7 @@ def test_everything_works_on_two_processes(tmp_path: Path) -> None:
     settings.write_text("{distributed_type: MULTI_CPU, num_processes: 2, use_cpu: true, main_process_port: 0}")
     words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(settings)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = own_lines(done.stdout)
     assert lines[0] == "2 processes, MULTI_CPU, cpu, mixed precision no"

@@ -302,14 +302,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             for daemon in reversed(daemons):
                 daemon.terminate()
             for daemon in daemons:
-                daemon.wait(30)
+                daemon.wait(120)
 
 
 def ask(environ: dict[str, str], *words: str) -> str:
     return subprocess.run(words, env=environ, capture_output=True, text=True, check=False).stdout
 
 
-def soon(condition: Callable[[], object], seconds: float = 60) -> None:
+def soon(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"

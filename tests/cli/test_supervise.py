@@ -46,7 +46,7 @@ def told(pattern: str, launcher: subprocess.Popen[str]) -> list[str]:
 
 def launch(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment, check=False, timeout=120)
+    return subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment, check=False, timeout=300)
 
 
 # ---- real runs --------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def ends_with(
     with subprocess.Popen(words, env=environment, **pipes) as launcher:
         assert told("ready$", launcher) == ["ready"] * 2
         launcher.send_signal(getattr(signal, name))
-        said, _ = launcher.communicate(timeout=60)
+        said, _ = launcher.communicate(timeout=300)
     return launcher.returncode, said
 
 

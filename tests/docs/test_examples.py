@@ -20,7 +20,7 @@ def losses_of(processes: int, *options: str) -> list[str]:
     script = [str(EXAMPLES / "shared_transformer.py"), "--epochs", "1", *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, *script], capture_output=True, text=True, timeout=200, env=environment, check=False
+        [*command, *script], capture_output=True, text=True, timeout=300, env=environment, check=False
     )
     assert run.returncode == 0, run.stderr
     return re.findall(r"loss (\d+\.\d{3})", run.stdout)
@@ -53,7 +53,7 @@ def test_the_digits_are_learned_in_every_mode(options: list[str], tmp_path: Path
             [*command, "--epochs", epochs, "--output", str(tmp_path), *further],
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=300,
             check=False,
         )
         assert run.returncode == 0, run.stderr

@@ -15,7 +15,7 @@ LAUNCH = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", 
 
 def output_of(script: str, processes: int, *arguments: str) -> str:
     command = [*LAUNCH, str(processes), str(EXAMPLES / script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
 
 
 @pytest.mark.thorough

@@ -44,7 +44,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def run(environment: dict[str, str], *command: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", *command], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "accel_cli", *command], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -30,7 +30,7 @@ def _loaded_by(imports: str, asked: list[str], before: str = "sys") -> set[str]:
     """Which of the modules that are asked for come with these imports, and not with those before."""
     code = f"import sys, {before}; before = {{*sys.modules}}; import {imports}\n"
     code += f"print(*[name for name in {asked!r} if name in {{*sys.modules}} - before])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.watch import watcher
+from accel_state.watch import this_process, watcher
 from accel_state.watch.calls import Call, GroupCalls, read_calls
 from accel_state.watch.judging import LEFT, Verdict, judge, may_conflict
 from accel_state.watch.notes import ENDED, RUNS, STANDS, Board, Note, lives, machine
@@ -163,7 +163,7 @@ def test_calls_are_read_from_the_recorder(rank: int) -> None:
 
 @ranks(2)
 def test_nobody_is_watched_without_a_tcp_store() -> None:
-    watcher.begin()
+    this_process.begin()
     assert not [thread for thread in threading.enumerate() if thread.name == "accelerate_watch"]
 
 

@@ -19,6 +19,6 @@ def test_vendors_devices_under_their_names() -> None:
         env=clean | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr

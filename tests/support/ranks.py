@@ -33,7 +33,7 @@ import pytest
 from tests.support.dtensor_caches import forget_meshes
 from tests.support.leaks import gloo_threads, reset_state, restore_environment
 
-TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "120"))
+TIMEOUT_SECONDS = float(os.environ.get("RANKS_TIMEOUT", "240"))
 SLOW_RANK = os.environ.get("RANKS_SLOW")
 SLOW_EVENTS = {"open", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "shutil.rmtree"}
 SLOW_SECONDS = 0.06

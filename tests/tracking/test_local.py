@@ -182,7 +182,7 @@ for step in range(100):
 
 def crashed(folder: Path, ending: str) -> tuple[int, Run]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM + ending, str(folder)], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", PROGRAM + ending, str(folder)], capture_output=True, text=True, check=False, timeout=300
     )
     return done.returncode, the_run(folder)
 

@@ -50,7 +50,7 @@ def in_fresh_process(
              "DO_NOT_TRACK": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=300,
         check=False,
     )  # fmt: skip
     said = done.stdout + done.stderr

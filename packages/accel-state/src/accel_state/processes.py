@@ -22,7 +22,7 @@ from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
 from accel_state.warning import warn_user
-from accel_state.watch import watcher
+from accel_state.watch import this_process as watch
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -312,7 +312,7 @@ class PartialState(ProcessPlace):
         else:
             self.set_device()
         if self.backend is not None:
-            watcher.begin(began)
+            watch.begin(began)
         if self.backend is not None or kind.always_distributed:
             self.distributed_type = self._distributed_type()
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
@@ -336,7 +336,7 @@ class PartialState(ProcessPlace):
         self.set_device()
         if kind.before_group is not None and rank_info.world_size > 1:
             kind.before_group()
-        watcher.prepare()
+        watch.prepare()
         process_group.start_process_group(rank_info, self.backend, options)
         if kind.name == "cpu":
             process_group.split_cpu_threads(rank_info.local_world_size)
