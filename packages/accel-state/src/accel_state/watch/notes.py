@@ -21,7 +21,7 @@ import torch.distributed as dist
 from accel_state.watch.calls import GroupCalls
 
 SECONDS_TO_REACH = 5.0  # the machine of the store
-SECONDS_TO_CONNECT = 60.0  # torch asks DNS for the names of both ends first: each question that gets lost costs 5 s
+SECONDS_TO_CONNECT = 20.0  # torch asks DNS for the names of both ends first: each question that gets lost costs 5 s
 FOLDER = "accelerate_watch"
 RUNS, STANDS, ENDED = "runs", "stands", "ended"
 NEVER = 2**40
