@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from accel_integrations.checkpoints.joint_folder import JointFolder
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration
 from tests.cuda_shapes.recorder import Recorder, Report
 from tests.cuda_shapes.rows import BATCH, ROWS, Row, build
 from tests.support.tiny_transformer import Tokens
@@ -38,7 +37,6 @@ class Program:
         self.row, self.world, self.folder = row, world, folder
         self.accelerator = Accelerator(
             gradient_accumulation_steps=ACCUMULATION,
-            dataloader_config=DataLoaderConfiguration(non_blocking=True),
             **row.settings(world),
         )
         self.device = self.accelerator.device
@@ -153,11 +151,19 @@ class Program:
     def load_state(self) -> None:
         self.accelerator.load_state(str(self.folder / "state"))
 
+    def free_memory(self) -> None:
+        """All that the program has goes; what is kept then is somebody else's reference."""
+        freed = self.model, self.optimizer, self.loader, self.scheduler
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.free_memory(*freed)
+        del freed
+        self.inputs.clear()
+        self.loss = torch.zeros(())
+
 
 COLUMNS = (
     "prepare", "warm_up", "step", "batches", "evaluate", "gather_scalar", "gather_for_metrics", "gather_large",
     "gather_nested", "reduce_scalar", "reduce_many", "broadcast", "pad_across_processes", "gather_object", "get_state_dict",
-    "save_model", "save_state", "load_state",
+    "save_model", "save_state", "load_state", "free_memory",
 )  # fmt: skip
 TWICE = (
     "batches",
@@ -178,8 +184,9 @@ def run_row(name: str, world: int, folder: Path) -> dict[str, Any]:
             if column in ROWS[name].skipped:
                 continue
             report = reports[column] = Report()
+            before = torch.cuda.memory_allocated()
             _record(recorder, report, getattr(program, column), twice=column.startswith(TWICE))
-            report.note["model bytes"] = program.model_bytes
+            report.note |= {"model bytes": program.model_bytes, "bytes on the GPU": before}
     return {column: report.as_json() for column, report in reports.items()}
 
 

@@ -12,7 +12,7 @@ SLOT_BYTES = 8192  # what a rank announces
 MANY_WAITS = 100_000
 MAX_WAITS: dict[Any, int] = {
     "prepare": MANY_WAITS, "warm_up": MANY_WAITS, "get_state_dict": MANY_WAITS, "save_model": MANY_WAITS,
-    "save_state": MANY_WAITS, "load_state": MANY_WAITS,  # weights come from and go to the CPU
+    "save_state": MANY_WAITS, "load_state": MANY_WAITS, "free_memory": MANY_WAITS,  # weights come from and go to the CPU
     "pad_across_processes": 1,  # the host must know the sizes of others
     "gather_object": 4,  # bytes to the device, the others' sizes, one copy back
     ("ddp-fp16", "step"): 1,  # whether gradients have overflowed
@@ -73,12 +73,27 @@ def excess_bytes(name: str, world: int, column: str, report: dict[str, Any]) -> 
     return peak - int(of_model) - limit.per_rank * world
 
 
+OF_ACCELERATOR = 1024
+"""The loss scale and its growth tracker, which an accelerator keeps."""
+
+
+def remaining_bytes(report: dict[str, Any]) -> int:
+    """What a program that has freed everything leaves on the GPU."""
+    before: int = report["note"]["bytes on the GPU"]
+    kept: int = report["kept_bytes"]
+    return max(0, before + kept - OF_ACCELERATOR)
+
+
 KNOWN: list[tuple[Callable[[str, int, str], bool], str]] = [
     (
         lambda name, world, column: (
             column == "prepare" and name.startswith("fsdp1")
         ),
         "B7: under FSDP 1 an optimizer made before prepare keeps the unsharded parameters on the GPU until it is rebound",
+    ),
+    (
+        lambda name, world, column: column == "free_memory" and name.startswith("fsdp1"),
+        "torch's FSDP 1 keeps flat parameters in a cycle through autograd, also where it is used by hand",
     ),
 ]  # fmt: skip
 """Cells that fail today: which, and what was seen."""

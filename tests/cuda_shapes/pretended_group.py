@@ -147,8 +147,17 @@ FILL: dict[str, Callable[[Any], None]] = {
 }
 
 
+ASYNC = 4  # the place of `async_op` among the arguments of `allreduce_`, where it is True by default
+SHELF: list[Any] = []
+"""The tensors of the last collective that ran in the background: NCCL keeps those of works on which nobody waits, such as
+DDP's, until the next collective of the group."""
+
+
 def complete(name: str, args: Any, result: Any) -> Any:
     """Fill the outputs of one of torch's c10d operations, and return its result with a work whose future has them."""
+    SHELF.clear()
+    if name == "allreduce_" and (len(args) <= ASYNC or args[ASYNC]):
+        SHELF.append(args[0])
     if name in FILL:
         FILL[name](args)
     outputs = [one for one in tree_leaves(args[0]) if isinstance(one, torch.Tensor)]

@@ -45,6 +45,7 @@ class Row:
     Args:
         settings: Makes the arguments of `Accelerator`, for a number of processes.
         worlds: Numbers of processes.
+        is_launched: Whether the environment is that of a launch, also for one process.
         loss: The loss of a batch.
         shards: Into how many parts each sequence of a batch is split.
         in_context: Whether a step runs in `maybe_context_parallel`.
@@ -54,6 +55,7 @@ class Row:
 
     settings: Callable[[int], dict[str, Any]]
     worlds: tuple[int, ...] = (8,)
+    is_launched: bool = True
     loss: Callable[..., torch.Tensor] = plain_loss
     shards: Callable[[int], int] = lambda world: 1
     in_context: bool = False
@@ -131,14 +133,15 @@ def sharded(world: int) -> float:
 
 
 ROWS: dict[str, Row] = {
-    "single": Row(lambda world: {}, (1,)),
-    "single-bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,)),
-    "ddp": Row(lambda world: {}, (2, 8, 64)),
+    "single": Row(lambda world: {}, (1,), is_launched=False),
+    "single-bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,), is_launched=False),
+    "ddp": Row(lambda world: {}, (1, 2, 8, 64)),
+    "one-rank-bf16": Row(lambda world: {"mixed_precision": "bf16"}, (1,)),
     "ddp-fp16": Row(lambda world: {"mixed_precision": "fp16"}),
     "fsdp1": Row(lambda world: by_blocks(1), skipped=OTHERS_SHARDS, own_share=sharded),
     "fsdp1-offload": Row(lambda world: by_blocks(1, cpu_offload=True), skipped=OTHERS_SHARDS, own_share=lambda world: 0.0),
     "fsdp1-full-states": Row(lambda world: by_blocks(1, state_dict_type="full_state_dict"), own_share=sharded),
-    "fsdp2": Row(lambda world: by_blocks(2), (2, 8, 64), skipped=OTHERS_SHARDS, own_share=sharded),
+    "fsdp2": Row(lambda world: by_blocks(2), (1, 2, 8, 64), skipped=OTHERS_SHARDS, own_share=sharded),
     "fsdp2-bf16": Row(
         lambda world: by_blocks(2) | {"mixed_precision": "bf16"}, skipped=OTHERS_SHARDS, own_share=sharded
     ),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_shapes.driver import GpuMachine, missing
-from tests.cuda_shapes.limits import KNOWN, MAX_WAITS, excess_bytes, local_rank_of, waits_of
+from tests.cuda_shapes.limits import KNOWN, MAX_WAITS, excess_bytes, local_rank_of, remaining_bytes, waits_of
 from tests.cuda_shapes.rows import ROWS
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -22,7 +22,7 @@ QUICK = {("fsdp2", 8)}
 COLUMNS = (
     "prepare", "warm_up", "step", "batches", "evaluate", "gather_scalar", "gather_for_metrics", "gather_large",
     "gather_nested", "reduce_scalar", "reduce_many", "broadcast", "pad_across_processes", "gather_object", "get_state_dict",
-    "save_model", "save_state", "load_state",
+    "save_model", "save_state", "load_state", "free_memory",
 )  # fmt: skip
 
 
@@ -60,5 +60,7 @@ def found_wrong(name: str, world: int, column: str, reports: dict[str, Any]) -> 
     allowed = MAX_WAITS.get((name, column), MAX_WAITS.get(column, 0))
     if len(waits) > allowed:
         return "\n".join([f"the host waits {len(waits)} times, not {allowed}:", *waits])
+    if column == "free_memory" and (remaining := remaining_bytes(report)) > 0:
+        return f"{remaining} bytes of what was freed stay on the GPU"
     over = excess_bytes(name, world, column, report)
     return f"{report['peak_bytes']} bytes at the peak: {over} too many" if over > 0 else None

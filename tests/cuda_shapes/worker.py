@@ -47,13 +47,14 @@ def _run(module: str, function: str, arguments: list[object], result: Path) -> N
     import torch
 
     from tests.cuda_shapes.pretended_group import launch, pretend_groups
+    from tests.cuda_shapes.rows import ROWS
 
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     pretend_groups()
     if function == "run_row":
         world = int(arguments[1])  # type: ignore[call-overload]
-        if world > 1:
+        if ROWS[str(arguments[0])].is_launched:
             launch(world, local_rank=min(world - 1, 3))
         arguments[2] = Path(str(arguments[2]))
     found = getattr(importlib.import_module(module), function)(*arguments)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_data import loader_shard
+from accel_data import device_copies
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.sequence_shard import SequenceShard
 
@@ -84,9 +84,9 @@ def test_a_batch_without_sequences_stays_as_it_is() -> None:
 def test_batches_are_sharded_before_they_are_moved(monkeypatch: pytest.MonkeyPatch, skipped: int) -> None:
     """On the device, the look at the padding mask would wait for all that was enqueued before."""
     moved: list[Any] = []
-    monkeypatch.setattr(loader_shard, "send_to_device", lambda batch, device, **_: moved.append(batch) or batch)
+    monkeypatch.setattr(device_copies, "send_to_device", lambda batch, *_: moved.append(batch) or batch)
     data = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4)} for _ in range(4)]
-    loader = DataLoaderShard(data, device="cuda", batch_size=2, skip_batches=skipped)
+    loader = DataLoaderShard(data, device="meta", batch_size=2, skip_batches=skipped)
     loader.sequence_shard = SequenceShard(1, 2)
     batches = list(loader)
     assert len(moved) == len(batches) == 2 - skipped

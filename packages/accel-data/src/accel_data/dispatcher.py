@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
+from accel_data.device_copies import make_copies
 from accel_data.prepared_loader import PreparedLoader
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
-from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.mesh import SAME_BATCH_AXES
 from accel_state.processes import PartialState
@@ -56,7 +56,7 @@ class DataLoaderDispatcher(PreparedLoader):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
-        _non_blocking: bool = False,
+        _non_blocking: bool | None = None,
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any = None,
         iteration: int = 0,
@@ -94,10 +94,11 @@ class DataLoaderDispatcher(PreparedLoader):
             scattered = iter(BatchScatter(state, target).receive, None)
             if restore_rng is not None:
                 restore_rng()
+        copies = make_copies(state.device, self._non_blocking)
         for index, own in enumerate(scattered):
             report_progress()
             shard = own.batch if self.sequence_shard is None else self.sequence_shard(own.batch)
-            batch = send_to_device(shard, state.device, non_blocking=self._non_blocking)
+            batch = copies.finish(copies.start(shard))
             if own.is_last:
                 self.end_of_dataloader = self.epoch_order.at_end = True
                 self.remainder = own.num_samples

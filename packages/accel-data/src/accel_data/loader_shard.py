@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from accel_data.device_copies import make_copies
 from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.prepared_loader import PreparedLoader
 from accel_data.samplers import batch_sampler_of
 from accel_data.split_stream import SplitStream, UnevenBatches
-from accel_ops.placement import send_to_device
 from accel_ops.random import synchronize_rng_states
 from accel_state.public_names import known_as
 from accel_state.supervision import report_progress
@@ -46,7 +46,7 @@ class DataLoaderShard(PreparedLoader):
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
         _drop_last: bool = False,
-        _non_blocking: bool = False,
+        _non_blocking: bool | None = None,
         torch_device_mesh: Any = None,
         iteration: int = 0,
         **kwargs: Any,
@@ -74,7 +74,7 @@ class DataLoaderShard(PreparedLoader):
         return None if torch.equal(own, torch.get_rng_state()) else partial(torch.set_rng_state, own)
 
     def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
-        device, non_blocking = self.device, self._non_blocking
+        copies = make_copies(self.device, self._non_blocking)
         uneven = isinstance(self.dataset, SplitStream)
         batches: Iterator[Any] = self._opened()
         if uneven:
@@ -91,24 +91,26 @@ class DataLoaderShard(PreparedLoader):
                 break
         if restore_rng is not None:
             restore_rng()
+        started = None if current is nothing else copies.start(self._sharded(current, uneven))
         while current is not nothing:
             report_progress()
-            if self.sequence_shard is not None:
-                current = self._sharded(current, uneven)
-            if device is not None:
-                current = send_to_device(current, device, non_blocking=non_blocking)
             self._update_state_dict(finished=False)
-            following = reader.next(nothing)  # one batch ahead, to mark the last one
-            if following is nothing:
+            if self.num_workers == 0:  # the dataset is read here, and may write to the memory of the batch before
+                copies.settle()
+            current = reader.next(nothing)  # one batch ahead, to mark the last one and to copy it meanwhile
+            ahead = None if current is nothing else copies.start(self._sharded(current, uneven))
+            if current is nothing:
                 self._end_reached()
+            batch = copies.finish(started)
             if uneven:
-                current, self.num_real_samples = current
-            yield current
-            current = following
+                batch, self.num_real_samples = batch
+            yield batch
+            started = ahead
 
     def _sharded(self, current: Any, uneven: bool) -> Any:
         """This rank's shard of the sequences of a batch: less to move, and reading it does not wait for the device."""
-        assert self.sequence_shard is not None
+        if self.sequence_shard is None:
+            return current
         return (self.sequence_shard(current[0]), *current[1:]) if uneven else self.sequence_shard(current)
 
     def _end_reached(self) -> None:

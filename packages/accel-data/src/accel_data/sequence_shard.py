@@ -52,9 +52,12 @@ class SequenceShard:
                 f"Sequences of {length} tokens cannot be sharded into {self.count} equal shards. Pad them, for example with "
                 f"pad_to_multiple_of={self.count} of the tokenizer or collator."
             )
+        pins = any(isinstance(tensor, torch.Tensor) and tensor.is_pinned() for tensor in _leading(batch))
         if isinstance(batch, Mapping):
             batch = _with_positions_and_labels(dict(batch), length)
-        return recursively_apply(lambda tensor: self._shard(tensor, length), batch)
+        shard = recursively_apply(lambda tensor: self._shard(tensor, length), batch)
+        # A shard is in memory of its own. In pinned memory it is copied to the device without waiting, as the batch would be.
+        return recursively_apply(torch.Tensor.pin_memory, shard) if pins else shard
 
     def _shard(self, tensor: torch.Tensor, length: int) -> torch.Tensor:
         if tensor.ndim < 2 or tensor.shape[1] != length:
@@ -63,15 +66,16 @@ class SequenceShard:
         return tensor[:, self.index * size : (self.index + 1) * size].contiguous()
 
 
+def _leading(batch: Any) -> list[Any]:
+    """The items of a batch whose second dimension is the sequence length."""
+    if isinstance(batch, Mapping):
+        return [batch[name] for name in LEADING if name in batch] or list(batch.values())
+    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
+
+
 def _sequence_length(batch: Any) -> int | None:
     """The sequence length: the second dimension of a leading tensor of the batch; None if there is none."""
-    if isinstance(batch, Mapping):
-        leading = [batch[name] for name in LEADING if name in batch] or list(batch.values())
-    elif isinstance(batch, (list, tuple)):
-        leading = list(batch)
-    else:
-        leading = [batch]
-    for tensor in leading:
+    for tensor in _leading(batch):
         if isinstance(tensor, torch.Tensor) and tensor.ndim >= 2:
             return int(tensor.shape[1])
     return None

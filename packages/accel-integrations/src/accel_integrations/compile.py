@@ -81,4 +81,12 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
         module.compile(**compile_kwargs)
 
 
-compile_regions_fsdp2 = compile_regions_deepspeed
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile repeated blocks in place, as `compile_regions_deepspeed` does, and return the model.
+
+    Args:
+        module (`torch.nn.Module`): The model.
+        compile_kwargs: For `torch.nn.Module.compile`.
+    """
+    compile_regions_deepspeed(module, **compile_kwargs)
+    return module

@@ -31,9 +31,12 @@ def check_group_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     if not options or not dist.is_available():  # without torch.distributed no group will be started
         return {}
-    allowed = [name for name in inspect.signature(dist.init_process_group).parameters if not name.startswith("_")]
+    parameters = inspect.signature(dist.init_process_group).parameters
+    allowed = [name for name in parameters if not name.startswith("_")]
+    # A library may have replaced torch's function by one that passes its arguments on.
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     unknown = sorted(set(options) - set(allowed))
-    if unknown:
+    if unknown and not takes_any:
         raise TypeError(
             f"Unknown keyword arguments {', '.join(map(repr, unknown))}: init_process_group takes {', '.join(allowed)}."
         )

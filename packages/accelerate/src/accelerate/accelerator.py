@@ -393,8 +393,8 @@ class Accelerator:
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to the device overlap with computation."""
-        return self.dataloader_config.non_blocking
+        """Whether the host goes on before a batch is copied to the device, also where it is not in pinned memory."""
+        return bool(self.dataloader_config.non_blocking)
 
     @property
     def use_stateful_dataloader(self) -> bool:

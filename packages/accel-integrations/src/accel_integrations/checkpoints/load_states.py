@@ -44,7 +44,7 @@ class LoadedStates:
         """Load all models and optimizers, and release what was read of each."""
         while self.models:
             model, state = self.models.pop(0)
-            _apply_model(model, state, self.strict)
+            apply_model_state(model, state, self.strict)
         while self.optimizers:
             optimizer, model, state = self.optimizers.pop(0)
             _apply_optimizer(optimizer, model, state)
@@ -172,10 +172,15 @@ def _check_model(
         )
 
 
-def _apply_model(model: nn.Module, state: dict[str, Any], strict: bool) -> None:
+def apply_model_state(model: nn.Module, state: dict[str, Any], strict: bool) -> Any:
+    """Load what `read_model_state` returned.
+
+    Returns:
+        The missing and unexpected names, as `torch.nn.Module.load_state_dict` returns them.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    set_model_state_dict(without_compilation(model), state, options=StateDictOptions(strict=strict))
+    return set_model_state_dict(without_compilation(model), state, options=StateDictOptions(strict=strict))
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

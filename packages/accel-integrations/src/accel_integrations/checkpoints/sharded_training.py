@@ -12,7 +12,12 @@ from typing import Any
 from torch import nn
 
 from accel_integrations.checkpoints.folder_writer import FolderWriter
-from accel_integrations.checkpoints.load_states import LoadedStates, read_model_state, read_optimizer_state
+from accel_integrations.checkpoints.load_states import (
+    LoadedStates,
+    apply_model_state,
+    read_model_state,
+    read_optimizer_state,
+)
 from accel_integrations.checkpoints.state_forms import write_model, write_optimizer
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_ops.durable import make_folder
@@ -53,7 +58,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
     use_dcp: bool = True,
-) -> None:
+) -> Any:
     """Load what `save_fsdp_model` wrote, by any number of processes; all processes call this.
 
     Args:
@@ -65,13 +70,17 @@ def load_fsdp_model(
         adapter_only: Read only trainable parameters.
         use_dcp: Without effect.
 
+    Returns:
+        The missing and unexpected names, as `torch.nn.Module.load_state_dict` returns them.
+
     Raises:
         ValueError: The state is missing or damaged, or does not fit; the message lists all differences.
     """
     _warn_unused(use_dcp)
     state = read_model_state(open_model_state(Path(input_dir), model_index), model, adapter_only=adapter_only)
-    LoadedStates(models=[(model, state)], strict=not adapter_only).apply()
+    incompatible = apply_model_state(model, state, strict=not adapter_only)
     accelerator.wait_for_everyone()
+    return incompatible
 
 
 def save_fsdp_optimizer(

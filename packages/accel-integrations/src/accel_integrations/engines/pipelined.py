@@ -351,6 +351,12 @@ class PipelinedEngine(Engine):
         own = {name for held in self._held.values() for name in held.layout.own_parameters(held.model)}
         return read_full_optimizer_state(stored, plain, built, own)
 
+    def forget(self) -> None:
+        """Drop the stages, whose parameters would keep the models that they belong to."""
+        self._held.clear()
+        self._optimizers.clear()
+        self.inner.forget()
+
 
 def _plain(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):

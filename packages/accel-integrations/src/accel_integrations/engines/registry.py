@@ -83,10 +83,21 @@ def make_engine(context: EngineContext) -> Engine:
     """
     config = context.state.parallelism_config
     pipelined = config is not None and config.pp_enabled
-    engine = _make_pipelined(context) if pipelined else engine_class(context.state.engine_name)(context)
+    engine = _make_pipelined(context) if pipelined else engine_class(_name_of(context))(context)
     engine.check()
     shutdown.on_close(engine.close)
     return engine
+
+
+def _name_of(context: EngineContext) -> str:
+    """The name in `ENGINES` of a run's engine.
+
+    A single rank on an accelerator has nobody to average gradients with, and trains as one process does: the buckets of
+    `DistributedDataParallel` would hold a second copy of them. On the CPU accelerate 1.15 wraps a single rank, too.
+    """
+    state = context.state
+    trains_alone = state.num_processes == 1 and state.device.type != "cpu"
+    return "NO" if trains_alone and ENGINES.get(state.engine_name) == DATA_PARALLEL else state.engine_name
 
 
 def _make_pipelined(context: EngineContext) -> Engine:

@@ -34,7 +34,8 @@ class DataLoaderConfiguration:
             equally many.
         use_seedable_sampler (`bool`): Whether shuffling depends on seed and epoch alone, and so repeats exactly.
         data_seed (`int`, *optional*): Seed of that sampler; drawn from torch's global generator when None.
-        non_blocking (`bool`): Whether copies to the device overlap with computation; wants pinned memory.
+        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. When None: for
+            batches in pinned memory (`DataLoader(pin_memory=True)`). False has it wait for each copy.
         use_stateful_dataloader (`bool`): Whether loaders are `torchdata`'s, which store their position themselves.
 
     Example:
@@ -48,7 +49,7 @@ class DataLoaderConfiguration:
     even_batches: bool = option(True, kind=BOOLEAN)
     use_seedable_sampler: bool = option(False, kind=BOOLEAN)
     data_seed: int | None = option(None, kind=SEED)
-    non_blocking: bool = option(False, kind=BOOLEAN)
+    non_blocking: bool | None = option(None, kind=BOOLEAN)
     use_stateful_dataloader: bool = option(False, kind=BOOLEAN)
 
     def __post_init__(self) -> None:

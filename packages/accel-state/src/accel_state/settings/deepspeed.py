@@ -115,7 +115,7 @@ class DeepSpeedPlugin(Plugin):
             offloaded to.
         offload_optimizer_nvme_path, offload_param_nvme_path (`str`): NVMe folder, for "nvme".
         zero3_init_flag (`bool`): Shard parameters while the model is built; stage 3 only, where it is the default.
-        zero3_save_16bit_model (`bool`): Gather 16-bit weights when a stage-3 model is saved.
+        zero3_save_16bit_model (`bool`): Have DeepSpeed's own `save_16bit_model` gather the weights of stage 3.
         transformer_moe_cls_names (`str`): Classes of mixture-of-experts layers, separated by commas.
         enable_msamp (`bool`): Train in FP8 with MS-AMP.
         msamp_opt_level (`"O1"` or `"O2"`): How much MS-AMP keeps in 8 bits.
@@ -126,6 +126,7 @@ class DeepSpeedPlugin(Plugin):
         ```
     """
 
+    _forbids_gathering = False  # no field: it is read from the configuration
     distributed_type: ClassVar[DistributedType] = DistributedType.DEEPSPEED
     works_on: ClassVar[frozenset[str]] = (VENDOR_KINDS | {"cpu"}) - {"neuron"}
     starts_own_group: ClassVar[bool] = True
@@ -311,6 +312,7 @@ class DeepSpeedPlugin(Plugin):
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
+        self._forbids_gathering = get_value(config, CONFIG_KEYS["zero3_save_16bit_model"]) is False
         if not isinstance(config.get("zero_optimization"), dict):
             raise ValueError(
                 "The DeepSpeed configuration has no section 'zero_optimization'. Add one, for example "
@@ -362,6 +364,11 @@ class DeepSpeedPlugin(Plugin):
                 "zero_stage to 0, 1 or 2."
             )
         self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+
+    @property
+    def may_gather_weights(self) -> bool:
+        """Whether the weights of a stage-3 model may be gathered: unless a configuration of the program's own forbids it."""
+        return not self._forbids_gathering
 
     # ---- contract methods: the configuration ------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
-) -> None:
+) -> nn.Module:
     """Load a full state dict of the main process into a sharded model; all ranks call this.
 
     Args:
@@ -79,11 +79,15 @@ def fsdp2_load_full_state_dict(
         model: Sharded by `fully_shard`; tensors on the meta device are materialized.
         full_sd: Full tensors by name; only that of the main process is read.
         cpu_offload: Whether parameters are offloaded to CPU memory.
+
+    Returns:
+        The model.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload, strict=False)
     set_model_state_dict(model, dict(full_sd) if accelerator.is_main_process else {}, options=options)
+    return model
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, torch.Tensor]) -> None:

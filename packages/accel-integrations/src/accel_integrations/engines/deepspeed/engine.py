@@ -317,18 +317,17 @@ class DeepSpeedEngine(Engine):
         Under ZeRO stage 3, and with tensor parallelism, it is empty on the other ranks.
 
         Raises:
-            ValueError: Under ZeRO stage 3, when the configuration does not allow gathering weights.
+            ValueError: Under ZeRO stage 3, when the program's own configuration forbids gathering weights.
         """
         engine = next((one for one in self._engines if model is one or model is one.module), None)
         if engine is None:
             return super().full_state_dict(model)
         if engine.zero_optimization_partition_weights():
-            if not engine.zero_gather_16bit_weights_on_model_save():
+            if not self.plugin.may_gather_weights:
                 raise ValueError(
-                    "ZeRO stage 3 has sharded the weights, and the configuration does not allow gathering them. Set "
-                    "DeepSpeedPlugin(zero3_save_16bit_model=True), "
-                    "zero_optimization.stage3_gather_16bit_weights_on_model_save, or use zero_to_fp32.py in a folder "
-                    "of save_state()."
+                    "ZeRO stage 3 has sharded the weights, and the DeepSpeed configuration forbids gathering them: "
+                    "zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true or leave it out, "
+                    "or use zero_to_fp32.py in a folder of save_state()."
                 )
             return engine._zero3_consolidated_16bit_state_dict() or {}
         tensors = self.unwrap(engine).state_dict()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_state.devices import resolve_device
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, need_data_parallelism, same
 from accelerate.utils import gather_object
@@ -45,7 +46,7 @@ def sharding(place: Place) -> None:
     accelerator, loader = prepared(torch.arange(count))
     same(len(loader), 3, "number of batches of a process")
     own = list(loader)
-    same({str(batch.device) for batch in own}, {str(accelerator.device)}, "devices")
+    same({str(batch.device) for batch in own}, {str(resolve_device(accelerator.device))}, "devices")
     first = BATCH * place.rank
     same(own[0].tolist(), list(range(first, first + BATCH)), "the first batch")
     same(everything(accelerator, loader), list(range(count)), "all data")
