@@ -174,3 +174,67 @@ def test_loaders_of_unknown_length_may_be_nested() -> None:
     accelerator = Accelerator()
     outer, inner = accelerator.prepare(DataLoader(Stream()), DataLoader(Stream()))
     assert sum(1 for _ in outer for _ in inner) == 16
+
+
+# ---- what is no tensor ----------------------------------------------------------------------------------------------
+
+
+STRUCTURES: dict[str, Any] = {
+    "list": lambda ids: [f"s{i}" for i in ids],
+    "tuple of strings": lambda ids: tuple(f"s{i}" for i in ids),
+    "tuple of lists": lambda ids: ([f"s{i}" for i in ids], [-i for i in ids]),
+    "tensor beside strings": lambda ids: (torch.tensor(ids), [f"s{i}" for i in ids]),
+    "list of a tensor and strings": lambda ids: [torch.tensor(ids), tuple(f"s{i}" for i in ids)],
+    "dict of lists": lambda ids: {"text": [f"s{i}" for i in ids], "length": list(ids)},
+    "nested": lambda ids: {"a": {"b": ([f"s{i}" for i in ids], torch.tensor(ids))}, "c": [{"id": i} for i in ids]},
+    "lists of tokens": lambda ids: [[i] * (i + 1) for i in ids],
+    "named tuple": lambda ids: Pair(torch.tensor(ids), [f"s{i}" for i in ids]),  # type: ignore[arg-type]
+    "nothing but None": lambda ids: [None for _ in ids],
+}
+
+
+def plain(data: Any) -> Any:
+    """The same structure, comparable by ==; samples in lists."""
+    if isinstance(data, torch.Tensor):
+        return data.tolist()
+    if isinstance(data, dict):
+        return {key: plain(value) for key, value in data.items()}
+    return [plain(item) for item in data] if isinstance(data, (list, tuple)) else data
+
+
+@ranks(1, 2, 3)
+def test_predictions_of_any_structure_come_once_and_in_order(rank: int, world: int) -> None:
+    for length, (name, make) in itertools.product((4, 7, 9), STRUCTURES.items()):
+        accelerator = Accelerator()
+        rows: list[Any] = []
+        for batch in accelerator.prepare(DataLoader(torch.arange(length), batch_size=2)):
+            found = accelerator.gather_for_metrics(make(batch.tolist()))
+            assert isinstance(found, (list, type(make([0]))))
+            rows.append(plain(found))
+        ids = list(range(length))
+        rounds = [ids[start : start + 2 * world] for start in range(0, length, 2 * world)]
+        assert rows == [plain(make(some)) for some in rounds], (name, length)
+
+
+@ranks(2)
+def test_leaves_of_the_whole_batch_are_listed_by_rank(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    found = accelerator.gather_for_metrics({"loss": 0.5 + rank, "name": f"rank{rank}", "text": ["a", "b", "c"]})
+    assert found == {"loss": [0.5, 1.5], "name": ["rank0", "rank1"], "text": ["a", "b", "c"] * 2}
+
+
+@ranks(2)
+def test_tensors_of_different_widths_become_rows(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    tokens, texts = accelerator.gather_for_metrics((torch.ones(2, 3 + rank), ["a", "b"]))
+    assert [row.shape[0] for row in tokens] == [3, 3, 4, 4]
+    assert texts == ["a", "b", "a", "b"]
+    by_name = accelerator.gather_for_metrics({"x": torch.ones(2, 3 + rank)}, use_gather_object=True)
+    assert [row.shape[0] for row in by_name["x"]] == [3, 3, 4, 4]
+
+
+@ranks(2)
+def test_different_structures_are_an_error_on_all_ranks(rank: int, world: int) -> None:
+    accelerator = Accelerator()
+    with pytest.raises(ValueError, match=r"\['a'\] on rank 0, \['b'\] on rank 1"):
+        accelerator.gather_for_metrics({"ab"[rank]: ["text"]})

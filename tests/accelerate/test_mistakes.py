@@ -102,3 +102,27 @@ on_two_ranks.body = on_two_ranks  # type: ignore[attr-defined]
 
 def test_models_that_several_ranks_train_apart() -> None:
     POOL.run(on_two_ranks, 2, {}, 60)
+
+
+class Proxy(torch.optim.Optimizer):
+    """An optimizer around another one, which never called the constructor of its base class."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.param_groups, self.defaults, self.state = inner.param_groups, inner.defaults, inner.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_an_optimizer_without_hooks_trains() -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, Proxy(torch.optim.SGD(model.parameters(), lr=0.1)))
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(model.weight, before)

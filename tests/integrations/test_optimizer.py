@@ -68,6 +68,25 @@ def test_closures_are_called() -> None:
     assert torch.equal(parameter, torch.zeros(2))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
+def test_a_step_returns_the_loss_of_its_closure_as_the_wrapped_optimizer_does(kind: Any) -> None:
+    def steps(prepares: bool) -> list[float]:
+        model = new_model()
+        plain = optimizer = kind(model.parameters(), lr=0.1)
+        if prepares:
+            _, optimizer = prepare(new_engine(), model, plain)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.ones(2, next(model.parameters()).shape[-1])).square().mean()
+            loss.backward()
+            return loss
+
+        return [float(optimizer.step(closure).detach()) for _ in range(3)]
+
+    assert steps(prepares=True) == steps(prepares=False)
+
+
 def test_it_is_an_optimizer_to_schedulers_and_libraries() -> None:
     optimizer, parameter = new_optimizer(momentum=0.9)
     assert isinstance(optimizer, torch.optim.Optimizer)

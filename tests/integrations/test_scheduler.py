@@ -127,3 +127,35 @@ def test_it_stands_alone_and_can_be_stored() -> None:
     assert other.scheduler.last_epoch == 1
     with pytest.raises(AttributeError):
         scheduler.print_lr()  # torch has none any more
+
+
+@ranks(1, 2)
+def test_a_metric_counts_once_whatever_the_number_of_ranks(rank: int, world: int) -> None:
+    engine = new_engine()
+    plain = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    scheduler = engine.prepare_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=1, factor=0.5))
+    rates = []
+    for metric in (1.0, 2.0, 2.0, 2.0, 2.0):
+        scheduler.step(metric)
+        rates.append(plain.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_the_metric_of_an_epoch_counts_although_its_last_window_is_open() -> None:
+    engine = new_engine()
+    plain = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    scheduler = engine.prepare_scheduler(torch.optim.lr_scheduler.ReduceLROnPlateau(plain, patience=0, factor=0.5))
+    GradientState()._set_sync_gradients(False)
+    for metric in (1.0, 2.0):
+        scheduler.step(metric)
+    assert plain.param_groups[0]["lr"] == 0.5
+
+
+@ranks(2)
+def test_an_epoch_given_by_number_is_set_once(rank: int) -> None:
+    engine = new_engine()
+    plain = torch.optim.SGD(new_model().parameters(), lr=1.0)
+    scheduler = engine.prepare_scheduler(torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(plain, 4))
+    scheduler.step(1.5)
+    assert scheduler.scheduler.last_epoch == 1
+    assert scheduler.scheduler.T_cur == 1.5

@@ -139,7 +139,7 @@ def run(seed: int, program: Program) -> Any:
         for number, (batch, targets) in enumerate(loader):
             steps.append(step(accelerator, program, number, model, optimizer, scheduler, batch, targets))
         if program.scheduler == "plateau":
-            scheduler.step(1.0)
+            scheduler.scheduler.step(1.0)  # 1.15 steps the prepared one once per rank
         if program.saves and epoch == 0:
             folder = FOLDER / f"state_{seed}"
             accelerator.wait_for_everyone()

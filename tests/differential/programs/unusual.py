@@ -210,7 +210,9 @@ def closure() -> Any:
         accelerator.backward(value)
         return value
 
-    return [optimizer.step(loss) is None for _ in range(2)], list(model.parameters())
+    for _ in range(2):
+        optimizer.step(loss)  # 1.15 returns None
+    return list(model.parameters())
 
 
 def later_group() -> Any:

@@ -17,7 +17,7 @@ def test_defaults() -> None:
         "even_batches": True,
         "use_seedable_sampler": False,
         "data_seed": None,
-        "non_blocking": False,
+        "non_blocking": None,
         "use_stateful_dataloader": False,
     }
 

@@ -28,6 +28,8 @@ class GradientState:
 
     sync_gradients: bool = fact("True in steps that end an accumulation window.")
     plugin_kwargs: dict[str, Any] = fact("The settings of the plugin that differ from its defaults.")
+    is_accumulating: bool = False
+    """Whether the program is within a block of `accumulate` that does not end its window."""
     _is_xla_gradients_synced: bool
     _dataloader_references_ref: list[weakref.ref[Any] | None]
     _left_dataloader_ref: weakref.ref[Any] | None = None

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_state import libraries
 from accel_state.enums import LoggerType
-from accel_state.errors import missing_library
+from accel_state.errors import MissingLibraryError, missing_library
 from accel_state.warning import warn_user
 from accel_tracking.tracker import GeneralTracker
 
@@ -152,20 +152,23 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         logging_dir (`str` or path, *optional*): Where trackers that need a folder may write.
 
     Returns:
-        The given instances, and names of classes still to be instantiated, in order and without duplicates.
+        The given instances, and names of classes still to be instantiated, in order and without duplicates. Those whose library
+        is not installed are left out with a warning, which has the command that installs it.
 
     Raises:
         ValueError: For an item that is neither a tracker nor a known name, or a class that needs a folder without one.
-        ImportError: When the library that a named tracker needs is not installed.
     """
     if log_with is None:
         return []
     entries = log_with if isinstance(log_with, (list, tuple)) else [log_with]
     chosen: list[GeneralTracker | str] = []
     for entry in entries:
-        for tracker in _resolve(entry, logging_dir):
-            if tracker not in chosen:
-                chosen.append(tracker)
+        try:
+            trackers = _resolve(entry, logging_dir)
+        except MissingLibraryError as error:
+            warn_user(f"{error}. Until then the run goes on without this tracker.")
+            continue
+        chosen += [tracker for tracker in trackers if tracker not in chosen]
     return chosen
 
 

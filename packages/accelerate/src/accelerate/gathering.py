@@ -14,6 +14,7 @@ from accel_ops.gathering import gather_leaves
 from accel_ops.host_group import host_group
 from accel_ops.nested import recursively_apply
 from accel_ops.objects import gather_object
+from accel_ops.samples import first_samples, join_samples, num_samples
 from accel_state.logging import get_logger
 from accel_state.processes import PartialState
 from accel_state.supervision import report_progress
@@ -39,27 +40,29 @@ def gather_for_metrics(
 
     Args:
         input_data: Nested tensors of which the first dimension is the batch, or any picklable objects.
-        use_gather_object: Gather as objects even if all leaves are tensors, for instance ones on other devices.
+        use_gather_object: Gather as objects even if all leaves are tensors, for instance ones of different sizes; there are lists of
+            their rows then.
         state: Has the data loader that is being iterated, or was left at its last batch.
         config: Says which ranks have the same batch; None if all have different ones.
         readers: The process group of ranks with different batches, where the engine has one of its own.
         gather: Gathers tensors over all ranks.
 
     Returns:
-        Tensors in the same nested structure, concatenated over processes; objects as one list.
+        The same nested structure, with the samples of all processes in each leaf: tensors concatenated, lists joined. See
+        `accel_ops.samples` for what is a leaf where not all are tensors.
     """
     real = getattr(state.active_dataloader, "num_real_samples", None)
     if real is not None:  # this rank's shard of a stream has ended before others', and repeats samples as padding
         input_data = _first(input_data, real)
     as_objects = use_gather_object or not _holds_only_tensors(input_data)
     gathered = (
-        _gather_batches(input_data, as_objects, config, gather)
+        _gather_batches(input_data, as_objects, use_gather_object, config, gather)
         if readers is None
-        else _gather_over(input_data, as_objects, readers)
+        else _gather_over(input_data, as_objects, use_gather_object, readers)
     )
     left = None if state.in_dataloader else state.left_dataloader
     if left is not None:
-        remainder = left.remainder if _is_last_round(gathered, left) else 0
+        remainder = left.remainder if _is_last_round(gathered, as_objects, left) else 0
     elif state.end_of_dataloader:
         remainder = state.remainder
     else:
@@ -70,48 +73,53 @@ def gather_for_metrics(
         )
     if remainder <= 0:
         return gathered
-    if as_objects:
-        return gathered[:remainder] if isinstance(gathered, list) else gathered
-    return _first(gathered, remainder)
+    return first_samples(gathered, remainder, num_samples(gathered)) if as_objects else _first(gathered, remainder)
 
 
-def _is_last_round(gathered: Any, loader: Any) -> bool:
+def _is_last_round(gathered: Any, as_objects: bool, loader: Any) -> bool:
     """Whether as many samples were gathered as the last batches of a loader hold that is not iterated any more.
 
     Other data may be gathered then, too, of which nothing may be dropped.
     """
     if loader.remainder <= 0:
         return False
-    size = len(gathered) if isinstance(gathered, list) else ignorant_find_batch_size(gathered)
+    size = num_samples(gathered) if as_objects else ignorant_find_batch_size(gathered)
     count = PartialState().num_processes
     return size in (loader.total_batch_size, -(-loader.remainder // count) * count)
 
 
+def _gather_objects(data: Any, by_rows: bool) -> Any:
+    """Join what all ranks have; on one process, it is returned as it is."""
+    if PartialState().num_processes == 1 or not hasattr(data, "__iter__"):
+        return gather_object(data)  # which has an error for what cannot be joined
+    return join_samples(gather_object([data]), by_rows=by_rows)
+
+
 def _gather_batches(
-    data: Any, as_objects: bool, config: ParallelismConfig | None, gather: Callable[[Any], Any]
+    data: Any, as_objects: bool, by_rows: bool, config: ParallelismConfig | None, gather: Callable[[Any], Any]
 ) -> Any:
     """Gather over the ranks that read different shards of the dataset."""
     if config is None or config.non_data_parallel_size == 1 or config.device_mesh is None:
-        return gather_object(data) if as_objects else gather(data)
+        return _gather_objects(data, by_rows) if as_objects else gather(data)
     mesh = config.axis_mesh("dp")
     if mesh is None:  # all ranks have the same batch
         return data if as_objects else recursively_apply(torch.atleast_1d, data)
-    return _gather_over(data, as_objects, mesh.get_group())
+    return _gather_over(data, as_objects, by_rows, mesh.get_group())
 
 
-def _gather_over(data: Any, as_objects: bool, group: Any) -> Any:
+def _gather_over(data: Any, as_objects: bool, by_rows: bool, group: Any) -> Any:
     if not as_objects:
         return gather_leaves(data, "gather_for_metrics", PartialState(), group)
-    found: list[Any] = [None] * dist.get_world_size(group)
+    batches: list[Any] = [None] * dist.get_world_size(group)
     report_progress()
-    dist.all_gather_object(found, data, group=host_group(group) or group)
-    return [item for items in found for item in items]
+    dist.all_gather_object(batches, data, group=host_group(group) or group)
+    return join_samples(batches, by_rows=by_rows)
 
 
 def _first(data: Any, count: int) -> Any:
-    """The first samples of every tensor, or of a list."""
+    """The first samples of every leaf."""
     if not _holds_only_tensors(data):
-        return data[:count] if isinstance(data, list) else data
+        return first_samples(data, count, num_samples(data))
     return recursively_apply(lambda tensor: tensor[:count] if tensor.ndim else tensor, data)
 
 

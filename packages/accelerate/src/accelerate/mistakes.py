@@ -69,7 +69,10 @@ class FirstStepCheck:
             if (found := check()) is not None:
                 found._before_first_step(plain)
 
-        handle = register(hook)
+        try:
+            handle = register(hook)
+        except AttributeError:  # an object that behaves like an optimizer, and has no hooks
+            return
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         num_steps = self._engine.gradient_state.num_steps

@@ -223,6 +223,7 @@ class Accumulation(ContextDecorator):
         else:
             self._no_sync = controller.no_sync(models, self._make_no_sync)
             self._no_sync.__enter__()
+            controller.gradient_state.is_accumulating = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -230,6 +231,7 @@ class Accumulation(ContextDecorator):
         if self._controller.engine.averaging.is_by_window:
             self._controller.engine.averaging.end_batch()
         if self._no_sync is not None:
+            self._controller.gradient_state.is_accumulating = False
             self._no_sync.__exit__(kind, error, trace)
 
 

@@ -119,10 +119,30 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             else:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Take a step, on sync steps only."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, on sync steps only.
+
+        Args:
+            closure (*optional*): Computes the loss and its gradients anew, for optimizers such as LBFGS.
+
+        Returns:
+            What the closure returned when it was first called; None without a closure, or where no step is due.
+        """
         if not self.gradient_state.sync_gradients:
-            return
+            return None
+        if closure is None:
+            self._step(None)
+            return None
+        losses: list[Any] = []
+
+        def noted() -> Any:
+            losses.append(closure())
+            return losses[-1]
+
+        self._step(noted)
+        return losses[0] if losses else None
+
+    def _step(self, closure: Callable[[], Any] | None) -> None:
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
         if self._before_step is not None:

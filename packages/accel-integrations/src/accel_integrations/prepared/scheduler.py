@@ -15,6 +15,8 @@ from accel_state.public_names import known_as
 class AcceleratedScheduler:
     """Wraps a scheduler written for one process: it steps when its optimizers step, once per rank with its own batch.
 
+    A call with arguments, such as the metric of an epoch (`ReduceLROnPlateau`) or the epoch itself, is passed on once.
+
     Args:
         scheduler (`torch.optim.lr_scheduler.LRScheduler`): The scheduler.
         optimizers (optimizer or list of them): The prepared optimizers whose steps count.
@@ -64,6 +66,11 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
+        if args or kwargs:
+            # What a program says once counts once; after an epoch also where the last accumulation window is still open.
+            if not self.gradient_state.is_accumulating:
+                self.scheduler.step(*args, **kwargs)
+            return
         if not self.gradient_state.sync_gradients:
             return
         for optimizer in self.optimizers:
@@ -72,7 +79,7 @@ class AcceleratedScheduler:
         last = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._steps_per_call):
             if last is None or self.scheduler._step_count <= last:  # a schedule of fixed length stays at its end
-                self.scheduler.step(*args, **kwargs)
+                self.scheduler.step()
 
     def get_last_lr(self) -> Any:
         """The learning rates now, one for each group of parameters."""
