@@ -25,8 +25,8 @@ NAN_BYTE = 0xFF
 class LateLane(Lane):
     """Copies nothing before somebody waits for it, and destroys what was in the memory at once."""
 
-    def __init__(self) -> None:
-        super().__init__(CPU)
+    def __init__(self, device: torch.device = CPU) -> None:
+        super().__init__(device)
         self.pending: list[tuple[Block, Region]] = []
         self.num_begun = 0
         self.num_waited = 0

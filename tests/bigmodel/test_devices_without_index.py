@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from accel_bigmodel import cpu_offload_with_hook
 from accel_bigmodel.checkpoint.contents import CheckpointContents
 from accel_bigmodel.checkpoint.placing import LoadOptions, _place
-from accel_bigmodel.device_map.check import bytes_to_move
+from accel_bigmodel.device_map.check import bytes_to_move, check_tied_parameters_on_same_device
+from accel_bigmodel.dispatch import _offloaded_places
 from accel_bigmodel.hooks.user_offload import CpuOffload
 
 
@@ -61,3 +63,30 @@ def test_a_model_that_is_on_the_gpu_does_not_push_the_one_before_it_off(
     assert offloaded == []
     CpuOffload("cuda:1", before).pre_forward(model_on_gpu)
     assert offloaded == ["the one before"]
+
+
+def test_tied_parameters_on_one_device_by_two_names_are_on_the_same_one(
+    current_gpu: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tied = [["embed.weight", "head.weight"]]
+    for places in (["cuda", 3], ["cuda:3", torch.device("cuda")], ["cpu", torch.device("cpu")], ["disk", "disk"]):
+        check_tied_parameters_on_same_device(tied, dict(zip(["embed", "head"], places, strict=True)))
+    assert caplog.records == []
+    with caplog.at_level(logging.WARNING):
+        check_tied_parameters_on_same_device(tied, {"embed": "cuda", "head": 1})
+    assert "several devices" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("main_device", "places"),
+    [
+        ("mps", ("disk",)),
+        ("mps:0", ("disk",)),
+        (torch.device("mps"), ("disk",)),
+        (torch.device("cpu"), ("disk",)),
+        ("cuda", ("cpu", "disk")),
+        (0, ("cpu", "disk")),
+    ],
+)
+def test_what_is_offloaded_depends_on_the_kind_of_device(main_device: Any, places: tuple[str, ...]) -> None:
+    assert _offloaded_places(main_device) == places

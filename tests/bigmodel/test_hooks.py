@@ -247,12 +247,3 @@ def test_models_take_turns() -> None:
     for one in (hook, last):
         one.remove()
     assert not hasattr(first, "_hf_hook")
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU to send a model away from")
-def test_the_model_before_is_sent_back() -> None:
-    first, hook = cpu_offload_with_hook(nn.Linear(2, 2), 0)
-    second, _ = cpu_offload_with_hook(nn.Linear(2, 2), 0, prev_module_hook=hook)
-    second(first(torch.ones(1, 2)))
-    assert next(first.parameters()).device.type == "cpu"
-    assert next(second.parameters()).device.type == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import os
@@ -21,8 +22,10 @@ from torch import nn
 from accel_bigmodel import find_tied_parameters, init_empty_weights, retie_parameters, write_model_folder
 from accel_bigmodel.checkpoint import placing, progress
 from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
+from accel_bigmodel.checkpoint.contents import CheckpointContents, FileBytes, MemoryBytes
+from accel_bigmodel.checkpoint.index import find_checkpoint
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
-from accel_bigmodel.checkpoint.placing import copy_staged
+from accel_bigmodel.checkpoint.staging import copy_staged
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_ops.mapped import mapped_shard
@@ -661,12 +664,12 @@ class FakeBuffer:
     """A lane whose bytes arrive only when it is waited for."""
 
     def __init__(self) -> None:
-        self.buffer = torch.zeros(8, dtype=torch.uint8)
+        self.memory = torch.zeros(8, dtype=torch.uint8)
         self.target: torch.Tensor | None = None
 
     def wait(self) -> None:
         if self.target is not None:
-            self.target.copy_(self.buffer[: self.target.numel()])
+            self.target.copy_(self.memory[: self.target.numel()])
         self.target = None
 
     def send(self, target: torch.Tensor) -> None:
@@ -678,21 +681,52 @@ class FakeBuffer:
 def test_copies_piece_by_piece(count: int) -> None:
     source = torch.randn(count).bfloat16().view(count, 1)
     target = torch.zeros_like(source)
-    copy_staged(source, target, [FakeBuffer(), FakeBuffer()])
+    buffers = [FakeBuffer(), FakeBuffer()]
+    copy_staged(MemoryBytes(bytes_of(source)).read_into, bytes_of(target), itertools.cycle(buffers))
+    for buffer in buffers:
+        buffer.wait()
     assert torch.equal(source, target)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_loading_to_an_accelerator(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    state = {f"{i}.weight": torch.randn(3000, 3000) for i in range(4)}
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def test_bytes_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
+    state = {"a": torch.randn(5, 3), "b": torch.randn(7).half()}
     folder = save(tmp_path, state)
-    for dtype in (torch.float32, torch.float16):
-        with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(3000, 3000, bias=False) for _ in range(4)))
-        load_checkpoint_in_model(model, folder, device_map={"": 0}, dtype=dtype)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor.cpu(), state[name].to(dtype))
+    contents = CheckpointContents(find_checkpoint(folder))
+    before = CheckpointContents(find_checkpoint(folder))
+    for name, tensor in state.items():
+        source: Any = contents.byte_source(name)
+        assert isinstance(source, FileBytes)
+        read = torch.zeros(tensor.nbytes - 2, dtype=torch.uint8)
+        source.read_ahead(2, read.numel())
+        source.read_into(read, 2)
+        assert torch.equal(read, bytes_of(tensor)[2:])
+    with pytest.raises(OSError, match="truncated"):
+        source.read_into(torch.empty(1000, dtype=torch.uint8), 0)
+    save(tmp_path, {name: torch.zeros_like(tensor) for name, tensor in state.items()})
+    source = before.byte_source("a")
+    assert isinstance(source, MemoryBytes), "another file has its name now"
+    read = torch.zeros(state["a"].nbytes, dtype=torch.uint8)
+    source.read_into(read, 0)
+    assert torch.equal(read, bytes_of(state["a"]))
+
+
+def test_bytes_of_files_of_torch_are_those_of_contiguous_tensors(tmp_path: Path) -> None:
+    state = {
+        "turned": torch.randn(3, 5).t(),
+        "sparse": torch.eye(3).to_sparse(),
+        "turned back": torch.ones(3).cfloat().conj(),
+    }
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    contents = CheckpointContents(find_checkpoint(tmp_path / "pytorch_model.bin"))
+    source: Any = contents.byte_source("turned")
+    read = torch.zeros(60, dtype=torch.uint8)
+    source.read_into(read, 0)
+    assert torch.equal(read.view(torch.float32).view(5, 3), state["turned"])
+    assert contents.byte_source("sparse") is None
 
 
 # ---- several processes ------------------------------------------------------------------------------------------

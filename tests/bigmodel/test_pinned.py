@@ -73,10 +73,14 @@ def available(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 def test_pinned_memory_is_freed_after_the_copies_from_it(calls: list[str]) -> None:
     memory = pin(64, calls)
     view = memory[8:]
+    storage = memory.untyped_storage()[8:16]
     del memory
     gc.collect()
     assert calls == ["register"], "a view still uses it"
     del view
+    gc.collect()
+    assert calls == ["register"], "a part of its storage still uses it"
+    del storage
     gc.collect()
     assert calls == ["register", "synchronize", "unregister"]
 

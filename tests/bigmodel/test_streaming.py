@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import pickle
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,11 @@ def walk_pair(kinds: list[int], tied: bool = False) -> tuple[Walk, Walk]:
 @given(
     kinds=st.lists(st.integers(0, 3), min_size=1, max_size=6),
     tied=st.booleans(),
-    passes=st.lists(st.tuples(orders, st.sampled_from(["no_grad", "inference", "grad"])), min_size=2, max_size=7),
+    passes=st.lists(
+        st.tuples(orders, st.sampled_from(["no_grad", "inference", "grad", "grad, then copied"])),
+        min_size=2,
+        max_size=7,
+    ),
     depth=st.integers(0, 4),
     budget=st.sampled_from([None, 1, 2048, 5000, 40_000]),
 )
@@ -113,13 +119,17 @@ def test_any_order_of_modules_gives_what_the_plain_model_gives(
 ) -> None:
     plain, offloaded = walk_pair(kinds, tied)
     lane = LateLane()
-    stream = stream_through(offloaded, lane, Streaming(depth, budget))
-    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode, "grad": torch.enable_grad}
+    stream: Any = stream_through(offloaded, lane, Streaming(depth, budget))
+    contexts = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
     for order, context in passes:
-        with contexts[context]():
+        with contexts.get(context, torch.enable_grad)():
             assert torch.equal(offloaded(X, order), plain(X, order))
+        if context == "grad, then copied":
+            offloaded = copy.deepcopy(offloaded)
+            stream = offloaded.table._hf_hook.stream
+            lane = stream.lane
     assert all(parameter.is_meta for parameter in offloaded.parameters())
-    if budget is not None and all(context != "grad" for _, context in passes) and lane.allocated_bytes:
+    if budget is not None and not any(context.startswith("grad") for _, context in passes) and lane.allocated_bytes:
         largest = max(block.num_bytes for block in stream.blocks)
         assert lane.allocated_bytes[-1] <= max(budget, largest) or len(lane.allocated_bytes) > 1
 
@@ -342,16 +352,139 @@ def test_files_are_read_in_the_order_in_which_modules_run(passes: list[list[int]
             reader.fetch(hook)
 
 
-def test_a_streamed_model_says_why_it_cannot_be_copied() -> None:
-    _, offloaded = walk_pair([0])
-    stream_through(offloaded, LateLane(), Streaming())
-    for attempt in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(
-            TypeError, match="streamed to a device by threads and buffers.*remove_hook_from_submodules"
-        ):
-            attempt(offloaded)
-    remove_hook_from_submodules(offloaded)
-    copy.deepcopy(offloaded)
+def saved_and_loaded(model: nn.Module) -> Any:
+    """The model as `torch.save` and `torch.load` make it anew."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # noqa: TID251 - as programs do
+
+
+def weights_of(model: nn.Module) -> Any:
+    """The mapping that holds the offloaded weights of a model."""
+    return next(hook for _, hook in offloading_hooks(model)).weights_map.dataset
+
+
+def mapped_file(tensor: torch.Tensor) -> str:
+    """The file in whose mapping a tensor lies; "" for one in memory."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(part, 16) for part in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.split()[-1]
+    return ""
+
+
+copies = pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+
+
+@copies
+@pytest.mark.parametrize("num_passes", [0, 1, 2, 3], ids=["not used", "recorded", "packed", "reused"])
+@pytest.mark.parametrize("lane_kind", ["late", "thread", "stream"])
+def test_a_copy_of_a_streamed_model_streams_on_its_own(
+    copied: Callable[[nn.Module], Any], num_passes: int, lane_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, offloaded = walk_pair([0, 1, 2, 3, 0], tied=True)
+    lane = {"late": LateLane, "thread": lambda: ThreadLane(CPU), "stream": lambda: prompt_lane(monkeypatch)}[
+        lane_kind
+    ]()
+    settings, order = Streaming(1, 5000), [0, 1, 2, 3, 4]
+    stream = stream_through(offloaded, lane, settings)
+    with torch.no_grad():
+        for _ in range(num_passes):
+            offloaded(X, order)
+        other = copied(offloaded)
+        its_stream = other.parts[0]._hf_hook.stream
+        assert its_stream is not stream
+        assert its_stream.lane is not lane
+        assert type(its_stream.lane) is type(lane)
+        assert its_stream.settings == settings
+        expected = plain(X, order)
+        weights_of(other)["parts.1.weight"].zero_()
+        for _ in range(3):
+            assert torch.equal(offloaded(X, order), expected), "what was written to the copy is not in the original"
+        plain.parts[1].weight.zero_()
+        remove_hook_from_submodules(offloaded)
+        for parameter in offloaded.parameters():
+            parameter.fill_(3)
+        del offloaded, stream, lane
+        gc.collect()
+        for _ in range(4):
+            assert torch.equal(other(X, order), plain(X, order))
+    assert its_stream.blocks
+    names = {block.name for block in its_stream.blocks}
+    assert "?" not in " ".join(names)
+    weights = weights_of(other)
+    assert weights["parts.0.weight"].data_ptr() == weights["parts.4.weight"].data_ptr(), "tied weights stay tied"
+    mine, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    other(mine, order).sum().backward()
+    plain(theirs, order).sum().backward()
+    assert torch.equal(mine.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_packed_weights_are_saved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, offloaded = walk_pair([0, 3, 1, 0])  # floats, and the numbers of batches
+    stream = stream_through(offloaded, prompt_lane(monkeypatch), Streaming())
+    with torch.no_grad():
+        for _ in range(3):
+            offloaded(X, [0, 1, 2, 3])
+    assert {block.packed is not None for block in stream.blocks} == {True}
+    state = get_state_dict_offloaded_model(offloaded)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)  # noqa: TID251 - as programs do
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    one = weights_of(offloaded)["parts.0.weight"]
+    assert len(pickle.dumps(one)) < one.nbytes + 2000, "without the weights beside it"
+
+
+@copies
+def test_a_copy_converts_dtypes_with_a_thread_of_its_own(copied: Callable[[nn.Module], Any]) -> None:
+    plain = Walk([0, 2, 1, 0])
+    half = {name: tensor.half() for name, tensor in plain.state_dict().items()}
+    offloaded = cpu_offload(Walk([0, 2, 1, 0]), "cpu", state_dict=half)
+    plain.load_state_dict(half)
+    for model in (offloaded, copied(offloaded), copied(copied(offloaded))):
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(model(X, [0, 1, 2, 3]), plain(X, [0, 1, 2, 3]))
+        assert isinstance(model.parts[0]._hf_hook.stream.lane, ThreadLane)
+        assert "cpu -> cpu" in str(model.offload_report())
+
+
+@copies
+def test_a_copy_leaves_on_disk_what_is_there(
+    copied: Callable[[nn.Module], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ahead, "SMALL_BYTES", 1)
+    plain = Walk([0, 1, 2])
+    offloaded: Any = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    for _ in range(2):
+        offloaded(X, [0, 1, 2])
+    other = copied(copied(offloaded))
+    assert torch.equal(other(X, [0, 1, 2]), plain(X, [0, 1, 2]))
+    hook = other.parts[0]._hf_hook
+    assert "0.weight.dat" in mapped_file(hook.weights_map["weight"])
+    reader = hook.stream
+    assert isinstance(reader, ReadAhead)
+    assert reader is not offloaded.parts[0]._hf_hook.stream
+    assert reader.hooks == [hook for _, hook in offloading_hooks(other)]
+    assert torch.equal(other(X, [2, 1]), plain(X, [2, 1]))
+
+
+@copies
+def test_a_copy_computes_with_its_own_weights_in_place(copied: Callable[[nn.Module], Any]) -> None:
+    plain, offloaded = walk_pair([0, 1], tied=True)
+    for _ in range(2):
+        offloaded(X, [0, 1])
+    other = copied(offloaded)
+    weights = weights_of(other)
+    assert weights["parts.0.weight"].data_ptr() == weights["parts.1.inner.weight"].data_ptr()
+    weights["parts.0.weight"].mul_(2)
+    assert torch.equal(offloaded(X, [0, 1]), plain(X, [0, 1]))
+    with torch.no_grad():
+        plain.parts[0].weight.mul_(2)  # type: ignore[operator, union-attr]
+    assert torch.equal(other(X, [0, 1]), plain(X, [0, 1]))
 
 
 def test_weights_can_be_looked_at_and_collected_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from accel_bigmodel.checkpoint.staging import NUM_BUFFERS, NUM_READERS
 from tests.cuda_shapes.driver import GpuMachine, missing
+from tests.gpu import test_gpu_streaming
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 GPUS = (0, 1, 2, 3)
@@ -63,5 +65,77 @@ def test_reading_threads_use_the_gpu_of_their_process(machine: GpuMachine) -> No
     assert found["contexts"] == [3]
 
 
+@pytest.mark.parametrize(
+    "case",
+    ["as it is", "a file of torch", "converted", "converted one after the other", "in place", "in place, converted"],
+)
+def test_threads_read_slices_to_gpus(machine: GpuMachine, case: str) -> None:
+    found = check(machine.run("device_maps", "loaded_in_slices", case))
+    assert found["right"]
+    assert found["devices"] == (["cuda:3"] if "in place" in case else ["cpu", "cuda:0", "cuda:1", "cuda:2", "cuda:3"])
+    assert found["in place"] == ("in place" in case)
+    floats = "float64" if case == "in place, converted" else "float16" if "converted" in case else "float32"
+    assert found["dtypes"] == [f"torch.{floats}", "torch.int64"]
+    assert found["num_pinned"] <= NUM_READERS * NUM_BUFFERS
+    assert set(found["contexts"]) <= {0, 1, 2, 3}
+
+
+def test_an_error_of_a_reading_thread_reaches_the_program(machine: GpuMachine) -> None:
+    found = check(machine.run("device_maps", "loading_that_fails"))
+    assert found["message"] == "a bad block"
+    assert found["threads"] == []
+    assert found["empty"]
+
+
 def test_a_model_that_is_there_is_not_moved(machine: GpuMachine) -> None:
     assert check(machine.run("device_maps", "moved_to_the_current_gpu"))["moved"] == {}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "half on the CPU",
+        "on two GPUs, the CPU and the disk",
+        "cpu_offload",
+        "cpu_offload, converted",
+        "disk_offload",
+    ],
+)
+def test_a_copy_computes_what_its_original_does(machine: GpuMachine, kind: str, how: str) -> None:
+    found = check(machine.run("device_maps", "copied", kind, how))
+    assert found["right"] == [True] * 5
+    assert found["gradient right"]
+    assert found["waits"] == [[]] * 5
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "torch.save"])
+@pytest.mark.parametrize("places", [[0, 0, "cpu"], ["cuda", 0, "cpu"], [0, "cuda:0", "cpu"]], ids=str)
+def test_tied_weights_of_a_copy_are_its_own(machine: GpuMachine, places: list[Any], how: str) -> None:
+    found = check(machine.run("device_maps", "copied_with_tied_weights", tuple(places), how))
+    assert found["tied"] == [True] * 5
+    assert found["apart"]
+    assert found["zero"]
+
+
+def test_state_dicts_of_offloaded_models_are_on_the_cpu(machine: GpuMachine) -> None:
+    found = check(machine.run("device_maps", "state_dicts"))
+    assert found == {"devices": ["cpu"], "right": True}
+
+
+def test_reports_name_the_device_with_its_index(machine: GpuMachine) -> None:
+    found = machine.run("device_maps", "reports")
+    assert found == [found[0]] * 3
+    assert "cuda:0" in found[0]
+
+
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        *[("streams_all", arguments) for arguments in test_gpu_streaming.SETTINGS],
+        *[(body, ()) for body in test_gpu_streaming.BODIES],
+    ],
+)
+def test_the_tests_for_a_real_gpu_pass_here(machine: GpuMachine, body: str, arguments: tuple[Any, ...]) -> None:
+    assert machine.run("device_maps", "body_of_gpu_test", body, arguments) == "done"

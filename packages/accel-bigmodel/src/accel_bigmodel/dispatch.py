@@ -321,12 +321,12 @@ def _dispatch_parts(
         accelerators = [device for device in device_map.values() if device not in NOT_ACCELERATORS]
         main_device = accelerators[0] if accelerators else "cpu"
     on_disk = [name for name, device in device_map.items() if device == "disk"]
-    in_memory = [name for name, device in device_map.items() if device == "cpu"] if main_device != "cpu" else []
+    offloaded_to = _offloaded_places(main_device)
+    in_memory = [name for name, device in device_map.items() if device == "cpu"] if "cpu" in offloaded_to else []
     if on_disk and offload_dir is None and offload_index is None:
         raise ValueError(
             f"The device map offloads {on_disk[:5]} to disk, but there is no folder for their weights: pass offload_dir."
         )
-    offloaded_to = ("disk",) if main_device in ("cpu", "mps") else NOT_ACCELERATORS
     offload = {name: device in offloaded_to for name, device in device_map.items()}
     devices = {name: main_device if device in NOT_ACCELERATORS else device for name, device in device_map.items()}
     check_memory(bytes_to_move(model, {name: device for name, device in devices.items() if not offload[name]}))
@@ -358,6 +358,11 @@ def _dispatch_parts(
     retie_parameters(model, tied)
     start_streaming(model, streaming or Streaming(budget=_largest_part(model, offload)))
     warn_when_moved(model, offloaded=any(offload.values()))
+
+
+def _offloaded_places(main_device: Device) -> tuple[str, ...]:
+    """The places in a device map whose modules are offloaded; only the disk where the main device uses CPU memory itself."""
+    return ("disk",) if torch.device(main_device).type in ("cpu", "mps") else NOT_ACCELERATORS
 
 
 def _largest_part(model: nn.Module, offload: Mapping[str, bool]) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.hooks.hook import hooks_of
+from accel_state.devices import resolve_device
 
 Device = int | str | torch.device
 TiedTensors = MutableMapping[int, MutableMapping[Any, torch.Tensor]]
@@ -134,7 +135,15 @@ def _is_meta(device: Device) -> bool:
 def _shared(source: torch.Tensor, device: Device, tied: TiedTensors | None) -> torch.Tensor | None:
     if tied is None or source.device.type == "meta":
         return None
-    return tied.get(source.data_ptr(), {}).get(device)
+    return tied_copy_on(device, tied.get(source.data_ptr(), {}))
+
+
+def tied_copy_on(device: Device, copies: Mapping[Any, torch.Tensor]) -> torch.Tensor | None:
+    """The copy of a tied tensor on a device, whichever of its names is the key: `0`, "cuda" or "cuda:0"."""
+    if not copies:
+        return None
+    wanted = resolve_device(device)
+    return next((tensor for name, tensor in copies.items() if resolve_device(name) == wanted), None)
 
 
 def _remember(source: torch.Tensor, made: torch.Tensor, device: Device, tied: TiedTensors | None) -> None:

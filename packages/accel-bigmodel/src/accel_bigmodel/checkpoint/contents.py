@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -94,6 +98,65 @@ def _is_safetensors(path: str | os.PathLike[str]) -> bool:
         return file.read(LENGTH_BYTES + 1)[LENGTH_BYTES:] == b"{"
 
 
+class ByteSource(Protocol):
+    """The bytes of one tensor, read by several threads."""
+
+    def read_ahead(self, begin: int, num_bytes: int) -> None:
+        """Have the system start reading a range, where it can."""
+
+    def read_into(self, buffer: torch.Tensor, begin: int) -> None:
+        """Fill a buffer (uint8, one dimension) with the bytes from `begin` on."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """The bytes of a tensor in a file.
+
+    Args:
+        descriptor: The opened file.
+        offset: Of the tensor's first byte.
+    """
+
+    descriptor: int
+    offset: int
+
+    def read_ahead(self, begin: int, num_bytes: int) -> None:
+        """Have the system start reading a range."""
+        if hasattr(os, "posix_fadvise"):  # not on macOS
+            os.posix_fadvise(self.descriptor, self.offset + begin, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, buffer: torch.Tensor, begin: int) -> None:
+        """Fill a buffer (uint8, one dimension) with the bytes from `begin` on.
+
+        Raises:
+            OSError: The file cannot be read, or has been truncated.
+        """
+        left = memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr()))  # torch may lack numpy
+        while left:
+            num_read = os.preadv(self.descriptor, [left], self.offset + begin)
+            if num_read == 0:
+                raise OSError("A file of the checkpoint was truncated while it was being read.")
+            left, begin = left[num_read:], begin + num_read
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryBytes:
+    """The bytes of a tensor in memory, or in a memory-mapped file.
+
+    Args:
+        content: The bytes (uint8, one dimension).
+    """
+
+    content: torch.Tensor
+
+    def read_ahead(self, begin: int, num_bytes: int) -> None:
+        """Nothing to do."""
+
+    def read_into(self, buffer: torch.Tensor, begin: int) -> None:
+        """Fill a buffer (uint8, one dimension) with the bytes from `begin` on."""
+        buffer.copy_(self.content[begin : begin + buffer.numel()])
+
+
 class CheckpointContents:
     """The tensors of all files of a checkpoint, by name.
 
@@ -107,6 +170,8 @@ class CheckpointContents:
     def __init__(self, files: CheckpointFiles) -> None:
         self.source = files.source
         self._shards: dict[str, Shard] = {}
+        self._identities = {os.fspath(path): _identity(os.stat(path)) for path in files.files}
+        self._descriptors: dict[str, int | None] = {}
         shards = {path: open_shard(path) for path in files.files}
         for path, shard in shards.items():
             for name in shard.names():
@@ -139,6 +204,27 @@ class CheckpointContents:
         """A tensor in CPU memory, a view of its memory-mapped file."""
         return self._shards[name].tensor(name)
 
+    def byte_source(self, name: str) -> ByteSource | None:
+        """The bytes of a tensor, in its file or in memory; None for a sparse, a quantised or a conjugated tensor."""
+        shard = self._shards[name]
+        descriptor = self._descriptor(shard.path) if isinstance(shard, MappedShard) else None
+        if descriptor is not None and isinstance(shard, MappedShard):
+            return FileBytes(descriptor, shard.entry(name).begin)
+        tensor = self.tensor(name).detach()
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return None
+        return MemoryBytes(tensor.contiguous().reshape(-1).view(torch.uint8))
+
+    def _descriptor(self, path: str) -> int | None:
+        """A file, opened for reading; None when the path names another file by now, in which tensors may be elsewhere."""
+        if path not in self._descriptors:
+            descriptor = os.open(path, os.O_RDONLY) if hasattr(os, "preadv") else None
+            if descriptor is not None:
+                weakref.finalize(self, os.close, descriptor)
+            is_same = descriptor is not None and _identity(os.fstat(descriptor)) == self._identities[path]
+            self._descriptors[path] = descriptor if is_same else None
+        return self._descriptors[path]
+
     def read_ahead(self, name: str) -> None:
         """Have the system start reading a tensor, where it can."""
         shard = self._shards[name]
@@ -157,4 +243,8 @@ class CheckpointContents:
         return os.path.abspath(shard.path) if isinstance(shard, MappedShard) else None
 
 
-__all__ = ["CheckpointContents", "open_shard"]
+def _identity(status: os.stat_result) -> Any:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+__all__ = ["ByteSource", "CheckpointContents", "open_shard"]

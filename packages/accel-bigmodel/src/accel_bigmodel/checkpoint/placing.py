@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, Protocol
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from accel_bigmodel.checkpoint.compare import QUANTISED, SCALES, expected_tensors, find_sources
 from accel_bigmodel.checkpoint.contents import CheckpointContents
 from accel_bigmodel.checkpoint.progress import ByteProgress
+from accel_bigmodel.checkpoint.staging import NUM_READERS as NUM_GPU_READERS
+from accel_bigmodel.checkpoint.staging import DeviceCopier
 from accel_bigmodel.tensors import set_module_tensor_to_device
 from accel_state.devices import resolve_device
 
@@ -23,8 +26,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 DISK = "disk"
 NUM_READERS = min(8, os.cpu_count() or 1)
 SMALL_BYTES = 1 << 24  # not worth starting threads for
-BUFFER_BYTES = 1 << 24
-DIRECT_COPY_BYTES = 1 << 20  # below this the driver's own staging is as fast
+MAX_RAW_BYTES = 1 << 28  # of tensors on accelerators that wait there for their conversion
 
 DeviceMap = Mapping[str, int | str | torch.device]
 
@@ -166,36 +168,107 @@ def load_tensors(
                 addresses.add(value.data_ptr())
             _assign(modules, placement, value, contents)
 
-    copier = DeviceCopier()
-
-    def read(placement: Placement) -> torch.Tensor:
-        contents.read_ahead(placement.source)
-        value = contents.tensor(placement.source).detach()
-        with torch.no_grad():
-            made = (
-                tensors[placement.name].copy_(value)
-                if placement.in_place
-                else copier.copy(value, placement.device).to(placement.dtype)
-                if placement.device.type == "cuda"
-                else value.to(placement.device, placement.dtype, copy=True)
-            )
-        contents.forget(placement.source)
-        return made
-
     total = sum(placement.num_bytes for placement in copied)
-    with ByteProgress(total, "Loading weights", show_progress) as progress:
-        for placement, value in zip(copied, _in_threads(read, copied, total), strict=True):
+    with ByteProgress(total, "Loading weights", show_progress) as progress, _Readers(contents, tensors) as readers:
+        read_all = readers.read_all if total >= SMALL_BYTES and NUM_READERS > 1 else readers.read_one_by_one
+        for placement, value in zip(copied, read_all(copied), strict=True):
             if not placement.in_place:
                 _assign(modules, placement, value, contents)
             progress.advance(placement.num_bytes)
 
 
-def _in_threads(read: Any, placements: Sequence[Placement], total_bytes: int) -> Iterator[torch.Tensor]:
-    if total_bytes < SMALL_BYTES or NUM_READERS == 1:
-        yield from map(read, placements)
-        return
-    with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weights") as readers:
-        yield from readers.map(read, placements)
+class _Readers:
+    """Threads that read tensors of a checkpoint to their devices.
+
+    Args:
+        contents: The checkpoint.
+        tensors: Those of the model, which get values in place.
+    """
+
+    def __init__(self, contents: CheckpointContents, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._contents = contents
+        self._tensors = tensors
+        self._threads: ThreadPoolExecutor | None = None
+        self._copier: DeviceCopier | None = None
+        self._raw_bytes = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Start nothing more, and wait for what was started: after an error, memory that is copied to is about to be freed."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        if self._copier is not None:
+            self._copier.synchronize()
+
+    def read_one_by_one(self, placements: Sequence[Placement]) -> Iterator[torch.Tensor]:
+        """The values of a small checkpoint, without threads."""
+        return map(self._read, placements)
+
+    def read_all(self, placements: Sequence[Placement]) -> Iterator[torch.Tensor]:
+        """The values in the order of the placements, while threads read those that follow."""
+        on_gpus = any(placement.device.type == "cuda" for placement in placements)
+        num_threads = min(NUM_GPU_READERS, os.cpu_count() or 1) if on_gpus else NUM_READERS
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
+        self._copier = DeviceCopier(self._threads)
+        started: deque[Callable[[], torch.Tensor]] = deque()
+        for placement in placements:
+            started.append(self._start(placement))
+            while self._raw_bytes > MAX_RAW_BYTES and len(started) > 1:
+                yield started.popleft()()
+        while started:
+            yield started.popleft()()
+
+    def _read(self, placement: Placement) -> torch.Tensor:
+        """Read a tensor completely."""
+        self._contents.read_ahead(placement.source)
+        value = self._contents.tensor(placement.source).detach()
+        with torch.no_grad():
+            if placement.in_place:
+                made = self._tensors[placement.name].copy_(value)
+            else:
+                made = value.to(placement.device, placement.dtype, copy=True)
+        self._contents.forget(placement.source)
+        return made
+
+    def _start(self, placement: Placement) -> Callable[[], torch.Tensor]:
+        """Have threads read a tensor; returns what waits for it."""
+        assert self._threads is not None
+        assert self._copier is not None
+        source = self._contents.byte_source(placement.source) if placement.device.type == "cuda" else None
+        if source is None:
+            return self._threads.submit(self._read, placement).result
+        stored = self._contents.dtype_and_shape(placement.source)
+        assert stored is not None  # or there was no placement
+        own = self._tensors[placement.name]
+        if placement.in_place and own.dtype == stored[0] and own.is_contiguous() and _is_plain(own):
+            return partial(_arrived, own, self._copier.start(source, own))
+        target = torch.empty(placement.shape, dtype=stored[0], device=placement.device)
+        copies = self._copier.start(source, target)
+        if placement.dtype == stored[0] and not placement.in_place:
+            return partial(_arrived, target, copies)
+        self._raw_bytes += target.nbytes
+        return partial(self._converted, placement, target, copies)
+
+    def _converted(self, placement: Placement, raw: torch.Tensor, copies: Sequence[Future[Any]]) -> torch.Tensor:
+        """A tensor in its dtype, or written to the model's own; computed on its device behind the copies."""
+        for copy in copies:
+            torch.cuda.current_stream(raw.device).wait_event(copy.result())
+        self._raw_bytes -= raw.nbytes
+        with torch.no_grad():
+            return self._tensors[placement.name].copy_(raw) if placement.in_place else raw.to(placement.dtype)
+
+
+def _arrived(target: torch.Tensor, copies: Sequence[Future[Any]]) -> torch.Tensor:
+    """The target once its last bytes have been read; they may still be copied to it."""
+    for copy in copies:
+        copy.result()
+    return target
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter)
 
 
 def _assign(
@@ -227,87 +300,6 @@ def scales_name(weight_name: str) -> str:
     """The name under which bitsandbytes saves the scales of a weight."""
     owner, _, _ = weight_name.rpartition(".")
     return f"{owner}.{SCALES}" if owner else SCALES
-
-
-# ---- copies from memory-mapped files to an accelerator through pinned buffers ----------------------------------------
-
-
-class StagingBuffer(Protocol):
-    """A pinned buffer that a device copies from asynchronously, while the next one is filled."""
-
-    buffer: torch.Tensor
-
-    def wait(self) -> None:
-        """Block until the buffer may be filled again."""
-
-    def send(self, target: torch.Tensor) -> None:
-        """Start copying the first bytes of the buffer to a target (uint8, one dimension)."""
-
-
-class CudaStagingBuffer:
-    """A pinned buffer that is copied to one CUDA device on a CUDA stream of its own.
-
-    Args:
-        device: The CUDA device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(device)
-        self._sent = torch.cuda.Event()
-
-    def wait(self) -> None:
-        """Block until the buffer may be filled again."""
-        self._sent.synchronize()
-
-    def send(self, target: torch.Tensor) -> None:
-        """Start copying the first bytes of the buffer to a target (uint8, one dimension)."""
-        self._stream.wait_stream(torch.cuda.current_stream(target.device))  # on which its memory was used before
-        with torch.cuda.device(target.device), torch.cuda.stream(self._stream):  # the thread's device is GPU 0
-            target.copy_(self.buffer[: target.numel()], non_blocking=True)
-            self._sent.record(self._stream)
-
-
-class DeviceCopier:
-    """Copies tensors to CUDA devices; each thread that uses it has two pinned buffers for each device."""
-
-    def __init__(self) -> None:
-        self._here = threading.local()
-
-    def copy(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a tensor in CPU memory to a device; the copy has ended when this returns.
-
-        Args:
-            value: The tensor.
-            device: A CUDA device.
-        """
-        if value.numel() * value.element_size() < DIRECT_COPY_BYTES:
-            return value.to(device, copy=True)
-        made = torch.empty(value.shape, dtype=value.dtype, device=device)
-        copy_staged(value.contiguous(), made, self._buffers(device))
-        return made
-
-    def _buffers(self, device: torch.device) -> Sequence[StagingBuffer]:
-        if not hasattr(self._here, "buffers"):
-            self._here.buffers = {}
-        buffers: dict[torch.device, Sequence[StagingBuffer]] = self._here.buffers
-        if device not in buffers:
-            buffers[device] = CudaStagingBuffer(device), CudaStagingBuffer(device)
-        return buffers[device]
-
-
-def copy_staged(source: torch.Tensor, target: torch.Tensor, buffers: Sequence[StagingBuffer]) -> None:
-    """Copy a contiguous tensor chunk by chunk, filling one buffer while the others are copied."""
-    source_bytes, target_bytes = (each.reshape(-1).view(torch.uint8) for each in (source, target))
-    step = buffers[0].buffer.numel()
-    for number, begin in enumerate(range(0, source_bytes.numel(), step)):
-        staging = buffers[number % len(buffers)]
-        chunk = source_bytes[begin : begin + step]
-        staging.wait()
-        staging.buffer[: chunk.numel()].copy_(chunk)
-        staging.send(target_bytes[begin : begin + step])
-    for staging in buffers:
-        staging.wait()
 
 
 __all__ = ["Placement", "LoadOptions", "load_tensors", "device_of", "plan_placements", "scales_name"]

@@ -220,7 +220,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
     """
     for group in tied_params:
         places = {name: _place_of(name, device_map) for name in group}
-        if len(set(places.values())) > 1:
+        if len({place if place in (None, "disk") else resolve_device(place) for place in places.values()}) > 1:
             logger.warning(
                 "The device map puts tied parameters on several devices, where each gets a "
                 "copy of its own: %s. Give their modules one device.",

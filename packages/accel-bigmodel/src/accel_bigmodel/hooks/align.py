@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.hook import ModelHook
+from accel_bigmodel.offload.loader import find_source
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
-from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device
+from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device, tied_copy_on
 from accel_ops.placement import find_device, send_to_device
 from accel_state.public_names import known_as
 
@@ -29,6 +30,9 @@ class WeightSlot:
     empty: torch.Tensor  # the tensor on the meta device that stands there in between
     source: torch.Tensor | None = None  # the weight that was there last, and
     ready: torch.Tensor | None = None  # what was made of it without a copy
+
+    def __reduce__(self) -> Any:
+        return WeightSlot, (self.name, self.tensors, self.key, self.empty)  # `ready` of a copy shares its own weights
 
 
 class Stream(Protocol):
@@ -109,6 +113,26 @@ class AlignDevicesHook(ModelHook):
             f"place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The attributes; tied tensors by name, since the weights of a copy have other addresses."""
+        return {**self.__dict__, "tied_params_map": dict(self._tied_by_name())}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        tied_by_name = state.get("tied_params_map") or {}
+        self.tied_params_map = {  # accelerate 1.15 pickles addresses, which are those of other tensors now
+            self.weights_map[name].data_ptr(): tied for name, tied in tied_by_name.items() if isinstance(name, str)
+        }
+
+    def _tied_by_name(self) -> Iterator[tuple[str, MutableMapping[Any, torch.Tensor]]]:
+        """The entries of `tied_params_map` for this hook's weights; those of other hooks are the same objects."""
+        if not self.tied_params_map:
+            return
+        for slot in self.slots or ():
+            source, home = find_source(self.weights_map, slot.name)
+            if home is not None and source.data_ptr() in self.tied_params_map:
+                yield slot.name, self.tied_params_map[source.data_ptr()]
+
     def init_hook(self, module: Module) -> Module:
         """Offload the weights, or move them to the device."""
         if self.offload:
@@ -171,12 +195,12 @@ class AlignDevicesHook(ModelHook):
             slot.tensors[slot.key] = slot.ready
             return
         statistics = _statistics(slot.name, value, self.weights_map)
+        device = self.execution_device if self.execution_device is not None else value.device
         copies = self.tied_params_map.get(value.data_ptr()) if self.tied_params_map else None
         if copies is not None:
             self.tied_params_names.add(slot.name)
-            if self.execution_device not in copies:
-                self.tied_pointers_to_remove.add((value.data_ptr(), self.execution_device))
-        device = self.execution_device if self.execution_device is not None else value.device
+            if tied_copy_on(device, copies) is None:
+                self.tied_pointers_to_remove.add((value.data_ptr(), device))
         set_module_tensor_to_device(
             module, slot.name, device, value=value, fp16_statistics=statistics, tied_params_map=self.tied_params_map
         )

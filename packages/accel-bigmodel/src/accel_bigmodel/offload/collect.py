@@ -23,7 +23,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         model: The model.
 
     Returns:
-        The tensors by name. Weights on disk are memory-mapped, not read.
+        The tensors by name, all in CPU memory. Weights on disk are memory-mapped, not read.
 
     Raises:
         ValueError: When a weight is on the meta device and no hook offloads it.
@@ -46,7 +46,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
             f"Weights of {type(model).__name__} are on the meta device, and no hook offloads them: {empty[:5]}. Load a "
             "checkpoint first."
         )
-    return found
+    on_cpu = {id(tensor): tensor.to("cpu") for tensor in found.values()}  # tied ones once
+    return {name: on_cpu[id(tensor)] for name, tensor in found.items()}
 
 
 def get_state_dict_from_offload(
@@ -67,10 +68,11 @@ def get_state_dict_from_offload(
         `state_dict`.
     """
     prefix = f"{path}." if (path := module_name.rpartition(".")[0]) else ""
-    with align_module_device(module, torch.device(device_to_put_offload)):
+    device = torch.device(device_to_put_offload)
+    with align_module_device(module, device):
         for name, tensor in module.state_dict().items():
             if prefix + name in state_dict:
-                state_dict[prefix + name] = tensor
+                state_dict[prefix + name] = tensor.to(device)  # buffers that are not offloaded were elsewhere
     return state_dict
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
 from accel_ops.staging import path_inside
 from accel_state.public_names import known_as
+
+Home = tuple[MutableMapping[str, torch.Tensor], str]
 
 
 @known_as("accelerate.utils.offload.OffloadedWeightsLoader")
@@ -86,6 +88,12 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
         return mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_mapped"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _mapped={})  # a copy maps the files again, and does not load them into memory
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
 
@@ -117,6 +125,18 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def find_source(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Home | None]:
+    """An offloaded weight in its stored dtype, with the mapping that holds it in CPU memory and its key, or None."""
+    while isinstance(weights, PrefixedDataset):
+        name = f"{weights.prefix}{name}"
+        weights = weights.dataset
+    if isinstance(weights, OffloadedWeightsLoader):
+        if name not in weights.state_dict:
+            return weights.stored(name), None
+        weights = weights.state_dict
+    return weights[name], (weights, name) if isinstance(weights, MutableMapping) else None
 
 
 def extract_submodules_state_dict(
@@ -164,9 +184,11 @@ def check_weights_are_stored(
 
 
 __all__ = [
+    "Home",
     "Index",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
     "check_weights_are_stored",
     "extract_submodules_state_dict",
+    "find_source",
 ]

@@ -10,15 +10,16 @@ from __future__ import annotations
 import mmap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_bigmodel.streaming.units import Unit
+from accel_bigmodel.streaming.units import Unit, make_unit
 from accel_ops import pages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from accel_bigmodel.hooks.align import AlignDevicesHook
 
@@ -34,22 +35,29 @@ class ReadAhead:
     ran.
 
     Args:
-        units: Hooks and units with weights in files.
+        units: Hooks and units with weights in files; an iterator is consumed at the first use.
         window_bytes: How many bytes are read ahead.
     """
 
     def __init__(self, units: Iterable[tuple[AlignDevicesHook, Unit]], window_bytes: int = WINDOW_BYTES) -> None:
-        mapped = {hook: _large_mapped(unit) for hook, unit in units}
-        self._mapped = {hook: tensors for hook, tensors in mapped.items() if tensors}
+        self._units = units
         self._window_bytes = window_bytes
-        hooks = list(self._mapped)
-        self._follows = dict(zip(hooks, [*hooks[1:], *hooks[:1]], strict=True))
         self._before: AlignDevicesHook | None = None
         self._ahead: dict[AlignDevicesHook, None] = {}  # being read, not yet used
         self._ahead_bytes = 0
         self._touched: set[AlignDevicesHook] = set()
         self._lock = threading.Lock()
         self._helper = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+
+    @cached_property
+    def _mapped(self) -> dict[AlignDevicesHook, list[torch.Tensor]]:
+        """The large weights of each hook."""
+        mapped = {hook: _large_mapped(unit) for hook, unit in self._units}
+        return {hook: tensors for hook, tensors in mapped.items() if tensors}
+
+    @cached_property
+    def _follows(self) -> dict[AlignDevicesHook, AlignDevicesHook]:
+        return dict(zip(self.hooks, [*self.hooks[1:], *self.hooks[:1]], strict=True))
 
     @property
     def hooks(self) -> list[AlignDevicesHook]:
@@ -86,8 +94,12 @@ class ReadAhead:
         """Return the output: there is nothing to release."""
         return output
 
-    def __reduce__(self) -> Any:
-        return ReadAhead, ((), self._window_bytes)  # a copy does not read ahead, and need not
+    def __getstate__(self) -> Any:
+        return self.hooks, self._window_bytes
+
+    def __setstate__(self, state: Any) -> None:
+        hooks, window_bytes = state  # whose own states are not there yet, so their units are made later
+        ReadAhead.__init__(self, _units_of(hooks), window_bytes)
 
     def _bytes_of(self, hook: AlignDevicesHook) -> int:
         return sum(tensor.numel() for tensor in self._mapped[hook])
@@ -98,6 +110,13 @@ class ReadAhead:
         for tensor in self._mapped[hook]:
             if is_new or not pages.is_in_memory(tensor.data_ptr(), tensor.numel()):
                 self._helper.submit(_touch, tensor)
+
+
+def _units_of(hooks: Iterable[AlignDevicesHook]) -> Iterator[tuple[AlignDevicesHook, Unit]]:
+    for hook in hooks:
+        unit = make_unit("", hook)
+        if unit is not None:
+            yield hook, unit
 
 
 def _large_mapped(unit: Unit) -> list[torch.Tensor]:

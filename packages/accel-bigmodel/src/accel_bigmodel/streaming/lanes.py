@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class Lane(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.device,)  # a copy has threads, events and buffers of its own
 
     @abstractmethod
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -167,12 +171,19 @@ class StreamLane(Lane):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._module: Any = torch.get_device_module(device)
-        self._stream: Any = self._module.Stream(device=device)
         self._submit = _helper_of(self)
         self._stages: list[_Stage] = []
         self._addresses: set[int] = set()  # of packed weights
         self._is_timed = False
+
+    @cached_property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.device)
+
+    @cached_property
+    def _stream(self) -> Any:
+        """Created by the first copy, so that a model can be unpickled where its device is missing."""
+        return self._module.Stream(device=self.device)
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """Memory on the accelerator (uint8, one dimension).
@@ -222,8 +233,9 @@ class StreamLane(Lane):
         fill(own, block.packed)
         for weight in own:
             if weight.num_bytes:
-                self._addresses.add(weight.view(block.packed).data_ptr())
-                _replace(weight, weight.view(block.packed))
+                value = _within(block.packed, weight)
+                self._addresses.add(value.data_ptr())
+                _replace(weight, value)
         self._copy(block.packed, block, target, marks, arrival)
 
     def _stage(self, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying) -> None:
@@ -298,6 +310,13 @@ class StreamLane(Lane):
 
     def _event(self, *, timed: bool = False) -> Any:
         return self._module.Event(enable_timing=timed)
+
+
+def _within(packed: torch.Tensor, weight: UnitWeight) -> torch.Tensor:
+    """A weight in a packed buffer, with a storage of its own: `torch.save` would write the storage of the whole block."""
+    storage: Any = packed.untyped_storage()[weight.offset : weight.offset + weight.num_bytes]
+    value: Any = torch.empty(0, dtype=weight.dtype)
+    return value.set_(storage, 0, weight.source.shape)
 
 
 def _replace(weight: UnitWeight, view: torch.Tensor) -> None:

@@ -12,8 +12,10 @@ from torch import nn
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.hook import hooks_of
 from accel_bigmodel.model_methods import ModelMethod
+from accel_bigmodel.offload.loader import find_source
 from accel_bigmodel.streaming.stream import WeightStream
-from accel_bigmodel.streaming.units import Block, find_source
+from accel_bigmodel.streaming.units import Block
+from accel_state.devices import resolve_device
 
 HIDDEN_FRACTION = 0.1
 """When compute waits for less than this fraction of the copy time, the copies count as overlapped with compute."""
@@ -168,11 +170,12 @@ def _module_rows(model: nn.Module) -> list[ModuleReport]:
 def _places_in(module: nn.Module, hook: AlignDevicesHook | None) -> Iterator[tuple[str, str, int]]:
     """Where a module's own tensors are, where they run, and their bytes."""
     offloaded = set()
+    device = str(resolve_device(hook.execution_device)) if hook and hook.execution_device is not None else "cpu"
     for slot in (hook.slots or ()) if hook is not None else ():
         assert hook is not None
         source, home = find_source(hook.weights_map, slot.name)
         offloaded.add(slot.name)
-        yield "disk" if home is None else "cpu", str(hook.execution_device), source.numel() * slot.empty.element_size()
+        yield "disk" if home is None else "cpu", device, source.numel() * slot.empty.element_size()
     for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
         if name not in offloaded and not tensor.is_meta:
             yield str(tensor.device), str(tensor.device), tensor.numel() * tensor.element_size()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -242,18 +242,12 @@ class WeightStream:
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise TypeError(CANNOT_COPY)
+    def __getstate__(self) -> Any:
+        """What the stream was made of: a copy records, packs and prefetches the weights of its own hooks."""
+        return self.lane, self.settings, self._names
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(CANNOT_COPY)
-
-
-CANNOT_COPY = (
-    "A model whose weights are streamed to a device by threads and buffers can be neither deep-copied nor pickled: remove "
-    "its hooks first (remove_hook_from_submodules), or save its weights (save_model, or "
-    "get_state_dict_offloaded_model)."
-)
+    def __setstate__(self, state: Any) -> None:
+        WeightStream.__init__(self, *state)
 
 
 def without_views_of(memory: torch.Tensor, output: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_bigmodel.offload.loader import OffloadedWeightsLoader, PrefixedDataset
+from accel_bigmodel.offload.loader import Home, find_source
 
 if TYPE_CHECKING:
     from accel_bigmodel.hooks.align import AlignDevicesHook, WeightSlot
     from accel_bigmodel.streaming.arena import Region
 
 ALIGNMENT = 512  # bytes, so that a view of any dtype can start there
-Home = tuple[MutableMapping[str, torch.Tensor], str]
 
 
 @dataclass(slots=True)
@@ -201,18 +200,6 @@ def _is_plain(old: torch.Tensor, source: torch.Tensor) -> bool:
         and source.shape == old.shape
         and source.dtype != torch.int8  # which needs its scales too
     )
-
-
-def find_source(weights: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, Home | None]:
-    """An offloaded weight in its stored dtype, with the mapping that holds it in CPU memory and its key, or None."""
-    while isinstance(weights, PrefixedDataset):
-        name = f"{weights.prefix}{name}"
-        weights = weights.dataset
-    if isinstance(weights, OffloadedWeightsLoader):
-        if name not in weights.state_dict:
-            return weights.stored(name), None
-        weights = weights.state_dict
-    return weights[name], (weights, name) if isinstance(weights, MutableMapping) else None
 
 
 def _version(tensor: torch.Tensor) -> int:
