@@ -16,6 +16,7 @@ import pytest_randomly
 import torch
 
 from tests.support.families import in_order
+from tests.support.hidden_devices import hide_from
 from tests.support.leaks import leaked_process_group, reset_state, restore_environment
 from tests.support.short_run import choose
 
@@ -27,9 +28,6 @@ os.environ.setdefault(
     "RES_OPTIONS", "timeout:1 attempts:5"
 )  # torch's stores ask DNS for names; 5 s for each lost question
 pytest_randomly.entrypoint_reseeds = []  # DeepSpeed offers one, which would import all of it into every run
-# The first backward pass of a process counts its devices, and FakeTensorMode pretends to have one: if it came before, no
-# test could fork processes that train.
-torch.ones((), requires_grad=True).backward()
 
 
 LEFT_OUT = pytest.StashKey[int]()
@@ -47,7 +45,11 @@ def is_short(config: pytest.Config) -> bool:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Fewer examples of property tests in a short run; tests take the number when they are imported."""
+    """Hide GPUs before they are counted; fewer examples of property tests in a short run, taken when tests are imported."""
+    hide_from(config.args)
+    # The first backward pass of a process counts its devices, and FakeTensorMode pretends to have one: if it came before, no
+    # test could fork processes that train.
+    torch.ones((), requires_grad=True).backward()
     if is_short(config):
         hypothesis.settings.load_profile("short")
 

@@ -12,6 +12,7 @@ from accel_cli.launch.plan import Plan, make_plan
 from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import check_flags, check_settings
+from accel_state.nvidia import MissingGpus, describe_invalid, invalid_gpu
 
 TAKEN_PORT = 29500
 FREE_PORT = 40000
@@ -26,19 +27,28 @@ class Pretended(Machine):
         cores: int = 2,
         *,
         has_devices: bool = True,
+        gpus: int = 0,
+        missing: MissingGpus | None = None,
         usual_port_is_taken: bool = False,
         mpi: str = "",
         root: bool = False,
     ) -> None:
-        self.some_devices = has_devices
+        self.some_devices, self.gpus, self.missing = has_devices, gpus, missing
         self.devices, self.cores, self.usual_port_is_taken = devices, cores, usual_port_is_taken
         self.mpi, self.root = mpi, root
 
     def num_devices(self) -> int:
         return self.devices
 
-    def has_devices(self) -> bool:
+    def has_devices(self, gpu_ids: str = "") -> bool:
         return self.some_devices
+
+    def fault_of_gpu_ids(self, gpu_ids: str) -> str:
+        gpus = [""] * self.gpus
+        return describe_invalid(gpu_ids, gpus) if gpus and invalid_gpu(gpu_ids, gpus) is not None else ""
+
+    def missing_gpus(self, gpu_ids: str = "") -> MissingGpus | None:
+        return self.missing
 
     def visible_devices_variable(self) -> str:
         return "CUDA_VISIBLE_DEVICES"

@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
+from tests.support.hidden_devices import NO_DEVICES
+
 UP, DOWN, ENTER, BACKSPACE, CONTROL_C, CONTROL_D = "\x1b[A", "\x1b[B", "\r", "\x7f", "\x03", "\x04"
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[=>]")
 PATIENCE_SECONDS = 120
@@ -37,7 +39,7 @@ class Terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
         self.process = subprocess.Popen(
             [sys.executable, "-c", program, *words], stdin=theirs, stdout=theirs, stderr=theirs,
-            env={"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"} | dict(environ), start_new_session=True,
+            env={"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **NO_DEVICES, **environ}, start_new_session=True,
         )  # fmt: skip
         os.close(theirs)
         self.raw = ""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import accel_state.libraries
+from accel_cli.configfile.write import write_basic_config
 from accel_cli.launch.machine import Machine
 from accel_cli.main import main
+from accel_state import devices, nvidia
+from accel_state.nvidia import MissingGpus
 from tests.cli.pretended import Pretended, plan_of, settled
 
 
@@ -53,6 +58,107 @@ def test_a_file_of_another_machine_is_told_of() -> None:
     Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 0,1\n")
     settings, _ = settled("--config_file", "a.yaml", "train.py", machine=WITHOUT)
     assert any(note.startswith("a.yaml asks for GPUs, but this machine has none") for note in settings.notes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ids", "fault"),
+    [
+        (1, "1", "names GPU '1', but this machine has only GPU 0."),
+        (1, "0,1", "names GPU '1', but this machine has only GPU 0."),
+        (8, "8", "names GPU '8', but this machine has only GPUs 0 to 7."),
+        (8, "0,0", "names GPU '0' twice."),
+        (8, "-1", "names GPU '-1', but"),
+    ],
+)
+def test_gpus_that_were_named_must_be_there(gpus: int, ids: str, fault: str) -> None:
+    machine = Pretended(gpus=gpus)
+    with pytest.raises(
+        ValueError, match=rf"^--gpu_ids {ids} {fault}.* Name GPUs of this machine, each once, or give --cpu"
+    ):
+        plan_of(f"--gpu_ids={ids}", "train.py", machine=machine)
+    settings, _ = settled("--dry_run", f"--gpu_ids={ids}", "train.py", machine=machine)
+    assert any("a launch on this machine would fail" in note and fault in note for note in settings.notes)
+    Path("a.yaml").write_text(f"distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: '{ids}'\n")
+    with pytest.raises(ValueError, match=rf"^a.yaml: gpu_ids: {ids} {fault}"):
+        plan_of("--config_file", "a.yaml", "train.py", machine=machine)
+
+
+@pytest.mark.parametrize(("gpus", "ids"), [(0, "5"), (1, "0"), (8, "7,0"), (8, "GPU-aa"), (8, "MIG-bb"), (1, "all")])
+def test_gpus_that_are_there_or_unknown_are_accepted(gpus: int, ids: str) -> None:
+    plan_of(f"--gpu_ids={ids}", "train.py", machine=Pretended(gpus=gpus))
+
+
+HIDDEN = MissingGpus("GPUs 0 to 7", "CUDA_VISIBLE_DEVICES is '', which hides all GPUs", "Unset it", on_purpose=True)
+WITHOUT_CUDA = MissingGpus("GPU 0", "torch 2.13.0+cpu is built without CUDA", "Install a torch for CUDA")
+
+
+@pytest.mark.parametrize(
+    ("missing", "words", "message"),
+    [
+        (
+            HIDDEN, ["--multi_gpu", "--num_processes", "2"],
+            "--multi_gpu asks for GPUs, and this machine has GPUs 0 to 7, but CUDA_VISIBLE_DEVICES is '', which hides all "
+            "GPUs. Unset it; to run on the CPU, give --cpu.",
+        ),
+        (
+            WITHOUT_CUDA, ["--gpu_ids", "0"],
+            "--gpu_ids 0 asks for GPUs, and this machine has GPU 0, but torch 2.13.0+cpu is built without CUDA. Install a "
+            "torch for CUDA; to run on the CPU, give --cpu.",
+        ),
+        (WITHOUT_CUDA, ["--config_file", "a.yaml"], "a.yaml asks for GPUs, and this machine has GPU 0, but torch"),
+        (WITHOUT_CUDA, ["--config_file", "a.yaml", "--num_processes", "4"], "a.yaml asks for GPUs, and this machine has"),
+    ],
+)  # fmt: skip
+def test_gpus_that_torch_does_not_see_are_told_of(missing: MissingGpus, words: list[str], message: str) -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    machine = Pretended(has_devices=False, missing=missing)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        plan_of(*words, "train.py", machine=machine)
+    plan_of("--cpu", "train.py", machine=machine)
+    plan_of("train.py", machine=machine)  # the process itself warns
+
+
+def test_gpus_hidden_from_a_file_that_asks_for_them_are_noted() -> None:
+    Path("a.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
+    settings, _ = settled("--config_file", "a.yaml", "train.py", machine=Pretended(has_devices=False, missing=HIDDEN))
+    assert settings.notes == (
+        "a.yaml asks for GPUs, but CUDA_VISIBLE_DEVICES is '', which hides all GPUs. The processes run on the CPU. Give --cpu to do "
+        "so without this note.",
+    )
+
+
+@pytest.fixture
+def one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of a driver with one GPU, which a torch without CUDA does not see."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    monkeypatch.setattr(devices, "detect_device_kind", lambda: devices.device_kind("cpu"))
+    monkeypatch.setattr(nvidia, "DEVICE_FILES", tmp_path / "dev")
+    monkeypatch.setattr(nvidia, "DRIVER_FILES", tmp_path / "driver")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_the_real_machine_is_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["launch", "--gpu_ids", "1", "train.py"]) == 2
+    assert "--gpu_ids 1 names GPU '1', but this machine has only GPU 0." in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert main(["launch", "--gpu_ids", "0", "train.py"]) == 2  # which replaces the variable
+    assert re.search(r"has GPU 0, but torch \S+ is built without CUDA", capsys.readouterr().err)
+    assert main(["launch", "--multi_gpu", "--num_processes", "2", "train.py"]) == 2
+    assert "but CUDA_VISIBLE_DEVICES is '-1', which hides all GPUs. Unset" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_other_commands_say_why_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    assert re.search(r"accelerators: none: this machine has GPU 0, but torch \S+ is built", capsys.readouterr().out)
+    write_basic_config(save_location=str(tmp_path / "new.yaml"))
+    assert (
+        "new.yaml says use_cpu: true, because torch sees no GPU here: this machine has GPU 0"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(("text", "missing"), [(IN_PARTS, "'conf/zero.json' does not exist"), (IN_FP8, "'fp8' needs")])

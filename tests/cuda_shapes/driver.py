@@ -1,7 +1,13 @@
-"""Builds the pretended driver and keeps one process that runs on it."""
+"""Builds the pretended driver and keeps one process that runs on it.
+
+Any command runs on a machine with pretended GPUs like this; `--gpus` says how many there are, one by default:
+
+    uv run python -m tests.cuda_shapes.driver --gpus 1 pytest
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -12,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.support.hidden_devices import with_all_devices
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -30,6 +38,20 @@ HOST_DEFINES = """
 #define __forceinline__ inline
 """  # CUDA's own is in a package of the compiler nvcc, which is not needed
 
+SMI = """#!/bin/sh
+index=0
+while [ $index -lt $PRETENDED_GPUS ]; do
+  case $1 in
+    -L) echo "GPU $index: pretended GPU $index (UUID: GPU-0000000$index-pretended)" ;;
+    *=name) echo "pretended GPU $index" ;;
+    *=driver_version) echo 580.00.00 ;;
+    *=pci.bus_id,uuid) echo "00000000:0$index:00.0, GPU-0000000$index-pretended" ;;
+    *) echo 0 ;;
+  esac
+  index=$((index + 1))
+done
+"""  # what `nvidia-smi` prints of at most ten GPUs
+
 
 def missing() -> str | None:
     """Why GPUs cannot be pretended here; None when they can."""
@@ -41,8 +63,6 @@ def missing() -> str | None:
         return "needs gcc"
     if not (_headers() / "cuda_runtime_api.h").exists():
         return "needs the headers of nvidia-cuda-runtime"
-    if torch.cuda.is_available():
-        return "this machine has a GPU: see tests/gpu"
     return None
 
 
@@ -50,17 +70,54 @@ def _headers() -> Path:
     return Path(torch.__file__).parents[1] / "nvidia/cu13/include"
 
 
-def build(folder: Path) -> Path:
-    """Compile the driver; under libcuda's own name, so that no other one is looked for."""
+def build(folder: Path) -> list[Path]:
+    """Compile the driver and the library that counts GPUs, under NVIDIA's own names, so that no others are looked for.
+
+    Args:
+        folder: An empty folder for them.
+
+    Returns:
+        The libraries to load before all others.
+    """
     (folder / "crt").mkdir()
     (folder / "crt/host_defines.h").write_text(HOST_DEFINES)
-    library = folder / "libpretended.so"
-    options = ["-O1", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(
-        ["gcc", *options, f"-I{folder}", f"-I{_headers()}", "-o", str(library), str(HERE / "pretended_driver.c")],
-        check=True,
-    )
-    return library
+    libraries = []
+    for name, own_name, defines in (
+        ("libpretended.so", "libcuda.so.1", []),
+        ("libpretended-ml.so", "libnvidia-ml.so.1", ["-DNVML"]),
+    ):
+        options = [
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-w",
+            *defines,
+            f"-Wl,-soname,{own_name}",
+            f"-I{folder}",
+            f"-I{_headers()}",
+        ]
+        libraries.append(folder / name)
+        subprocess.run(["gcc", *options, "-o", str(libraries[-1]), str(HERE / "pretended_driver.c")], check=True)
+    return libraries
+
+
+def pretend(folder: Path, gpus: int) -> dict[str, str]:
+    """The environment variables of a process that sees pretended GPUs; its children see them, too.
+
+    Args:
+        folder: An empty folder for what is built, which must outlive the process.
+        gpus: The number of GPUs.
+    """
+    program = folder / "programs/nvidia-smi"
+    program.parent.mkdir()
+    program.write_text(SMI)
+    program.chmod(0o755)
+    return {
+        **with_all_devices(os.environ),
+        "LD_PRELOAD": " ".join(str(library) for library in build(folder)),
+        "PRETENDED_GPUS": str(gpus),
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+    }
 
 
 class GpuMachine:
@@ -68,12 +125,12 @@ class GpuMachine:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        library = build(Path(self._folder.name))
-        clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
+        environment = pretend(Path(self._folder.name), gpus=8)
+        clean = {name: value for name, value in environment.items() if not name.startswith(("ACCELERATE_", "FSDP_"))}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.cuda_shapes.worker"],
             cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env=clean | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PYTHONPATH": _search_path()},
+            env=clean | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _search_path()},
         )  # fmt: skip
         self._done: dict[tuple[Any, ...], Any] = {}
 
@@ -107,3 +164,19 @@ class GpuMachine:
 
 def _search_path() -> str:
     return os.pathsep.join([path for path in sys.path if path])
+
+
+def main() -> int:
+    """Run a command on a machine with pretended GPUs, and return its exit code."""
+    parser = argparse.ArgumentParser(description="Run a command on a machine with pretended GPUs.")
+    parser.add_argument("--gpus", type=int, default=1, help="the number of GPUs (default: 1)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command, such as `pytest tests/state`")
+    arguments = parser.parse_args()
+    if (reason := missing()) is not None:
+        parser.error(f"GPUs cannot be pretended here: {reason}.")
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(arguments.command, env=pretend(Path(folder), arguments.gpus), check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,27 +3,71 @@
  * Device memory is host memory, so copies copy. Kernels do nothing: only tensors whose values nobody reads (fake ones,
  * copies) tell the truth. Streams run everything at once. What a real driver does with waits, devices and contexts is
  * written down, and read by `driver.py`.
+ *
+ * PRETENDED_GPUS is the number of GPUs of the machine, 8 by default; CUDA_VISIBLE_DEVICES hides some of them, as from a real
+ * driver. Compiled with -DNVML, this is the library that manages GPUs (libnvidia-ml), by which torch counts them.
  */
 #define _GNU_SOURCE
+#include <stdlib.h>
+#define MAX_DEVICES 64
+#define HERE __attribute__((visibility("default")))
+
+static int num_installed(void) {
+  const char *text = getenv("PRETENDED_GPUS");
+  return text == NULL ? 8 : atoi(text);
+}
+
+#ifdef NVML
+
+HERE int nvmlInit(void) { return 0; }
+HERE int nvmlInit_v2(void) { return 0; }
+HERE int nvmlShutdown(void) { return 0; }
+HERE int nvmlDeviceGetCount_v2(unsigned *count) { *count = num_installed(); return 0; } /* whatever is hidden */
+/* who uses the memory, which torch asks when there is none left: nobody */
+HERE int nvmlDeviceGetHandleByPciBusId_v2(const char *bus_id, void **device) { *device = NULL; return 0; }
+HERE int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *processes) { *count = 0; return 0; }
+/* torch wants to find these, and calls them on machines with several nodes only */
+#define NOT_SUPPORTED(name) HERE int name(void) { return 3; }
+NOT_SUPPORTED(nvmlDeviceGetGpuFabricInfoV)
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemoteDeviceType)
+NOT_SUPPORTED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+NOT_SUPPORTED(nvmlSystemGetCudaDriverVersion_v2)
+
+#else
+
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
-#define MAX_DEVICES 64
 #define DEVICE_BYTES (64ULL << 30)
-#define HERE __attribute__((visibility("default")))
 
 static _Thread_local int current = 0;
 static int has_context[MAX_DEVICES];
 static long counts[8]; /* see pretended_count */
 enum { STREAM_WAITS, EVENT_WAITS, DEVICE_WAITS, TO_DEVICE, TO_HOST, WITHIN, KERNELS, PINNED };
 
-static int num_devices(void) {
-  const char *text = getenv("PRETENDED_GPUS");
-  return text == NULL ? 8 : atoi(text);
+/* The GPUs that this process sees: those of CUDA_VISIBLE_DEVICES up to the first name that is no GPU, none if one is
+ * named twice. */
+static int count_visible(void) {
+  const char *name = getenv("CUDA_VISIBLE_DEVICES");
+  int count = 0, named[MAX_DEVICES] = {0};
+  if (name == NULL) return num_installed();
+  while (*name) {
+    char *end;
+    long index = strtol(name, &end, 10);
+    if (end == name || index < 0 || index >= num_installed()) break;
+    if (named[index]++) return 0;
+    count++;
+    name = *end == ',' ? end + 1 : "";
+  }
+  return count;
+}
+static int num_devices(void) { /* read once, as by a real driver: what hides GPUs later comes too late */
+  static int count = -1;
+  if (count < 0) count = count_visible();
+  return count;
 }
 static void touch(void) { has_context[current] = 1; }
 static void count(int what) { __atomic_fetch_add(&counts[what], 1, __ATOMIC_RELAXED); }
@@ -37,7 +81,10 @@ HERE void pretended_reset(void) {
 
 /* ---- devices ---- */
 
-HERE cudaError_t cudaGetDeviceCount(int *found) { *found = num_devices(); return cudaSuccess; }
+HERE cudaError_t cudaGetDeviceCount(int *found) {
+  *found = num_devices();
+  return *found ? cudaSuccess : cudaErrorNoDevice;
+}
 HERE cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
 HERE cudaError_t cudaSetDevice(int device) { /* since CUDA 12 this creates the context of the device */
   if (device < 0 || device >= num_devices()) return cudaErrorInvalidDevice;
@@ -225,3 +272,4 @@ ABSENT(cuModuleUnload)
 ABSENT(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 ABSENT(cuPointerGetAttribute)
 ABSENT(cuTensorMapEncodeTiled)
+#endif

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
 import stat
 import sys
 import types
@@ -153,18 +155,71 @@ def test_without_a_driver_there_are_no_instances(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "7,0"])
-def test_no_gpu_no_binding(visible: str, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gpu_no_binding(
+    visible: str, machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     override_numa_affinity(0)
     assert machine == []
+    assert f"the driver lists no GPU 0 for it: 0 are visible (CUDA_VISIBLE_DEVICES is {visible!r})." in caplog.text
 
 
-@pytest.mark.parametrize("content", ["-1", "nonsense", None])
-def test_machines_without_memory_nodes(content: str | None, machine: list[set[int]]) -> None:
-    file = numa.SYSFS / "bus/pci/devices/0000:3b:00.0/numa_node"
-    file.unlink() if content is None else file.write_text(content)
-    override_numa_affinity(0)
+NODE_OF_GPU, CORES_OF_NODE = "bus/pci/devices/0000:3b:00.0/numa_node", "devices/system/node/node1/cpulist"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        (NODE_OF_GPU, "-1\n", r"this machine reports no memory node for its GPU .*3B:00.0 .*numa_node contains -1"),
+        (NODE_OF_GPU, "nonsense", r"numa_node contains nonsense"),
+        (NODE_OF_GPU, None, r"the memory node of its GPU .* is unknown: .*numa_node cannot be read \(No such file"),
+        (CORES_OF_NODE, "\n", r"memory node 1, that of its GPU .*, has no cores"),
+        (CORES_OF_NODE, "some", r"cpulist contains 'some', which is not a list of cores"),
+        (
+            CORES_OF_NODE,
+            None,
+            r"the cores of memory node 1, that of its GPU .*, are unknown: .*cpulist cannot be read",
+        ),
+        (
+            CORES_OF_NODE,
+            "8-9",
+            r"memory node 1 with cores \[8, 9\], and this process may only use cores \[0, 1, 2, 3\]",
+        ),
+    ],
+)
+def test_why_nothing_is_bound_is_said(
+    file: str, content: str | None, reason: str, machine: list[set[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = numa.SYSFS / file
+    path.unlink() if content is None else path.write_text(content)
+    with caplog.at_level(logging.INFO):
+        override_numa_affinity(0)
     assert machine == []
+    [record] = caplog.records
+    assert record.levelname == "WARNING"
+    assert re.search(f"^Local rank 0 is not bound to CPU cores: .*{reason}", record.message)
+
+
+def test_other_ranks_say_so_only_when_asked(machine: list[set[int]], caplog: pytest.LogCaptureFixture) -> None:
+    for bus in ("0000:3b:00.0", "0000:5e:00.0"):
+        (numa.SYSFS / f"bus/pci/devices/{bus}/numa_node").write_text("-1")
+    with caplog.at_level(logging.INFO):
+        override_numa_affinity(1)
+        assert not caplog.records
+        override_numa_affinity(1, verbose=True)
+    assert "Local rank 1 is not bound" in caplog.text
+    assert machine == []
+
+
+def test_a_system_that_forbids_binding(
+    machine: list[set[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def forbid(pid: int, cores: set[int]) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "sched_setaffinity", forbid)
+    override_numa_affinity(0)
+    assert "does not let this process choose cores [2, 3] (Operation not permitted)" in caplog.text
 
 
 def test_forbidden_cores_stay_forbidden(machine: list[set[int]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +234,7 @@ def test_a_cpu_process_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: py
     with caplog.at_level(logging.INFO):
         override_numa_affinity(0)
     assert os.sched_getaffinity(0) == before
-    assert "there is no NVIDIA GPU here" in caplog.text
+    assert "Local rank 0 is not bound to CPU cores: there is no NVIDIA GPU here." in caplog.text
 
 
 def test_binding_happens_once(machine: list[set[int]]) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.hidden_devices import NO_DEVICES
+
 ROOT = Path(__file__).resolve().parents[3]
 RESULT = "RESULT "
 
@@ -46,7 +48,7 @@ def in_fresh_process(
     done = subprocess.run(
         [sys.executable, __file__, where, json.dumps([str(folder), *arguments])],
         cwd=folder,
-        env={**clean, "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
+        env={**clean, **NO_DEVICES, "HOME": str(folder), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
              "DO_NOT_TRACK": "1", **environment},
         capture_output=True,
         text=True,

@@ -136,10 +136,12 @@ def _torch() -> str:
 
 def _accelerators() -> str:
     from accel_state.devices import detect_device_kind
+    from accel_state.nvidia import explain_missing_gpus
 
     kind = detect_device_kind()
     if kind.name == "cpu":
-        return "none"
+        missing = explain_missing_gpus()
+        return "none" if missing is None else f"none: this machine has {missing.gpus}, but {missing.reason}"
     module = kind.module()
     name = module.get_device_name() if hasattr(module, "get_device_name") else ""
     return f"{kind.device_count()} x {kind.name} {name}".rstrip()

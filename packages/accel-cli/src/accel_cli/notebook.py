@@ -121,7 +121,7 @@ def notebook_launcher(
         log_line_prefix_template=log_line_prefix_template,
         local_addr="localhost" if num_nodes == 1 else None,  # the host's name need not resolve
     )
-    print(f"Starting {num_processes} processes on {'the CPU' if kind.name == 'cpu' else kind.name}.")
+    print(f"Starting {num_processes} processes on {_cpu_and_why() if kind.name == 'cpu' else kind.name}.")
     with patch_environment(**variables):
         if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
             _try_processes(config)
@@ -211,6 +211,16 @@ def _run_here(function: Callable[..., Any], args: Iterable[Any], mixed_precision
     print(f"Starting on {'the CPU' if kind.name == 'cpu' else f'one {kind.name} device'}.")
     with patch_environment(**_variables(mixed_precision)):
         function(*args)
+
+
+def _cpu_and_why() -> str:
+    """The CPU in words, with the reason if this machine has GPUs: the processes are told to use it, and so say nothing."""
+    from accel_state.nvidia import explain_missing_gpus
+
+    missing = explain_missing_gpus()
+    if missing is None:
+        return "the CPU"
+    return f"the CPU, although this machine has {missing.gpus}: {missing.reason}. {missing.advice}"
 
 
 def _variables(mixed_precision: str) -> dict[str, str]:

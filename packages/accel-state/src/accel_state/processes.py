@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +19,14 @@ from accel_state.devices import DeviceKind, default_device, detect_device_kind, 
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
 from accel_state.numa import set_numa_affinity
+from accel_state.nvidia import explain_missing_gpus
 from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
 from accel_state.warning import warn_user
 from accel_state.watch import this_process as watch
+
+logger = logging.getLogger("accelerate.state")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -315,6 +319,9 @@ class PartialState(ProcessPlace):
             watch.begin(began)
         if self.backend is not None or kind.always_distributed:
             self.distributed_type = self._distributed_type()
+        asked_for = cpu or "ACCELERATE_TORCH_DEVICE" in os.environ
+        if kind.name == "cpu" and not asked_for and self.is_local_main_process:
+            _warn_of_unused_gpus()  # on each machine: what hides its GPUs may be missing on that of the main process
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
             set_numa_affinity(self.local_process_index)
 
@@ -371,6 +378,21 @@ class PartialState(ProcessPlace):
         if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):  # chosen before any plugin is created
             return DistributedType.DEEPSPEED
         return self._kind().distributed_type
+
+
+def _warn_of_unused_gpus() -> None:
+    """Warn that this process computes on the CPU of a machine that has GPUs; where they are hidden on purpose, log it."""
+    missing = explain_missing_gpus()
+    if missing is None:
+        return
+    message = f"Computing on the CPU, although this machine has {missing.gpus}: {missing.reason}."
+    if missing.on_purpose:
+        logger.info(message)
+    else:
+        warn_user(
+            f"{message} {missing.advice}; to compute on the CPU without this warning, pass cpu=True or set "
+            "ACCELERATE_USE_CPU=1."
+        )
 
 
 def kind_of(device: torch.device) -> DeviceKind:

@@ -76,8 +76,23 @@ def write_basic_config(
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     as_json = format == "json" or path.suffix == ".json"
-    (write_json if as_json else write_yaml)(path, _this_machine(precision).to_dict())
+    config = _this_machine(precision)
+    (write_json if as_json else write_yaml)(path, config.to_dict())
+    if config.use_cpu:
+        _say_why_cpu(path)
     return path
+
+
+def _say_why_cpu(path: Path) -> None:
+    """Say that a file chooses the CPU although this machine has GPUs, which later launches would not mention."""
+    from accel_state.nvidia import explain_missing_gpus
+
+    missing = explain_missing_gpus()
+    if missing is not None:
+        print(
+            f"{path} says use_cpu: true, because torch sees no GPU here: this machine has {missing.gpus}, but "
+            f"{missing.reason}. {missing.advice}, and write the file again, or change it."
+        )
 
 
 def _this_machine(mixed_precision: str) -> ClusterConfig:

@@ -7,8 +7,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from accel_cli.errors import MissingFileError, UsageError
+
+if TYPE_CHECKING:
+    from accel_state.nvidia import MissingGpus
 
 
 class Machine:
@@ -21,9 +25,42 @@ class Machine:
         kind = detect_device_kind()
         return 0 if kind.name == "cpu" else kind.device_count()
 
-    def has_devices(self) -> bool:
-        """Whether this machine has an accelerator. Imports torch."""
-        return self.num_devices() > 0
+    def has_devices(self, gpu_ids: str = "") -> bool:
+        """Whether processes of this machine see an accelerator. Imports torch.
+
+        Args:
+            gpu_ids: The GPUs that they are shown, as in `--gpu_ids`; empty for those that this process sees.
+        """
+        from accel_state.environment import patch_environment
+        from accel_state.nvidia import VISIBLE
+
+        with patch_environment(**{VISIBLE: gpu_ids} if gpu_ids else {}):
+            return self.num_devices() > 0
+
+    def fault_of_gpu_ids(self, gpu_ids: str) -> str:
+        """Find a name in `--gpu_ids` that is not a GPU of this machine, or that of a GPU named before.
+
+        Args:
+            gpu_ids: Names of GPUs, separated by commas.
+
+        Returns:
+            What is wrong, as in `"names GPU '7', but this machine has only GPU 0"`; empty if all names are valid, or this
+            machine has no NVIDIA GPU.
+        """
+        from accel_state.nvidia import describe_invalid, installed_gpus, invalid_gpu
+
+        gpus = installed_gpus()
+        return describe_invalid(gpu_ids, gpus) if gpus and invalid_gpu(gpu_ids, gpus) is not None else ""
+
+    def missing_gpus(self, gpu_ids: str = "") -> MissingGpus | None:
+        """Explain why processes see none of this machine's NVIDIA GPUs; None if it has none. Imports torch.
+
+        Args:
+            gpu_ids: The GPUs that they are shown, as in `--gpu_ids`; empty for those that this process sees.
+        """
+        from accel_state.nvidia import explain_missing_gpus
+
+        return explain_missing_gpus(gpu_ids or None)
 
     def visible_devices_variable(self) -> str:
         """The environment variable that limits which accelerators a process sees. Imports torch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from accel_cli.launch.flags.table import GROUPS, find, value_of
 from accel_cli.launch.from_environment import take_environment
@@ -12,6 +13,9 @@ from accel_cli.launch.from_file import take_file
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.settings import ROWS, LaunchSettings
 from accel_cli.launch.values import first_number
+
+if TYPE_CHECKING:
+    from accel_state.nvidia import MissingGpus
 
 NO_OPTIONS = ("nondefault", "func")  # entries of a parsed command line that are not options
 
@@ -196,20 +200,56 @@ def _guess_the_rest(settings: LaunchSettings, machine: Machine) -> LaunchSetting
 
 def _look_for_devices(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
     """Check for accelerators where flags, file or environment ask for them; this imports torch."""
-    wanted = {
-        "--multi_gpu": settings.multi_gpu,
-        f"--gpu_ids {settings.gpu_ids}": chosen_devices(settings),
-    }
+    chosen = ",".join(chosen_devices(settings))
+    wanted = {"--multi_gpu": settings.multi_gpu, f"--gpu_ids {settings.gpu_ids}": chosen}
     asked_for = [words for words, value in wanted.items() if value]
     elsewhere = settings.runner not in RUNS_HERE or "ACCELERATE_TORCH_DEVICE" in environ
-    if not asked_for or settings.use_cpu or elsewhere or machine.has_devices():
+    if not asked_for or settings.use_cpu or elsewhere:
         return settings
-    if any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids")):
-        return settings.but(lacks_devices_for=" and ".join(asked_for))
+    if chosen and (fault := machine.fault_of_gpu_ids(chosen)):
+        return settings.but(device_fault=_invalid_gpu_ids(settings, fault))
+    if machine.has_devices(chosen):
+        return settings
+    by_flag = any(settings.sources.get(name) == "flag" for name in ("multi_gpu", "gpu_ids"))
+    asking = " and ".join(asked_for) if by_flag else settings.settings_file or "the environment"
+    return _without_devices(settings, asking, by_flag, machine.missing_gpus(chosen))
+
+
+def _without_devices(
+    settings: LaunchSettings, asking: str, by_flag: bool, missing: MissingGpus | None
+) -> LaunchSettings:
+    """Add the error or the note of settings that ask for accelerators which the processes would not see.
+
+    A file may be meant for another machine, or its user may want the CPU for once and hide the GPUs: these are noted.
+
+    Args:
+        settings: The settings.
+        asking: What asks for accelerators.
+        by_flag: Whether the command line does.
+        missing: Why GPUs of this machine are not seen; None if it has none.
+    """
+    if missing is None and by_flag:
+        return settings.but(
+            device_fault=f"{asking} needs a GPU or other accelerator, and this machine has none. Leave it out, or give "
+            "--cpu to run on the CPU."
+        )
+    if missing is not None and (by_flag or not missing.on_purpose):
+        return settings.but(
+            device_fault=f"{asking} asks for GPUs, and this machine has {missing.gpus}, but {missing.reason}. "
+            f"{missing.advice}; to run on the CPU, give --cpu."
+        )
+    reason = "this machine has none" if missing is None else missing.reason
     return settings.noting(
-        f"{settings.settings_file or 'the environment'} asks for GPUs, but this machine has none. The processes "
-        "run on the CPU. Give --cpu to do so without this note."
+        f"{asking} asks for GPUs, but {reason}. The processes run on the CPU. Give --cpu to do so without this note."
     )
+
+
+def _invalid_gpu_ids(settings: LaunchSettings, fault: str) -> str:
+    """The error for a list of GPUs of which CUDA would show the processes some or none."""
+    ids = f"--gpu_ids {settings.gpu_ids}"
+    if settings.sources.get("gpu_ids") == "file":
+        ids = f"{settings.settings_file}: gpu_ids: {settings.gpu_ids}"
+    return f"{ids} {fault}. Name GPUs of this machine, each once, or give --cpu to run on the CPU."
 
 
 def _without_effect(settings: LaunchSettings) -> Iterator[str]:

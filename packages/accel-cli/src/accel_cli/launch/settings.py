@@ -55,7 +55,7 @@ class LaunchSettings:
         hosts: Machines of the hostfile, with the number of slots of each if it is given.
         has_default_hostfile: Whether DeepSpeed's default hostfile exists.
         visible_devices_variable: The variable that limits which accelerators a process sees.
-        lacks_devices_for: The flags that ask for accelerators where there are none; empty if none are missing.
+        device_fault: The error of settings that ask for accelerators which the processes would not see; empty without one.
         mpi_version: The output of `mpirun --version`.
         is_root: Whether this user is root.
         port_was_named: Whether the user chose the port of the rendezvous.
@@ -312,7 +312,7 @@ class LaunchSettings:
     hosts: Mapping[str, int | None] = field(default_factory=dict)
     has_default_hostfile: bool = False
     visible_devices_variable: str = "CUDA_VISIBLE_DEVICES"
-    lacks_devices_for: str = ""
+    device_fault: str = ""
     mpi_version: str = ""
     is_root: bool = False
     port_was_named: bool = False

@@ -156,11 +156,8 @@ def _hosts_static(settings: LaunchSettings) -> bool:
 
 
 def _check_devices(settings: LaunchSettings) -> None:
-    if settings.lacks_devices_for:
-        raise NotHereError(
-            f"{settings.lacks_devices_for} needs a GPU or other accelerator, and this machine has none. Leave it out, or "
-            "give --cpu to run on the CPU."
-        )
+    if settings.device_fault:
+        raise NotHereError(settings.device_fault)
     chosen = chosen_devices(settings)
     here = settings.num_processes // settings.num_machines if settings.num_processes else 0
     if chosen and not settings.use_cpu and not settings.sagemaker and here > len(chosen):

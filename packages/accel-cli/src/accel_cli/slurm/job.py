@@ -81,9 +81,13 @@ class ComputeNode(Machine):
         """Count the GPUs that the job requests."""
         return self.gpus
 
-    def has_devices(self) -> bool:
+    def has_devices(self, gpu_ids: str = "") -> bool:
         """Assume that the machines of the job have accelerators if settings ask for them."""
         return True
+
+    def fault_of_gpu_ids(self, gpu_ids: str) -> str:
+        """Assume that the machines of the job have the GPUs that settings name; the launch on the machine checks it."""
+        return ""
 
     def visible_devices_variable(self) -> str:
         """The variable of CUDA; the launch on the machine uses the right one."""
