@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +69,27 @@ def test_a_model_is_deleted_while_its_weights_are_copied() -> None:
     scenarios.deleted_while_copying("cuda")
 
 
+@pytest.mark.parametrize("engine", ["single", "fsdp2"])
+def test_states_are_saved_in_the_background(engine: str, tmp_path: Path) -> None:
+    scenarios.saves_in_the_background("cuda", engine, tmp_path)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.filterwarnings("ignore")  # of DeepSpeed
+def test_zero_3_with_offload(tmp_path: Path) -> None:
+    scenarios.zero3_with_offload("cuda", tmp_path)
+
+
+@pytest.mark.parametrize("form", scenarios.FORMS)
+def test_an_epoch_never_waits_for_the_device(form: str) -> None:
+    if form == "BatchEncodings":
+        pytest.importorskip("transformers")
+    scenarios.epochs_without_waiting("cuda", form)
+
+
 def test_gather_does_not_wait_for_the_device() -> None:
     calls = scenarios.calls_while_gathering("cuda")
-    assert any("nccl" in name.lower() or "all_gather" in name for name in calls), "the profiler sees nothing"
+    assert any("nccl" in name.lower() or "allgather" in name.replace("_", "") for name in calls), "no gather is seen"
     assert not [name for name in calls if name in WAITS]
 
 
@@ -83,6 +103,7 @@ def test_helper_threads_take_no_memory_on_gpu_0() -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8 kernels"
 )
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # of torchao, about torch
 def test_fp8_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     from accelerate.utils import AORecipeKwargs
@@ -109,3 +130,15 @@ def test_8_bit_models_go_where_their_map_says(device_map: Any, tmp_path: Path) -
     with torch.no_grad():
         assert torch.allclose(model(x.cuda().half()).float().cpu(), whole(x), atol=0.1)
     assert all(parameter.is_cuda for parameter in model.parameters())
+
+
+def test_a_batch_size_is_found_where_memory_is_limited() -> None:
+    assert scenarios.batch_sizes_until_one_fits("cuda") == [64, 57, 51, 45]
+
+
+@pytest.mark.skipif(
+    "TESTS_FILL_GPU" not in os.environ,
+    reason="fills the GPU, which fails whatever runs beside it: TESTS_FILL_GPU=1, as tools/gpu_check.sh sets it",
+)
+def test_a_batch_size_is_found_where_the_gpu_is_full() -> None:
+    assert scenarios.batch_sizes_until_one_fits("cuda", whole_gpu=True) == [64, 57, 51, 45]

@@ -1,189 +1,233 @@
-"""What a GPU adds to the figures: weights that are copied while it computes, loading, steps, a compiled language model.
+"""The figures of one GPU: training steps, waits, memory, offloaded weights, loading, checkpoints, FSDP 2, a compiled Llama.
 
-    PYTHONPATH=. python tools/bench/gpu.py          # on a machine with a GPU; about five minutes on one H100
-    PYTHONPATH=. python tools/bench/gpu.py --tiny   # the same code on the CPU, whose figures mean nothing
+    python -m tools.bench.gpu                                  # about three minutes of one H100 or H200
+    python -m tools.bench.gpu --reference PYTHON_OR_FOLDER     # accelerate 1.15 beside it
+    python -m tools.bench.gpu --tiny                           # the same code on the CPU, to try it
 
-Prints rows for docs/performance.md. The floor of a forward pass with offloaded weights is what it takes with all weights on
-the GPU, or what the copied bytes take at the speed of copies from pinned memory, measured in the same process, whichever is
-longer.
+Each library is measured in processes of its own (`gpu_worker.py`), by the same code, and each figure beside its floor in the
+same process. The table is written again after each part, so that a run that is cut leaves what was measured. A figure that
+could not be taken has a row that says why.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import json
+import os
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
-from torch import nn
 
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
-from accel_bigmodel.checkpoint.write import write_model_folder
-from accel_bigmodel.device_map.plan import infer_auto_device_map
-from accel_bigmodel.dispatch import cpu_offload, dispatch_model
-from accel_bigmodel.empty import init_empty_weights
-from tools.bench.gpu_training import training_rows
+from tools.bench.gpu_measure import Figure, Scale
+from tools.bench.gpu_worker import MARK, PARTS
 from tools.bench.row import Row, table
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = "tools.bench.gpu_worker"
+START_SECONDS = 10  # which a process may take before it measures anything
+
+
+@dataclass
+class Measured:
+    """What has been measured of one library so far."""
+
+    figures: dict[str, dict[str, Figure]] = field(default_factory=dict)
+    """Of each part that has ended or begun, by their keys."""
+    failures: dict[str, str] = field(default_factory=dict)
+    """Why a part has not all of its figures."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """The library, and the speed of the bus."""
+
+    def add(self, part: str | None, message: dict[str, Any]) -> None:
+        """Note what a process says, of a part or of itself."""
+        if part is None:
+            self.facts |= message
+        elif "begins" in message:
+            self.figures[part] = {}
+        elif "figure" in message:
+            figure = Figure(**message["figure"])
+            self.figures[part][figure.key] = figure
+        elif "failed" in message:
+            self.failures[part] = message["failed"]
 
 
 @dataclass(frozen=True)
-class Scale:
-    """How large the measured model is: blocks of linear layers, in bfloat16.
+class Library:
+    """A library to measure.
 
     Attributes:
-        device: "cuda", or "cpu" to try the code.
-        width: Features.
-        blocks: Blocks.
-        per_block: Layers of a block.
-        copy_bytes: The size of the copy that shows the speed of the bus.
-        repeats: How often each figure is taken; the best one counts.
-        layers: Of the language model; None for that of a billion parameters.
+        scale: Where and how large.
+        python: The interpreter.
+        environment: Its environment variables.
     """
 
-    device: str = "cuda"
-    width: int = 8192
-    blocks: int = 20
-    per_block: int = 4
-    copy_bytes: int = 1 << 30
-    repeats: int = 5
-    layers: int | None = None
+    scale: Scale
+    python: str
+    environment: Mapping[str, str]
 
-    @property
-    def place(self) -> Any:
-        """The key of device maps."""
-        return 0 if self.device == "cuda" else "cpu"
-
-
-TINY = Scale("cpu", width=64, blocks=3, per_block=2, copy_bytes=1 << 20, repeats=1, layers=1)
-
-
-class Block(nn.Module):
-    """A few layers that stay together."""
-
-    def __init__(self, scale: Scale) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(scale.width, scale.width, bias=False) for _ in range(scale.per_block))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run them, each beside a shortcut."""
-        for layer in self.layers:
-            x = x + torch.relu(layer(x)) * 0.01
-        return x
-
-
-def build(scale: Scale) -> nn.Module:
-    """The model, on the default device."""
-    return nn.Sequential(*[Block(scale) for _ in range(scale.blocks)]).to(torch.bfloat16).requires_grad_(False)
+    def measure(self, parts: list[str], measured: Measured, end: float) -> Iterator[None]:
+        """Take figures in a process, and in another one where that ends early; yields whenever there is something new."""
+        remaining = list(parts)
+        while remaining:
+            seconds = end - time.monotonic()
+            if seconds < START_SECONDS:
+                measured.failures |= dict.fromkeys(remaining, "no time left")
+                break
+            command = [self.python, "-m", WORKER, json.dumps(asdict(self.scale)), str(seconds), *remaining]
+            current = None
+            with subprocess.Popen(
+                command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, text=True
+            ) as process:
+                for line in process.stdout or ():
+                    if line.startswith(MARK):
+                        message = json.loads(line.removeprefix(MARK))
+                        current = message.get("begins", current)
+                        measured.add(current, message)
+                        yield
+            if process.returncode == 0:
+                break
+            why = f"the process ended with {process.returncode}"
+            if current is None:  # it could not even begin, and another one could not either
+                measured.failures |= dict.fromkeys(remaining, why)
+                break
+            measured.failures[current] = f"{why}; the limit is {PARTS[current].seconds} s"
+            remaining = remaining[remaining.index(current) + 1 :]
+        yield
 
 
-def seconds(scale: Scale, function: Callable[..., Any], *arguments: Any) -> float:
-    """The shortest of several runs, with nothing left to do on the GPU."""
-    taken = []
-    for _ in range(scale.repeats):
-        synchronize(scale)
-        begin = time.perf_counter()
-        function(*arguments)
-        synchronize(scale)
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+def environment_for(folder: str | None, *, is_ours: bool, has_group: bool) -> dict[str, str]:
+    """The environment of a process that measures.
+
+    Args:
+        folder: A folder that comes first where libraries are looked for.
+        is_ours: Whether this library is measured; else its packages are hidden.
+        has_group: Whether the process is the only rank of a group, as torchrun starts it.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if not is_ours and folder is None:  # a folder that comes first hides what others have
+        paths = [path for path in paths if not holds_ours(Path(path))]
+    first = [str(ROOT)] if folder is None else [folder, str(ROOT)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"PYTHONPATH": os.pathsep.join([*first, *paths]), "HF_HUB_OFFLINE": "1"}
+    if has_group:
+        values = ("0", "1", "0", "1", "127.0.0.1", str(free_port()))
+        environment |= dict(zip(names, values, strict=True))
+    return environment
 
 
-def synchronize(scale: Scale) -> None:
-    """Wait for the GPU."""
-    if scale.device == "cuda":
-        torch.cuda.synchronize()
+def holds_ours(folder: Path) -> bool:
+    """Whether this library would be imported from a folder."""
+    return folder.resolve().is_relative_to(ROOT / "packages") or any(folder.glob("accel_*"))
 
 
-def bus_speed(scale: Scale) -> float:
-    """Bytes per second from pinned memory to the GPU."""
-    host = torch.empty(scale.copy_bytes, dtype=torch.uint8, pin_memory=scale.device == "cuda")
-    here = torch.empty(scale.copy_bytes, dtype=torch.uint8, device=scale.device)
-    return scale.copy_bytes / seconds(scale, lambda: here.copy_(host, non_blocking=True))
+def free_port() -> int:
+    """A port that nobody listens on."""
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
-def offload_rows(scale: Scale) -> Iterator[Row]:
-    """Forward passes with budgets of GPU memory, and loading."""
-    speed = bus_speed(scale)
-    with torch.device(scale.device):
-        resident = build(scale)
-    inputs = {batch: torch.randn(batch, scale.width, dtype=torch.bfloat16, device=scale.device) for batch in (1, 64)}
-    with torch.no_grad():
-        computing = {batch: seconds(scale, resident, x) for batch, x in inputs.items()}
-        expected = {batch: resident(x).cpu() for batch, x in inputs.items()}
-    total = sum(parameter.nbytes for parameter in resident.parameters())
-    on_cpu = resident.to("cpu")
-    del resident
-    for share in (0, 50):
-        model, on_gpu = offloaded(scale, copy.deepcopy(on_cpu), share, total)
-        for batch, x in inputs.items():
-            with torch.no_grad():
-                for _ in range(3):
-                    output = model(x)
-                if not torch.equal(output.cpu(), expected[batch]):
-                    raise SystemExit("another result than with all weights on the GPU")
-                taken = seconds(scale, model, x)
-            floor = max(computing[batch], (total - on_gpu) / speed)
-            what = f"forward pass, batch {batch}, {share} % of {total / 1e9:.0f} GB on the GPU"
-            yield Row(what, "ms", taken * 1e3, None, floor * 1e3, taken / floor, 1.10)
-        del model
-    yield loading_row(scale, on_cpu, total, speed)
+def rows(ours: Measured, reference: Measured | None) -> list[Row]:
+    """The rows of what has been measured so far."""
+    made = []
+    for part in PARTS:
+        for key, figure in ours.figures.get(part, {}).items():
+            made.append(
+                Row(
+                    figure.what, figure.unit, figure.value, reference_cell(reference, part, key), figure.floor,
+                    figure.result, figure.goal, figure.result_unit, figure.spread,
+                )
+            )  # fmt: skip
+        if part in ours.failures:
+            made.append(Row(f"{part}, what is missing of it", "", ours.failures[part], None, None, None, None))
+    return made
 
 
-def offloaded(scale: Scale, model: nn.Module, share: int, total: int) -> tuple[nn.Module, int]:
-    """The model with a share of its bytes on the GPU, and how many these are."""
-    if scale.device == "cuda":
-        torch.cuda.empty_cache()
-    if share:
-        limits = (
-            {scale.place: total * share // 100, "cpu": 2 * total} if scale.device == "cuda" else {"cpu": total * 2}
-        )
-        dispatch_model(
-            model, infer_auto_device_map(model, limits, no_split_module_classes=["Block"]), force_hooks=True
-        )
-    else:
-        cpu_offload(model, torch.device(scale.device))
-    return model, sum(parameter.nbytes for parameter in model.parameters() if parameter.is_cuda)
+def reference_cell(reference: Measured | None, part: str, key: str) -> float | str | None:
+    """What stands in the column of accelerate 1.15: its figure, or why there is none."""
+    if reference is None:
+        return "not installed"
+    if key in reference.figures.get(part, {}):
+        return reference.figures[part][key].value
+    return reference.failures.get(part, "not measured")
 
 
-def loading_row(scale: Scale, model: nn.Module, total: int, speed: float) -> Row:
-    """A checkpoint in the page cache to the GPU, against the slower of reading and copying."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_model_folder(model.state_dict(), Path(folder), "2GB")
-        begin = time.perf_counter()
-        for path in Path(folder).glob("*.safetensors"):
-            path.read_bytes()
-        reading = total / (time.perf_counter() - begin)
-        with init_empty_weights():
-            empty = build(scale)
-        taken = seconds(scale, lambda: load_checkpoint_in_model(empty, folder, device_map={"": scale.place}))
-    floor = total / min(reading, speed)
-    return Row(f"load {total / 1e9:.0f} GB to the GPU", "s", taken, None, floor, taken / floor, 1.25)
+def page(title: str, ours: Measured, reference: Measured | None) -> str:
+    """The table with what must be known about it."""
+    lines = [title, "", table(rows(ours, reference)), ""]
+    for measured in (ours, reference):
+        if measured is not None and "library" in measured.facts:
+            lines.append(f"- {measured.facts['library']}")
+    if "bus" in ours.facts:
+        lines.append(f"- bus: {ours.facts['bus'] / 1e9:.1f} GB/s from pinned memory to the GPU")
+    return "\n".join(lines) + "\n"
 
 
-def rows(scale: Scale) -> Iterator[Row]:
-    """All figures, as they come."""
-    yield from offload_rows(scale)
-    yield from training_rows(scale.device, scale.layers)
+def measure_all(scale: Scale, reference: str | None, seconds: float, show: Any) -> tuple[Measured, Measured | None]:
+    """Measure both libraries, this one first.
+
+    Args:
+        scale: Where and how large.
+        reference: An interpreter that has accelerate 1.15, or a folder with it.
+        seconds: After which no further part begins.
+        show: Called with both results whenever there is something new.
+    """
+    end = time.monotonic() + seconds
+    ours, theirs = Measured(), None if reference is None else Measured()
+    groups = {kind: [name for name, part in PARTS.items() if part.has_group == kind] for kind in (False, True)}
+    for measured in (ours, theirs):
+        if measured is None:
+            continue
+        is_ours = measured is ours
+        folder = reference if not is_ours and Path(str(reference)).is_dir() else None
+        python = sys.executable if is_ours or folder is not None else str(reference)
+        for has_group in (True, False):  # compiling comes last
+            environment = environment_for(folder, is_ours=is_ours, has_group=has_group)
+            library = Library(Scale(scale.device, scale.tiny, is_ours), python, environment)
+            for _ in library.measure(groups[has_group], measured, end):
+                show(ours, theirs)
+    return ours, theirs
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table; 1 when a goal was missed."""
+    """Print the table; 1 when a goal was missed or a figure of this library could not be taken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="try the code on the CPU")
+    parser.add_argument("--reference", metavar="PYTHON_OR_FOLDER", help="where accelerate 1.15 is installed")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as it grows")
+    parser.add_argument("--seconds", type=float, default=200, help="start nothing later than this (default 200)")
     options = parser.parse_args(arguments)
-    found = []
-    for row in rows(TINY if options.tiny else Scale()):
-        found.append(row)
-        print(" | ".join(row.cells()), file=sys.stderr, flush=True)
+    reference_exists = options.reference is None or Path(options.reference).is_dir() or which(options.reference)
+    if not reference_exists:
+        parser.error(f"--reference {options.reference}: neither a folder nor an interpreter")
     name = "the CPU: these figures mean nothing" if options.tiny else torch.cuda.get_device_name(0)
-    print(f"On {name}, torch {torch.__version__}.\n\n{table(found)}")
-    return 0 if options.tiny else int(not all(row.met for row in found))
+    title = f"On {name}, torch {torch.__version__}, Python {sys.version.split()[0]}."
+    shown: set[str] = set()
+
+    def show(ours: Measured, reference: Measured | None) -> None:
+        for row in rows(ours, reference):
+            if row.what not in shown:
+                shown.add(row.what)
+                print(" | ".join(row.cells()), file=sys.stderr, flush=True)
+        if options.output is not None:
+            options.output.write_text(page(title, ours, reference))
+
+    scale = Scale("cpu" if options.tiny else "cuda", options.tiny)
+    ours, reference = measure_all(scale, options.reference, options.seconds, show)
+    print(page(title, ours, reference), end="")
+    if options.tiny:
+        return int(bool(ours.failures))
+    return int(bool(ours.failures) or not all(row.met for row in rows(ours, reference)))
 
 
 if __name__ == "__main__":

@@ -1,67 +1,34 @@
-"""Training on one GPU beside the same loop written by hand: what a step adds, and a compiled language model in bfloat16."""
+"""Training on one GPU beside the same loop written by hand: what a step adds, waits, a pinned loader, a compiled Llama."""
 
 from __future__ import annotations
 
-import statistics
-import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from tools.bench.row import Row
+from tools.bench.gpu_measure import Figure, Scale, by_turns, fresh_accelerator, median_and_spread, ratio
+from tools.bench.gpu_models import llama, tokens
 
-PAIRS = 12  # of blocks, taken by turns
-TOKENS, BATCH, VOCABULARY = 1024, 4, 32000
+MAX_SHARE = 2.0  # percent of a step
+SYNC_MESSAGE = "called a synchronizing CUDA operation"
+COUNTED_STEPS = 10
 
 
-def training_rows(device: str, layers: int | None = None) -> Iterator[Row]:
-    """The figures.
+def step_figures(scale: Scale) -> Iterator[Figure]:
+    """What is added to a step of a model so small that only the host counts, as a share of the step.
 
-    Args:
-        device: "cuda", or "cpu" to try the code.
-        layers: Of the language model; None for a billion parameters.
+    By hand runs twice, as two loops: what the second adds to the first is what this measurement cannot tell from nothing.
     """
-    yield step_row(device, 20 if layers is None else 2)
-    yield language_model_row(device, layers)
+    x = torch.randn(8, 16, device=scale.device)
 
+    def stepper(prepared: tuple[Any, Any], backward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
+        model, optimizer = prepared
 
-def by_turns(device: str, raw: Callable[[], Any], prepared: Callable[[], Any], steps: int) -> tuple[float, float]:
-    """Median seconds of a step by hand and prepared, in blocks taken by turns."""
-
-    def block(step: Callable[[], Any]) -> float:
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - begin) / steps
-
-    pairs = [(block(raw), block(prepared)) for _ in range(PAIRS)][2:]
-    return statistics.median(pair[0] for pair in pairs), statistics.median(pair[1] for pair in pairs)
-
-
-def synchronize(device: str) -> None:
-    """Wait for the GPU."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def accelerator_for(device: str, **options: Any) -> Accelerator:
-    """A fresh accelerator."""
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
-    return Accelerator(cpu=device == "cpu", **options)
-
-
-def step_row(device: str, steps: int) -> Row:
-    """What is added to a step of a model so small that only the host counts."""
-    x = torch.randn(8, 16, device=device)
-
-    def stepper(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], Any]) -> Callable[[], None]:
         def step() -> None:
             backward(model(x).square().mean())
             optimizer.step()
@@ -70,58 +37,177 @@ def step_row(device: str, steps: int) -> Row:
         return step
 
     def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)).to(device)
+        model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)).to(scale.device)
         return model, torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    accelerator = accelerator_for(device)
-    raw = stepper(*parts(), torch.Tensor.backward)
-    prepared = stepper(*accelerator.prepare(*parts()), accelerator.backward)
-    by_hand, ours = by_turns(device, raw, prepared, steps * 10)
-    added = (ours - by_hand) * 1e6
-    return Row(f"added to a step of {by_hand * 1e6:.0f} us on the GPU", "us", added, None, 0.0, added, 10.0, "us")
+    accelerator = fresh_accelerator(scale)
+    sides = {
+        "by hand": stepper(parts(), torch.Tensor.backward),
+        "by hand, again": stepper(parts(), torch.Tensor.backward),
+        "prepared": stepper(accelerator.prepare(*parts()), accelerator.backward),
+    }
+    times = by_turns(scale, sides, steps=scale.size(50, 5), rounds=scale.size(36, 6))
+    floor, _ = median_and_spread(times["by hand"])
+    titles = {"by hand, again": "by hand against itself: added to", "prepared": "added to"}
+    for side, title in titles.items():
+        differences = [mine - raw for mine, raw in zip(times[side], times["by hand"], strict=True)]
+        added, spread = median_and_spread(differences)
+        share = abs(added) / floor if side == "by hand, again" else added / floor
+        what = f"{title} a step of {floor * 1e6:.0f} us, as a share of it"
+        yield Figure(f"step {side}", what, "us", added * 1e6, 0.0, share * 100, MAX_SHARE, "%", spread * 1e6)
 
 
-def language_model_row(device: str, layers: int | None) -> Row:
-    """A Llama of a billion parameters, bfloat16, compiled: the time of a step by hand over that of a prepared one."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+class TrainingStep:
+    """A step in bf16 with everything that a program usually does in one.
 
-    small = layers is not None
-    config = LlamaConfig(
-        hidden_size=64 if small else 2048, intermediate_size=128 if small else 8192, num_hidden_layers=layers or 16,
-        num_attention_heads=4 if small else 32, num_key_value_heads=2 if small else 8, vocab_size=VOCABULARY,
-        max_position_embeddings=TOKENS,
-    )  # fmt: skip
-    tokens = torch.randint(0, VOCABULARY, (1 if small else BATCH, 16 if small else TOKENS), device=device)
+    Args:
+        scale: Where.
+        accelerator: Prepares all of it; None for the same by hand.
+    """
 
-    def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+    def __init__(self, scale: Scale, accelerator: Any = None) -> None:
+        self.device, self.accelerator = scale.device, accelerator
+        width = scale.size(1024, 16)
+        model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 8)).to(scale.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        batch = scale.size(256, 4)
+        dataset = TensorDataset(torch.randn(COUNTED_STEPS * batch, width), torch.randn(COUNTED_STEPS * batch, 8))
+        loader = DataLoader(dataset, batch_size=batch, pin_memory=scale.device == "cuda")
+        prepared: tuple[Any, ...] = (model, optimizer, scheduler, loader)
+        if accelerator is not None:
+            prepared = accelerator.prepare(*prepared)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
 
+    def epoch(self) -> None:
+        """Ten steps."""
+        for inputs, targets in self.loader:
+            if self.accelerator is None:
+                self._by_hand(inputs.to(self.device, non_blocking=True), targets.to(self.device, non_blocking=True))
+            else:
+                self._prepared(inputs, targets)
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+
+    def _by_hand(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        with torch.autocast(self.device, torch.bfloat16):
+            outputs = self.model(inputs)
+        nn.functional.mse_loss(outputs.float(), targets).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def _prepared(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        outputs = self.model(inputs)
+        self.accelerator.backward(nn.functional.mse_loss(outputs, targets))
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.accelerator.gather_for_metrics((outputs.detach(), targets))
+
+
+@contextmanager
+def recorded_waits(scale: Scale) -> Iterator[list[str]]:
+    """The operations that make the host wait for the GPU in the block, as torch's debug mode warns of them."""
+    waits: list[str] = []
+    if scale.device != "cuda":
+        yield waits
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield waits
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits += [str(warning.message) for warning in caught if SYNC_MESSAGE in str(warning.message)]
+
+
+def wait_figures(scale: Scale) -> Iterator[Figure]:
+    """How often the host waits for the GPU in ten training steps."""
+    counts = []
+    for accelerator in (None, fresh_accelerator(scale, mixed_precision="bf16")):
+        program = TrainingStep(scale, accelerator)
+        program.epoch()
+        with recorded_waits(scale) as waits:
+            program.epoch()
+        counts.append(len(waits))
+    by_hand, ours = counts
+    what = f"waits for the GPU in {COUNTED_STEPS} training steps: bf16, pinned loader, clipping, metrics, scheduler"
+    yield Figure("waits", what, "", float(ours), float(by_hand), float(ours), 0.0, "")
+
+
+def loader_figures(scale: Scale) -> Iterator[Figure]:
+    """Batches per second of a loader with pinned memory, whose batches are computed with."""
+    width, batch, num_batches = scale.size(1 << 15, 64), scale.size(128, 4), scale.size(64, 4)
+    dataset = TensorDataset(torch.zeros(batch * num_batches, width))
+    weights = torch.zeros(scale.size(4096, 16), scale.size(4096, 16), device=scale.device)
+
+    def loader() -> Any:
+        return DataLoader(dataset, batch_size=batch, pin_memory=scale.device == "cuda")
+
+    def compute(x: torch.Tensor) -> None:
+        rows = x.view(-1, weights.shape[0])
+        for _ in range(2):
+            rows = rows @ weights
+
+    raw, prepared = loader(), fresh_accelerator(scale).prepare(loader())
+
+    def by_hand_epoch() -> None:
+        for (x,) in raw:
+            compute(x.to(scale.device, non_blocking=True))
+
+    def prepared_epoch() -> None:
+        for (x,) in prepared:
+            compute(x)
+
+    sides = {"by hand": by_hand_epoch, "prepared": prepared_epoch}
+    times = by_turns(scale, sides, steps=1, rounds=scale.size(6, 2), warm_up=1)
+    per_second = {name: num_batches / median_and_spread(seconds)[0] for name, seconds in times.items()}
+    what = f"batches/s of a pinned loader, {batch * width * 4 / 1e6:.0f} MB each, computed with; floor: by hand"
+    result = ratio(times, "prepared", "by hand")
+    yield Figure("loader", what, "/s", per_second["prepared"], per_second["by hand"], result, 1.02)
+
+
+def llama_figures(scale: Scale) -> Iterator[Figure]:
+    """The time of a step of a Llama of a billion parameters, bf16, compiled, over that of the same step by hand."""
+    data = tokens(scale, 4, 1024)
+
+    def parts() -> tuple[Any, Any]:
+        model = llama(scale, 4096, 14_336, 4)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=scale.device == "cuda" and not scale.tiny)
+
+    accelerator = fresh_accelerator(scale, mixed_precision="bf16", dynamo_backend="no" if scale.tiny else "inductor")
     model, optimizer = parts()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    compiled: Any = model if small else torch.compile(model)
+    model, optimizer = accelerator.prepare(model, optimizer)
 
-    def by_hand() -> None:
-        with torch.autocast(device, torch.bfloat16):
-            loss = compiled(input_ids=tokens, labels=tokens).loss
+    def prepared() -> None:
+        accelerator.backward(model(input_ids=data, labels=data).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    sides = {"prepared": prepared}
+    if scale.is_ours:  # compiling takes most of the time, and 1.15's figure needs no floor
+        sides["by hand"] = llama_step_by_hand(scale, *parts(), data)
+    for step in sides.values():  # which compiles
+        for _ in range(scale.size(3, 1)):
+            step()
+    times = by_turns(scale, sides, steps=scale.size(5, 1), rounds=scale.size(8, 2))
+    ours, spread = median_and_spread(times["prepared"])
+    floor, _ = median_and_spread(times.get("by hand", times["prepared"]))
+    result = ratio(times, "prepared", "by hand" if scale.is_ours else "prepared")
+    what = f"step of a Llama of {num_parameters / 1e9:.2g} B parameters, bf16, compiled; floor: by hand"
+    yield Figure("llama", what, "ms", ours * 1e3, floor * 1e3, result, 1.01, spread=spread * 1e3)
+
+
+def llama_step_by_hand(scale: Scale, model: Any, optimizer: Any, data: torch.Tensor) -> Callable[[], None]:
+    """The same step without a library."""
+    compiled = model if scale.tiny else torch.compile(model)
+
+    def step() -> None:
+        with torch.autocast(scale.device, torch.bfloat16):
+            loss = compiled(input_ids=data, labels=data).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    accelerator = accelerator_for(device, mixed_precision="bf16", dynamo_backend="no" if small else "inductor")
-    prepared_model, prepared_optimizer = accelerator.prepare(*parts())
-
-    def prepared() -> None:
-        loss = prepared_model(input_ids=tokens, labels=tokens).loss
-        accelerator.backward(loss)
-        prepared_optimizer.step()
-        prepared_optimizer.zero_grad()
-
-    for step in (by_hand, prepared):  # which compiles
-        for _ in range(1 if small else 3):
-            step()
-    floor, ours = by_turns(device, by_hand, prepared, 1 if small else 5)
-    what = f"step of a Llama of {num_parameters / 1e9:.2g} B parameters, bf16, compiled"
-    return Row(what, "ms", ours * 1e3, None, floor * 1e3, ours / floor, 1.01)
+    return step
