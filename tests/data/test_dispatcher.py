@@ -186,14 +186,20 @@ def _no_slicing(*args: Any, **kwargs: Any) -> Any:
 
 
 @ranks(2)
-def test_what_is_no_tensor_is_refused_everywhere(rank: int, world: int) -> None:
+def test_strings_come_with_their_numbers(rank: int, world: int) -> None:
     class Texts(Squares):
         def __getitem__(self, index: int) -> Any:
             return index, str(index)
 
     for split in (False, True):
-        with pytest.raises(TypeError, match="Only tensors|only tensors"):
-            list(make(Texts(4), 2, split_batches=split))
+        for numbers, texts in make(Texts(5), 2, split_batches=split):
+            assert list(texts) == [str(number) for number in numbers.tolist()]
+
+
+@ranks(2)
+def test_what_cannot_be_pickled_is_an_error_on_all_ranks(rank: int, world: int) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        list(make(Squares(8), 2, collate_fn=lambda items: {"x": torch.tensor(items), "read": (_ for _ in items)}))
 
 
 @ranks(2)
@@ -286,9 +292,11 @@ def with_total(numbers: list[int]) -> dict[str, torch.Tensor]:
 
 
 @ranks(2)
-def test_a_value_of_a_whole_batch_cannot_be_split(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="a batch has a 0-dim tensor. Give it a value for each sample"):
-        list(make(Squares(8), 2, collate_fn=with_total))
+def test_a_value_of_a_whole_batch_stays_with_it(rank: int, world: int) -> None:
+    for batch in make(Squares(8), 2, collate_fn=with_total):
+        assert batch["total"] == batch["rows"].sum()
+    for batch in make(Squares(8), 4, collate_fn=with_total, split_batches=True):
+        assert batch["total"] > batch["rows"].sum()  # that of all ranks
 
 
 @ranks(2)

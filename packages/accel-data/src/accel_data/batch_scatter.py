@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,8 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from accel_ops.nested import flatten, rebuild
+from accel_ops.nested import flatten, honor_mapping, honor_type, rebuild
+from accel_ops.objects import pickled, unpickled
 from accel_ops.packing import Signature, grouped_bytes, layout_of, signature_of, unpack
 from accel_ops.transport import transport_of
 from accel_state.processes import PartialState
@@ -71,15 +72,20 @@ class BatchScatter:
         """Send every rank its local batch; returns that of this rank.
 
         Args:
-            local_batches: Nested tensors, one for each rank.
+            local_batches: One for each rank: nested tensors, and other leaves that can be pickled.
             is_last: Whether this is the last global batch.
             num_samples: Samples of all local batches together, without padding.
 
         Raises:
-            TypeError: When a batch holds something other than tensors.
+            Exception: A leaf cannot be pickled.
         """
+        own = local_batches[self._state.process_index]
         with self.errors_for_all():
-            flat = [flatten(batch, "the dispatching data loader") for batch in local_batches]
+            try:
+                flat = [flatten(batch, "the dispatching data loader") for batch in local_batches]
+            except TypeError:  # not all leaves are tensors
+                local_batches = [_with_pickled_rest(batch) for batch in local_batches]
+                flat = [flatten(batch, "the dispatching data loader") for batch in local_batches]
         signatures = [(structure, signature_of(leaves)) for leaves, structure in flat]
         if signatures != self._signatures:
             self._broadcast_spec(local_batches, signatures)
@@ -90,7 +96,7 @@ class BatchScatter:
                 moved = [leaf.to(self._device) for leaf in leaves]
                 messages[rank] = torch.cat([header.to(self._device), *grouped_bytes(moved, layout_of(signature))])
         self._start(messages)
-        return ScatteredBatch(local_batches[self._state.process_index], is_last, num_samples)
+        return ScatteredBatch(own, is_last, num_samples)
 
     def _broadcast_spec(self, local_batches: Sequence[Any], signatures: list[Any]) -> None:
         skeleton = rebuild(local_batches[0], iter(range(len(signatures[0][1]))))
@@ -164,7 +170,8 @@ class BatchScatter:
             if header[0] == DATA:
                 data = message[HEADER_BYTES:].to(self._target, non_blocking=message.is_pinned())  # one copy for all
                 leaves = unpack(data, layout_of(signature))
-                return ScatteredBatch(_fill(self._spec.skeleton, leaves), bool(header[1]), header[2])
+                batch = _fill(self._spec.skeleton, leaves)
+                return ScatteredBatch(_without_pickled_rest(batch), bool(header[1]), header[2])
             if header[0] == END:
                 return None
             received: list[Any] = [None]
@@ -177,6 +184,52 @@ class BatchScatter:
         """Memory for a message; pinned where the device copies from that without making the host wait."""
         pins = self._device.type == "cpu" and self._target.type in PINNING_DEVICES
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=pins)
+
+
+class _PickledRest(list[torch.Tensor]):
+    """The tensors of a batch that holds other leaves, too, and as bytes (uint8, one dimension) what is around them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """Stands for a tensor in what is pickled."""
+
+    index: int
+
+
+def _with_pickled_rest(batch: Any) -> _PickledRest:
+    tensors = _PickledRest()
+    rest = _take_tensors(batch, tensors)
+    tensors.append(pickled(rest))
+    return tensors
+
+
+def _without_pickled_rest(batch: Any) -> Any:
+    if not isinstance(batch, _PickledRest):
+        return batch
+    *tensors, rest = batch
+    return _put_tensors(unpickled(rest), tensors)
+
+
+def _take_tensors(data: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(data, torch.Tensor):
+        tensors.append(data)
+        return _Tensor(len(tensors) - 1)
+    if isinstance(data, Mapping):
+        return honor_mapping(data, {key: _take_tensors(value, tensors) for key, value in data.items()})
+    return (
+        honor_type(data, (_take_tensors(item, tensors) for item in data)) if isinstance(data, (list, tuple)) else data
+    )
+
+
+def _put_tensors(rest: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(rest, _Tensor):
+        return tensors[rest.index]
+    if isinstance(rest, Mapping):
+        return honor_mapping(rest, {key: _put_tensors(value, tensors) for key, value in rest.items()})
+    return (
+        honor_type(rest, (_put_tensors(item, tensors) for item in rest)) if isinstance(rest, (list, tuple)) else rest
+    )
 
 
 @lru_cache(maxsize=8)

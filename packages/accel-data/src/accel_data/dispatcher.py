@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.device_copies import make_copies
 from accel_data.prepared_loader import PreparedLoader
+from accel_data.sample_columns import SampleColumns
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
 from accel_ops.nested import flatten, rebuild
@@ -75,6 +76,8 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.torch_device_mesh = torch_device_mesh
         self.state = PartialState()
+        self._columns: SampleColumns | None = None
+        self._first: Any = None
 
     def _synchronize(self) -> Callable[[], None] | None:
         # synchronize the generator state, because each process may draw its own numbers in between
@@ -118,27 +121,46 @@ class DataLoaderDispatcher(PreparedLoader):
     ) -> Iterator[ScatteredBatch]:
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
-        first: Any = None
+        self._columns, self._first = self._sample_columns(), None
         with scatter:
             ahead = self._read_ahead(restore_rng)
             while True:
                 with scatter.errors_for_all():
-                    current, is_last = next(ahead, (None, True))
-                    if current is None:
-                        local_batches = None
-                    elif rows_differ(current):
-                        local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
-                        num_samples = sum(find_batch_size(batch) or 0 for batch in current)
-                    else:
-                        global_batch = join_batches(current)
-                        first = self._padding_samples(global_batch, first)
-                        local_batches, num_samples = self._split(global_batch, first, num_shards, is_last)
+                    batches, is_last = next(ahead, (None, True))
+                    local_batches, num_samples = (
+                        (None, 0) if batches is None else self._local_batches(batches, num_shards, is_last)
+                    )
                 if local_batches is None:
                     scatter.send_end()
                     return
                 yield scatter.send([local_batches[index] for index in data_ranks], is_last, num_samples)
                 if is_last:
                     return
+
+    def _local_batches(self, batches: list[Any], num_shards: int, is_last: bool) -> tuple[list[Any] | None, int]:
+        """The local batches of the batches that make a global one, and its samples without padding.
+
+        Returns:
+            None in place of the local batches when nothing is left of them.
+        """
+        columns = self._columns
+        num_structures = 0 if columns is None else columns.num_structures
+        current = batches if columns is None else columns.take_apart(batches)
+        if columns is not None and current is not batches and columns.num_structures > num_structures:
+            self._first = None  # its columns are others
+        is_ragged = rows_differ(current)
+        if not is_ragged and self._first is None and not self._drop_last:
+            self._first = self._padding_samples(join_batches(current), are_tensors=current is batches)
+        if columns is not None and self._is_even(sizes := columns.sizes(batches), num_shards):
+            return batches, sum(sizes)  # each process gets a batch as it was read, whatever is in it
+        if is_ragged:
+            local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
+            num_samples = sum(find_batch_size(batch) or 0 for batch in current)
+        else:
+            local_batches, num_samples = self._split(join_batches(current), self._first, num_shards, is_last)
+        if columns is not None and local_batches is not None and current is not batches:
+            local_batches = list(map(columns.put_together, local_batches))
+        return local_batches, num_samples
 
     def _read_ahead(self, restore_rng: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
         """The batches of each global batch, read one ahead, and whether they are the last.
@@ -198,13 +220,32 @@ class DataLoaderDispatcher(PreparedLoader):
         collate, dataset = self.collate_fn, self.dataset
         are_lists = self.base_dataloader.batch_sampler is None  # of a sampler that yields batches
         read = [collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in kept]
+        if self._columns is not None:
+            read = self._columns.take_apart(read)
         return self._slice_of_first(concatenate(read) if len(read) > 1 else read[0])
 
-    def _padding_samples(self, data: Any, first: Any) -> Any:
-        """The first samples of the epoch, to pad the last global batch with."""
-        if first is not None or self._drop_last:
-            return first
+    def _is_even(self, sizes: Sequence[int], num_shards: int) -> bool:
+        """Whether there is a batch for each process, all of one size."""
+        return not self.split_batches and len(sizes) == num_shards and len(set(sizes)) == 1
+
+    def _sample_columns(self) -> SampleColumns | None:
+        """What splits batches of any structure; None where a function of the program slices them."""
+        if self.slice_fn is not slice_tensors:
+            return None
+        batch_size = self.batch_size or getattr(batch_sampler_of(self), "batch_size", None)
+        return SampleColumns(batch_size, self.reads_per_batch)
+
+    def _padding_samples(self, data: Any, are_tensors: bool) -> Any:
+        """The first samples of the epoch, to pad the last global batch with.
+
+        Args:
+            data: The first global batch of this iteration.
+            are_tensors: Whether it is nothing but tensors, so that checkpoints may hold the samples. Others are those from which an
+                epoch is continued.
+        """
         order, first = self.epoch_order, self._slice_of_first(data)
+        if not are_tensors:
+            return first
         if order.first_samples is not None:
             return rebuild(first, order.first_samples)
         if isinstance(self.dataset, IterableDataset) or not self.epoch_start.is_mid_epoch:

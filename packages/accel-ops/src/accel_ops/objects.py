@@ -38,8 +38,8 @@ def gather_object(object: Any) -> Any:  # the keyword is part of the interface
         raise TypeError(
             f"gather_object joins lists, but got {object!r} of type {type(object).__name__}: pass [{object!r}]."
         )
-    rows = _gather_payloads(_pickled(object), Operation("gather_object", object), state)
-    return [item for row in rows for item in _unpickled(row)]
+    rows = _gather_payloads(pickled(object), Operation("gather_object", object), state)
+    return [item for row in rows for item in unpickled(row)]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -62,11 +62,11 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     _refuse_xla(state, "broadcast_object_list")
     check_source(from_process, state)
     is_source = state.process_index == from_process
-    payload = _pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
+    payload = pickled(list(object_list)) if is_source else torch.empty(0, dtype=torch.uint8, device="cpu")
     operation = Operation("broadcast_object_list", object_list, SAME_LENGTH)
     received = _broadcast_payload(payload, operation, from_process, state)
     if not is_source:
-        object_list[:] = _unpickled(received)
+        object_list[:] = unpickled(received)
     return object_list
 
 
@@ -134,11 +134,12 @@ def _counts(sizes: Any) -> list[int]:
     return [row[0] for row in sizes]
 
 
-def _pickled(value: Any) -> torch.Tensor:
+def pickled(value: Any) -> torch.Tensor:
+    """The bytes of a picklable object (uint8, one dimension, in CPU memory)."""
     return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)  # a copy: bytes cannot be written to
 
 
-def _unpickled(payload: torch.Tensor) -> Any:
+def unpickled(payload: torch.Tensor) -> Any:
     """Unpickle what a rank of this run has pickled."""
     content = bytearray(payload.numel())
     torch.frombuffer(content, dtype=torch.uint8).copy_(payload)  # works without NumPy
