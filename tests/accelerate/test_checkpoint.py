@@ -192,6 +192,19 @@ def test_a_part_of_the_objects_may_be_loaded(tmp_path: Path) -> None:
 # ---- names ------------------------------------------------------------------------------------------------------
 
 
+def test_loading_before_prepare_is_said(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model: Any = accelerator.prepare(nn.Linear(3, 2))
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator.load_state(str(tmp_path / "state"))
+    del model
+    accelerator.free_memory()
+    with pytest.warns(
+        UserWarning, match=r"holds a model, but none is prepared.*prepare\(model, optimizer, \.\.\.\) first"
+    ):
+        accelerator.load_state(tmp_path / "state")
+
+
 def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
     kept = make_kept(tmp_path, total_limit=2)
     for value in range(4):

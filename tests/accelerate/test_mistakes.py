@@ -66,6 +66,33 @@ def test_backward_after_memory_was_freed_is_seen() -> None:
     assert two_steps(accelerator, model, optimizer, accelerator.backward) == []
 
 
+def test_an_optimizer_of_another_copy_of_the_model_is_seen() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, copied = nn.Linear(3, 1), nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(copied.parameters(), lr=0.1))
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "SGD updates 2 of 2 parameters that no prepared model holds (of shape [1, 3], [1])" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "effect"),
+    [
+        ({"gradient_accumulation_steps": 4}, "it steps in every micro-batch, not once in 4"),
+        ({"mixed_precision": "fp16"}, "it does not unscale gradients"),
+        ({}, None),
+    ],
+)
+def test_an_optimizer_that_was_not_prepared_is_seen_where_its_steps_are_wrong(
+    options: Any, effect: str | None
+) -> None:
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    messages = two_steps(accelerator, accelerator.prepare(model), optimizer, accelerator.backward)
+    assert len(messages) == (effect is not None)
+    assert effect is None or effect in messages[0]
+
+
 def test_a_second_accelerator_with_other_accumulation() -> None:
     first = Accelerator(cpu=True, gradient_accumulation_steps=4)
     first.prepare(nn.Linear(3, 1))

@@ -39,17 +39,31 @@ class FirstStepCheck:
         self._watched: Notes[Any, bool] = Notes()
 
     def before_first_backward(self) -> None:
-        """Warn if several ranks train a model that was not prepared."""
+        """Warn if several ranks train a model that was not prepared, or if the optimizer was not."""
         self.has_gone_backward = True
-        world = PartialState().num_processes
-        if (
-            world > 1
-            and isinstance(self._engine.window_gradients, InGrad)
-            and not self._engine.context.prepared.models
-        ):
+        world, prepared = PartialState().num_processes, self._engine.context.prepared
+        if not isinstance(self._engine.window_gradients, InGrad):
+            return
+        if prepared.models and not prepared.optimizers:
+            self._warn_of_unprepared_optimizer()
+        if world > 1 and not prepared.models:
             warn_user(
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
+            )
+
+    def _warn_of_unprepared_optimizer(self) -> None:
+        """Warn where a step by an optimizer that was not prepared is wrong."""
+        effects = {
+            "it does not unscale gradients, which are multiplied by the loss scale of fp16": self._engine.precision.scales,
+            f"it steps in every micro-batch, not once in {self._engine.gradient_state.num_steps}": self._engine.gradient_state.num_steps
+            > 1,
+        }
+        wrong = [effect for effect, applies in effects.items() if applies]
+        if wrong:
+            warn_user(
+                f"backward() is called with a prepared model, but no optimizer was prepared: {', and '.join(wrong)}. Call "
+                "`model, optimizer = accelerator.prepare(model, optimizer)` first."
             )
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
@@ -84,7 +98,9 @@ class FirstStepCheck:
         world, models = PartialState().num_processes, self._engine.context.prepared.models
         held = {id(parameter) for model in models for parameter in model.parameters()}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        strangers = [parameter for parameter in updated if parameter.grad is not None and id(parameter) not in held]
+        strangers = [parameter for parameter in updated if id(parameter) not in held]
+        if len(strangers) < len(updated):  # without a gradient, some are only not trained
+            strangers = [parameter for parameter in strangers if parameter.grad is not None]
         if strangers and models and (world > 1 or len(strangers) == len(updated)):
             shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])
             effect = "not averaged over processes, and not" if world > 1 else "not"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_integrations.checkpoints.pending import PendingLoad
+from accel_ops.filenames import MODEL_NAME, SAFE_MODEL_NAME
 from accel_ops.staging import recover
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
@@ -104,7 +105,9 @@ class StateLoader:
         if state.step is not None:
             accelerator.step = state.step
         apply_window(state.window, accelerator)
-        if ranks.is_main:
+        if ranks.is_main and not accelerator._models and not self._hooks:
+            _warn_of_unprepared_models(checkpoint)
+        elif ranks.is_main:
             _warn_of_other_world_size(checkpoint, ranks.count)
         if accelerator.project_configuration.automatic_checkpoint_naming or input_dir is None:
             self._continue_numbering()
@@ -203,6 +206,15 @@ def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
     if map_location not in (None, "cpu", "on_device"):
         raise TypeError(f"map_location={map_location!r} is not valid. Choose from None, 'cpu' and 'on_device'.")
     return device if map_location == "on_device" else torch.device("cpu")
+
+
+def _warn_of_unprepared_models(checkpoint: Checkpoint) -> None:
+    """Warn that weights were not loaded, because there is no prepared model that could get them."""
+    if any(name.startswith((SAFE_MODEL_NAME, MODEL_NAME)) for name in checkpoint.names):
+        warn_user(
+            f"load_state: the checkpoint {os.fspath(checkpoint.folder)} holds a model, but none is prepared, so no weights were loaded. "
+            "Call accelerator.prepare(model, optimizer, ...) first, then load_state()."
+        )
 
 
 def _warn_of_other_world_size(checkpoint: Checkpoint, num_processes: int) -> None:
