@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -166,13 +167,35 @@ def test_a_report_on_what_is_broken(capsys: pytest.CaptureFixture[str], monkeypa
     assert "Python version: 3." in said
 
 
+@pytest.mark.parametrize("command", ["examples", "env", "completion bash"])
+def test_a_reader_that_ends_early_is_no_error(command: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    run = [
+        sys.executable,
+        "-c",
+        "import sys; from accel_cli.main import main; sys.exit(main(sys.argv[1:]))",
+        *command.split(),
+    ]
+    done = subprocess.run(run, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")  # as of a program that SIGPIPE ends
+
+
+def test_a_report_has_the_labels_that_templates_look_for() -> None:
+    assert {"Platform", "Python version", "Numpy version", "PyTorch version", "PyTorch accelerator"} <= set(
+        accel_cli.env.describe()
+    )
+
+
 def test_a_report_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     module = SimpleNamespace(get_device_name=lambda: "Big One")
     kind = SimpleNamespace(name="cuda", module=lambda: module, device_count=lambda: 2)
     monkeypatch.setattr(accel_state.devices, "detect_device_kind", lambda: kind)
-    assert accel_cli.env.describe()["PyTorch accelerators"] == "2 x cuda Big One"
+    assert accel_cli.env.describe()["PyTorch accelerator"] == "2 x cuda Big One"
+    assert accel_cli.env.describe()["GPU type"] == "Big One"
     kind.module = lambda: None
-    assert accel_cli.env.describe()["PyTorch accelerators"] == "2 x cuda"
+    assert accel_cli.env.describe()["PyTorch accelerator"] == "2 x cuda"
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,12 @@ def test_who_holds_a_port(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert holder_of(taken) == "another program"
 
 
+def test_a_notebook_is_no_script(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("train.ipynb").write_text('{"cells": [], "metadata": null}')
+    assert main(["launch", "--cpu", "train.ipynb"]) == 2
+    assert "'train.ipynb' is a notebook, which Python cannot run. Convert it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--cpu"], TWO], ids=["one process", "two"])
 def test_a_syntax_error_is_shown_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("broken.py").write_text("import os\nx = = 1\n")

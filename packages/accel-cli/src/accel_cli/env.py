@@ -11,7 +11,12 @@ from accel_cli.arguments import CommandParser, Option, add_options, command_pars
 from accel_cli.errors import without_traceback
 
 HELP = "Print versions, devices and settings, for a bug report."
-PACKAGES = ("numpy", "safetensors", "transformers", "deepspeed")  # looked up, never imported
+PACKAGES = {  # looked up, never imported; with the labels that templates of bug reports look for
+    "numpy": "Numpy version",
+    "safetensors": "safetensors version",
+    "transformers": "transformers version",
+    "deepspeed": "deepspeed version",
+}
 
 LOCATION = "`accelerate` bash location"  # a key that programs read
 
@@ -66,10 +71,10 @@ def describe(find: Callable[[str], str | None] | None = None) -> dict[str, str]:
         find: Finds a program by its name; `shutil.which` when None.
     """
     asked = FACTS | {LOCATION: lambda: _location(find)}
-    facts = {name: _safely(ask) for name, ask in asked.items()}
-    for package in PACKAGES:
+    facts = {name: text for name, ask in asked.items() if (text := _safely(ask))}
+    for package, label in PACKAGES.items():
         if (version := _version(package)) != "not installed":
-            facts[f"{package} version"] = version
+            facts[label] = version
     return facts
 
 
@@ -142,9 +147,15 @@ def _accelerators() -> str:
     if kind.name == "cpu":
         missing = explain_missing_gpus()
         return "none" if missing is None else f"none: this machine has {missing.gpus}, but {missing.reason}"
-    module = kind.module()
-    name = module.get_device_name() if hasattr(module, "get_device_name") else ""
-    return f"{kind.device_count()} x {kind.name} {name}".rstrip()
+    return f"{kind.device_count()} x {kind.name} {_gpu_type()}".rstrip()
+
+
+def _gpu_type() -> str:
+    """The name of this machine's accelerator; empty where there is none, or it has no name."""
+    from accel_state.devices import detect_device_kind
+
+    module = detect_device_kind().module()
+    return str(module.get_device_name()) if hasattr(module, "get_device_name") else ""
 
 
 def _device_libraries() -> str:
@@ -166,7 +177,8 @@ FACTS: dict[str, Callable[[], str]] = {
     LOCATION: _location,
     "Python version": _python,
     "PyTorch version": _torch,
-    "PyTorch accelerators": _accelerators,
+    "PyTorch accelerator": _accelerators,
+    "GPU type": _gpu_type,
     "Device libraries": _device_libraries,
     "CPU cores": lambda: str(os.cpu_count()),
     "System RAM": _memory,

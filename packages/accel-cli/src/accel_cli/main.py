@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -132,7 +133,11 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
     args = command.make_parser().parse_args(words)
     try:
         with _siblings_named():
-            return command.execute(args)
+            status = command.execute(args)
+            sys.stdout.flush()  # here, where an error can be caught
+            return status
+    except BrokenPipeError:
+        return _end_for_closed_pipe()
     except UsageError as error:
         if getattr(args, "debug", None):
             import traceback
@@ -140,6 +145,13 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"accelerate {name}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _end_for_closed_pipe() -> int:
+    """Write nothing more, because who reads our output has ended, as `head` does; the exit status of a program that SIGPIPE ends."""
+    with suppress(OSError, ValueError):  # standard output is no file, as in a notebook
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 141
 
 
 @contextmanager

@@ -272,6 +272,11 @@ def check_script(settings: LaunchSettings) -> None:
         raise MissingFileError(f"The script {script!r} does not exist.{hint}")
     elif script.endswith(".py"):
         _check_syntax(script)
+    elif script.endswith(".ipynb"):
+        raise UsageError(
+            f"{script!r} is a notebook, which Python cannot run. Convert it (jupyter nbconvert --to script {script}) and launch the "
+            "script, or call notebook_launcher(function) in the notebook."
+        )
 
 
 def _check_syntax(script: str) -> None:
