@@ -45,22 +45,22 @@ class Row:
     Args:
         settings: Makes the arguments of `Accelerator`, for a number of processes.
         worlds: Numbers of processes.
-        is_launched: Whether the environment is that of a launch, also for one process.
         loss: The loss of a batch.
         shards: Into how many parts each sequence of a batch is split.
         in_context: Whether a step runs in `maybe_context_parallel`.
         skipped: Columns that the pretended groups cannot carry.
         own_share: What a rank keeps of the model at most, in multiples of it; by the number of processes.
+        is_launched: Whether the environment is that of a launch, also for one process.
     """
 
     settings: Callable[[int], dict[str, Any]]
     worlds: tuple[int, ...] = (8,)
-    is_launched: bool = True
     loss: Callable[..., torch.Tensor] = plain_loss
     shards: Callable[[int], int] = lambda world: 1
     in_context: bool = False
     skipped: tuple[str, ...] = ()
     own_share: Callable[[int], float] = lambda world: 1.0
+    is_launched: bool = True
 
     def batch(self, world: int, device: torch.device) -> dict[str, torch.Tensor]:
         """A batch on the device, as the prepared loader of this row would make it; no host waits for it."""

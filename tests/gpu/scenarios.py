@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -232,6 +233,14 @@ def saves_in_the_background(device: str, engine: str, folder: Path) -> None:
             weights = [(folder / name / "model.safetensors").read_bytes() for name in ("state", "again")]
             assert weights[0] == weights[1]
         accelerator.end_training()
+
+
+def in_own_process(scenario: Callable[..., None], *arguments: Any) -> None:
+    """Run a scenario in a process of its own: DeepSpeed leaves functions of torch replaced."""
+    process = multiprocessing.get_context("spawn").Process(target=scenario, args=arguments)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def zero3_with_offload(device: str, folder: Path) -> None:

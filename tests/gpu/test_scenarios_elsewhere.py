@@ -81,7 +81,7 @@ def test_states_are_saved_in_the_background(engine: str, tmp_path: Path) -> None
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.filterwarnings("ignore")  # of DeepSpeed
 def test_zero_3_with_offload(tmp_path: Path) -> None:
-    scenarios.zero3_with_offload("cpu", tmp_path)
+    scenarios.in_own_process(scenarios.zero3_with_offload, "cpu", tmp_path)
 
 
 @pytest.mark.takes_turns
