@@ -15,7 +15,7 @@ import torch
 
 from accel_ops.nested import honor_mapping, honor_type
 
-COLUMN, ENTRIES, WHOLE = "column", "entries", "whole"
+COLUMN, ENTRIES, OF_BATCH = "column", "entries", "of the batch"
 """Kinds of leaves: a tensor of shape (samples, ...), a list with an entry for each sample, and one of the batch as a whole."""
 CONTAINERS = (list, tuple, Mapping)
 
@@ -135,15 +135,15 @@ def _kinds_in(data: Any, size: int) -> Any:
         ValueError: A list could be one of samples as well as one of lists of samples.
     """
     if isinstance(data, torch.Tensor):
-        return COLUMN if data.ndim and data.shape[0] == size else WHOLE
+        return COLUMN if data.ndim and data.shape[0] == size else OF_BATCH
     if isinstance(data, Mapping):
         return {key: _kinds_in(value, size) for key, value in data.items()}
     if not isinstance(data, (list, tuple)):
-        return WHOLE
+        return OF_BATCH
     if len(data) == size and not hasattr(data, "_fields") and _is_list_of_samples(data, size):
         return ENTRIES
     if not any(isinstance(item, (torch.Tensor, *CONTAINERS)) for item in data):
-        return WHOLE
+        return OF_BATCH
     return [_kinds_in(item, size) for item in data]
 
 
@@ -256,7 +256,7 @@ def _fits(data: Any, kinds: Any) -> bool:
         return is_alike and all(map(_fits, data, kinds))
     if kinds == COLUMN:
         return isinstance(data, torch.Tensor) and data.ndim > 0
-    return kinds == WHOLE or isinstance(data, (list, tuple))
+    return kinds == OF_BATCH or isinstance(data, (list, tuple))
 
 
 def _lengths(data: Any, kinds: Any) -> Iterator[int]:
@@ -281,7 +281,7 @@ def _skeleton(data: Any, kinds: Any, columns: list[torch.Tensor], entries: list[
     if isinstance(kinds, list):
         pairs = zip(data, kinds, strict=True)
         return honor_type(data, (_skeleton(item, kind, columns, entries) for item, kind in pairs))
-    if kinds == WHOLE:
+    if kinds == OF_BATCH:
         return data
     leaves: list[Any] = columns if kinds == COLUMN else entries
     leaves.append(data)
