@@ -1,6 +1,6 @@
 """Tests see no GPU or other accelerator, unless the run names nothing but `tests/gpu`.
 
-So a test passes or fails alike on machines with one GPU, with eight and with none. What needs a GPU is in `tests/gpu`, and runs
+So a test has the same result on machines with one GPU, with eight and with none. What needs a GPU is in `tests/gpu`, and runs
 by `uv run pytest tests/gpu`.
 """
 

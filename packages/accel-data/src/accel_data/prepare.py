@@ -34,7 +34,7 @@ def prepare_data_loader(
     slice_fn_for_dispatch: Callable[..., Any] | None = None,
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
-    non_blocking: bool | None = None,
+    non_blocking: bool | None = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
@@ -55,8 +55,8 @@ def prepare_data_loader(
         slice_fn_for_dispatch (*optional*): Slices a global batch into those of the processes.
         use_seedable_sampler (`bool`): Shuffle by seed and epoch alone.
         data_seed (`int`, *optional*): The seed of the seedable sampler.
-        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device; when None, for
-            batches in pinned memory. False has it wait for each.
+        non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. None, as an `Accelerator`
+            passes by default, is for batches in pinned memory; False has it wait for each.
         use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension read the
             same.

@@ -150,7 +150,7 @@ def _kinds_in(data: Any, size: int) -> Any:
 def _is_list_of_samples(data: Sequence[Any], size: int) -> bool:
     """Whether a list as long as the batch has an entry for each sample, and is no structure of as many leaves.
 
-    Samples are alike, but for those that are None: numbers and strings, tensors of one dtype and number of dimensions, mappings of the
+    Samples are of one kind, but for those that are None: numbers and strings, tensors of one dtype and number of dimensions, mappings of the
     same keys. Of leaves that all have the batch's samples, there is a structure.
     """
     with_samples = [_has_samples(item, size) for item in data]
@@ -262,8 +262,8 @@ def _fits(data: Any, kinds: Any) -> bool:
 def _lengths(data: Any, kinds: Any) -> Iterator[int]:
     """The lengths of the leaves that have samples, those of tensors first."""
     pairs = list(_pairs(data, kinds))
-    for wanted in (COLUMN, ENTRIES):
-        yield from (len(leaf) for leaf, kind in pairs if kind == wanted)
+    for with_samples in (COLUMN, ENTRIES):
+        yield from (len(leaf) for leaf, kind in pairs if kind == with_samples)
 
 
 def _pairs(data: Any, kinds: Any) -> Iterator[tuple[Any, str]]:

@@ -20,7 +20,7 @@ def join_samples(batches: Sequence[Any], *, by_rows: bool = False) -> Any:
     """Join what the ranks have, leaf by leaf.
 
     Args:
-        batches: One structure for each rank, all alike in their mappings and tuples.
+        batches: One structure for each rank; mappings have the same keys, and tuples the same length.
         by_rows: Make a list of rows of a tensor, whose sizes may differ between ranks.
 
     Returns:
