@@ -24,6 +24,7 @@ def test_collectives_of_two_processes() -> None:
     intended = {
         "reduce * mean *": "integers have a mean; 1.15 raises",
         "accelerator_reduce *": "the same",
+        "gather_for_metrics dict": "the structure stays; 1.15 returns its keys",
         "reduce * none *": "nothing is reduced, as it is documented; 1.15 sums",
         "accelerator_pad *": "booleans stay booleans; in 1.15 only on the process that has most, so that gathering hangs",
         "split tuple True": "a tuple is filled up as a tuple; 1.15 raises",
