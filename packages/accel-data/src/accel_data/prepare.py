@@ -19,6 +19,10 @@ from accel_data.samplers import SeedableRandomSampler, SkipBatchSampler, batch_s
 from accel_data.split_stream import SplitStream, find_split
 from accel_state.enums import RNGType
 from accel_state.processes import PartialState
+from accel_state.warning import warn_user
+
+READING_METHODS = ("__iter__", "_get_iterator")
+"""The methods by which subclasses of `DataLoader` change what an iteration yields."""
 
 
 def prepare_data_loader(
@@ -67,6 +71,7 @@ def prepare_data_loader(
     Raises:
         ValueError: For arguments that cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
     """
+    _warn_of_lost_methods(type(dataloader))
     count, index = shard_position(num_processes, process_index, torch_device_mesh)
     split = None
     if isinstance(dataloader.dataset, IterableDataset) and count > 1 and not dispatch_batches:
@@ -94,6 +99,17 @@ def prepare_data_loader(
     if plan.is_seedable and isinstance(plan.sampler, SeedableRandomSampler):
         prepared.set_sampler(plan.sampler)
     return prepared
+
+
+def _warn_of_lost_methods(kind: type) -> None:
+    """Warn of a loader's class that reads otherwise than torch's: a prepared loader is made of dataset, order and collate function."""
+    lost = [name for name in READING_METHODS if getattr(kind, name) is not getattr(DataLoader, name)]
+    if lost and kind.__module__.partition(".")[0] not in ("torchdata", "accel_data"):
+        warn_user(
+            f"{kind.__name__} defines {' and '.join(lost)}, which the prepared loader does not call: it reads the dataset by itself, in the "
+            "loader's order and with its collate_fn. Do there what the class does, or leave the loader out of prepare() and move its "
+            "batches to accelerator.device."
+        )
 
 
 def _dispatcher(plan: LoaderPlan) -> DataLoaderDispatcher:
