@@ -60,6 +60,14 @@ def test_loaders_may_be_nested() -> None:
     assert not state.in_dataloader
 
 
+def test_a_loader_may_end_after_the_state_was_reset() -> None:
+    state, loader = GradientState(), Loader()
+    state._add_dataloader(loader)
+    GradientState._reset_state()
+    state._remove_dataloader(loader)
+    assert not state.initialized
+
+
 def test_the_outer_loader_may_end_first() -> None:
     state, outer, inner = GradientState(), Loader(), Loader()
     state._add_dataloader(outer)

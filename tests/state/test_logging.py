@@ -45,7 +45,7 @@ def test_warnings_can_come_once(caplog: pytest.LogCaptureFixture) -> None:
     PartialState()
     logger = get_logger("test_logging.once")
     for _ in range(3):
-        logger.warning_once("again and again")
+        logger.warning_once("again and again", extra={"epochs": [1, 2]})  # which cannot be hashed
     logger.warning_once("something else")
     assert [record.message for record in caplog.records] == [
         "[RANK 0] again and again", "[RANK 0] something else",

@@ -126,7 +126,9 @@ class GradientState:
         self._left_dataloader_ref = weakref.ref(dataloader) if dataloader.end_of_dataloader else None
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """Called by a prepared loader when its iteration ends."""
+        """Called by a prepared loader when its iteration ends, which may be after the state was reset."""
+        if not self.initialized:
+            return
         for position in range(len(self._dataloader_references_ref) - 1, 0, -1):
             reference = self._dataloader_references_ref[position]
             if reference is not None and reference() is dataloader:

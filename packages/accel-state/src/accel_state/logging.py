@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import MutableMapping
@@ -62,10 +61,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         kwargs["extra"] = {**(self.extra or {}), **(kwargs.get("extra") or {})}
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
-    @functools.cache  # noqa: B019 - loggers live as long as the program
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warn, but only at the first call with the same arguments, which must be hashable."""
-        self.warning(*args, **{"stacklevel": 3, **kwargs})
+        """Warn, but only at the first call with the same arguments."""
+        warned: set[str] = self.__dict__.setdefault("_warned", set())
+        call = repr((args, kwargs))  # arguments need not be hashable, as those of `extra`
+        if call not in warned:
+            warned.add(call)
+            self.warning(*args, **{"stacklevel": 3, **kwargs})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
