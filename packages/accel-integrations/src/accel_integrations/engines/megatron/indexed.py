@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from accel_integrations.engines.megatron.library import load, quiet
+from accel_ops.outcomes import exchange_outcomes
 
 SPLITS = ("train_data_path", "valid_data_path", "test_data_path")
 OPTIONS = ("data_path", *SPLITS, "split", "splits_string", "seq_length", "seed", "data_cache_path", "data_impl")
@@ -60,7 +61,7 @@ def indexed_datasets(options: Mapping[str, Any], seq_length: int | None, counts:
         )
     prefixes = [Path(prefix) for blend in (whole, *parts) if blend is not None for prefix in blend[0]]
     cache = Path(options.get("data_cache_path") or prefixes[0].parent / "cache")
-    _check_files(prefixes, cache)
+    _check_files_on_all_ranks(prefixes, cache)
     gpt, builder = load("datasets.gpt_dataset"), load("datasets.blended_megatron_dataset_builder")
     with quiet():
         config = gpt.GPTDatasetConfig(
@@ -103,6 +104,21 @@ def _blend(paths: Any) -> tuple[list[str], list[float] | None] | None:
     return found
 
 
+def _check_files_on_all_ranks(prefixes: Sequence[Path], cache: Path) -> None:
+    """Check the files before any rank goes on: rank 0 then writes into the cache, where others would find half a file."""
+    error: Exception | None = None
+    try:
+        _check_files(prefixes, cache)
+    except (OSError, ValueError) as problem:
+        error = problem
+    problems = exchange_outcomes("" if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(problems):
+        if text:
+            raise ValueError(f"Rank {rank}: {text}")
+
+
 def _check_files(prefixes: Sequence[Path], cache: Path) -> None:
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
@@ -114,5 +130,5 @@ def _check_files(prefixes: Sequence[Path], cache: Path) -> None:
     for index in sorted(cache.glob("*.npy")):
         try:
             np.load(index, mmap_mode="r", allow_pickle=False)
-        except ValueError as error:  # megatron-core would unpickle it
+        except (ValueError, EOFError) as error:  # megatron-core would unpickle it
             raise ValueError(f"{index} is no array of numbers ({error}). Delete it; it will be made again.") from error
