@@ -166,6 +166,24 @@ def order_of_streams(folder: str) -> list[str]:
     return events
 
 
+def streams_of_epochs(folder: str) -> int:
+    """How many streams copy the batches of several epochs and loaders."""
+    streams = set()
+    with Recorder() as recorder:
+
+        def observe(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+            if func._schema.name == "aten::_to_copy":
+                streams.add(torch.cuda.current_stream().stream_id)
+
+        recorder.observe = observe
+        accelerator = Accelerator()
+        for _ in range(2):
+            loader = accelerator.prepare(DataLoader(X, BATCH, pin_memory=True))
+            for _ in range(3):
+                list(loader)
+    return len(streams)
+
+
 def memory_of_batches(folder: str) -> dict[str, Any]:
     """The GPU memory that an epoch over large batches takes, in batches, at the peak and after it."""
     with Recorder() as recorder:

@@ -70,6 +70,11 @@ def test_what_computes_waits_for_the_copy(machine: GpuMachine) -> None:
     ]
 
 
+def test_all_epochs_share_a_stream(machine: GpuMachine) -> None:
+    """Torch caches memory for each stream apart."""
+    assert machine.run("epochs", "streams_of_epochs") == 1
+
+
 def check_list(found: Any) -> list[str]:
     assert isinstance(found, list), found["error"]
     return found

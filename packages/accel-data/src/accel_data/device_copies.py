@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 
 from accel_ops.placement import send_to_device
+from accel_state.devices import resolve_device
 from accel_state.logging import get_logger
 
 logger = get_logger(__name__)
@@ -70,10 +71,10 @@ class StreamCopies(DeviceCopies):
     """
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
-        self._device = device
+        self._device = resolve_device(device)
         self._non_blocking = non_blocking
         self._module: Any = torch.get_device_module(device)
-        self._stream: Any = self._module.Stream(device=device)
+        self._stream = _copy_stream(self._device)
         self._ended: Any = None
 
     def start(self, batch: Any) -> tuple[Any, Any]:
@@ -84,7 +85,8 @@ class StreamCopies(DeviceCopies):
         non_blocking = self._non_blocking or all(leaf.is_pinned() for leaf in leaves)
         if not non_blocking:
             _advise_pinning()
-        with self._module.stream(self._stream):
+        # The device is set first: a thread that leaves a stream's context returns to GPU 0, and would take memory there.
+        with self._module.device(self._device), self._module.stream(self._stream):
             copied = send_to_device(batch, self._device, non_blocking)
         self._ended = self._stream.record_event()
         return copied, self._ended
@@ -118,6 +120,12 @@ def make_copies(device: torch.device | str | None, non_blocking: bool | None) ->
     if target is not None and non_blocking is not False and _has_streams(target):
         return StreamCopies(target, bool(non_blocking))
     return DirectCopies(target, bool(non_blocking))
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> Any:
+    """The stream of all copies to a device: torch caches memory for each stream apart, so that one for each epoch would pile it up."""
+    return torch.get_device_module(device).Stream(device=device)
 
 
 def _has_streams(device: torch.device) -> bool:
