@@ -153,7 +153,7 @@ def test_the_real_machine_is_asked(capsys: pytest.CaptureFixture[str], monkeypat
 @pytest.mark.usefixtures("one_gpu")
 def test_other_commands_say_why_there_is_no_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
-    assert re.search(r"accelerators: none: this machine has GPU 0, but torch \S+ is built", capsys.readouterr().out)
+    assert re.search(r"accelerator: none: this machine has GPU 0, but torch \S+ is built", capsys.readouterr().out)
     write_basic_config(save_location=str(tmp_path / "new.yaml"))
     assert (
         "new.yaml says use_cpu: true, because torch sees no GPU here: this machine has GPU 0"

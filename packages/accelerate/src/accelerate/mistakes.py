@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
 from accel_integrations.engines.windows import InGrad
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
@@ -45,26 +47,42 @@ class FirstStepCheck:
         if not isinstance(self._engine.window_gradients, InGrad):
             return
         if prepared.models and not prepared.optimizers:
-            self._warn_of_unprepared_optimizer()
+            self._watch_unprepared_optimizers()
         if world > 1 and not prepared.models:
             warn_user(
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
             )
 
-    def _warn_of_unprepared_optimizer(self) -> None:
-        """Warn where a step by an optimizer that was not prepared is wrong."""
+    def _watch_unprepared_optimizers(self) -> None:
+        """Warn before the first step of an optimizer that updates a prepared model, but was not prepared, where that is wrong."""
+        num_steps = self._engine.gradient_state.num_steps
         effects = {
             "it does not unscale gradients, which are multiplied by the loss scale of fp16": self._engine.precision.scales,
-            f"it steps in every micro-batch, not once in {self._engine.gradient_state.num_steps}": self._engine.gradient_state.num_steps
-            > 1,
+            f"it steps in every micro-batch, not once in {num_steps}": num_steps > 1,
         }
         wrong = [effect for effect, applies in effects.items() if applies]
-        if wrong:
-            warn_user(
-                f"backward() is called with a prepared model, but no optimizer was prepared: {', and '.join(wrong)}. Call "
-                "`model, optimizer = accelerator.prepare(model, optimizer)` first."
-            )
+        if not wrong:
+            return
+        check = weakref.ref(self)
+
+        def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
+            checking = check()
+            if checking is None or checking._engine.context.prepared.optimizers:
+                handle.remove()
+            elif checking._updates_prepared_model(plain):
+                handle.remove()
+                warn_user(
+                    f"{type(plain).__name__} steps on a prepared model, but was not prepared: {', and '.join(wrong)}. Call "
+                    "`model, optimizer = accelerator.prepare(model, optimizer)` first."
+                )
+
+        handle = register_optimizer_step_pre_hook(hook)  # for all optimizers
+
+    def _updates_prepared_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        models = self._engine.context.prepared.models
+        held = {id(parameter) for model in models for parameter in model.parameters()}
+        return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
         """Look at a prepared optimizer when it takes its first step."""

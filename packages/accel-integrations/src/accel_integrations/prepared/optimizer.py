@@ -130,19 +130,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        if closure is None:
-            self._step(None)
-            return None
         losses: list[Any] = []
-
-        def noted() -> Any:
-            losses.append(closure())
-            return losses[-1]
-
-        self._step(noted)
-        return losses[0] if losses else None
-
-    def _step(self, closure: Callable[[], Any] | None) -> None:
+        if closure is not None:
+            closure = _noting(closure, losses)
         if supervision.counter is not None:  # `report_progress`, without a call in every step
             supervision.counter[0] += 1
         if self._before_step is not None:
@@ -154,6 +144,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self.scaler.update()
         else:
             self.optimizer.step(closure) if closure is not None else self.optimizer.step()
+        return losses[0] if losses else None
 
     @property
     def step_was_skipped(self) -> bool:
@@ -206,6 +197,16 @@ def patch_optimizer_step(
         return method(*args, **kwargs)
 
     return patched_step
+
+
+def _noting(closure: Callable[[], Any], losses: list[Any]) -> Callable[[], Any]:
+    """The closure of a step, which notes what it returns."""
+
+    def noted() -> Any:
+        losses.append(closure())
+        return losses[-1]
+
+    return noted
 
 
 def _stepped_in_backward(optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> bool:
