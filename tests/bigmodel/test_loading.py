@@ -714,6 +714,7 @@ def test_bytes_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
     assert torch.equal(read, bytes_of(state["a"]))
 
 
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15
 def test_bytes_of_files_of_torch_are_those_of_contiguous_tensors(tmp_path: Path) -> None:
     state = {
         "turned": torch.randn(3, 5).t(),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
 from accel_integrations.engines.windows import InGrad
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
@@ -41,70 +39,38 @@ class FirstStepCheck:
         self._watched: Notes[Any, bool] = Notes()
 
     def before_first_backward(self) -> None:
-        """Warn if several ranks train a model that was not prepared, or if the optimizer was not."""
+        """Warn if several ranks train a model that was not prepared."""
         self.has_gone_backward = True
         world, prepared = PartialState().num_processes, self._engine.context.prepared
         if not isinstance(self._engine.window_gradients, InGrad):
             return
-        if prepared.models and not prepared.optimizers:
-            self._watch_unprepared_optimizers()
         if world > 1 and not prepared.models:
             warn_user(
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
             )
 
-    def _watch_unprepared_optimizers(self) -> None:
-        """Warn before the first step of an optimizer that updates a prepared model, but was not prepared, where that is wrong."""
-        num_steps = self._engine.gradient_state.num_steps
-        effects = {
-            "it does not unscale gradients, which are multiplied by the loss scale of fp16": self._engine.precision.scales,
-            f"it steps in every micro-batch, not once in {num_steps}": num_steps > 1,
-        }
-        wrong = [effect for effect, applies in effects.items() if applies]
-        if not wrong:
-            return
-        check = weakref.ref(self)
-
-        def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
-            checking = check()
-            if checking is None or checking._engine.context.prepared.optimizers:
-                handle.remove()
-            elif checking._updates_prepared_model(plain):
-                handle.remove()
-                warn_user(
-                    f"{type(plain).__name__} steps on a prepared model, but was not prepared: {', and '.join(wrong)}. Call "
-                    "`model, optimizer = accelerator.prepare(model, optimizer)` first."
-                )
-
-        handle = register_optimizer_step_pre_hook(hook)  # for all optimizers
-
-    def _updates_prepared_model(self, optimizer: torch.optim.Optimizer) -> bool:
-        models = self._engine.context.prepared.models
-        held = {id(parameter) for model in models for parameter in model.parameters()}
-        return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
-
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
-        """Look at a prepared optimizer when it takes its first step."""
-        register: Any = getattr(optimizer.optimizer, "register_step_pre_hook", None)
-        if (
-            register is None
-            or not isinstance(self._engine.window_gradients, InGrad)
-            or optimizer.optimizer in self._watched
-        ):
+        """Look at a prepared optimizer when it takes its first step.
+
+        Not through a hook of torch's: one that removes itself breaks the step of a program that has hooks of its own.
+        """
+        if not isinstance(self._engine.window_gradients, InGrad) or optimizer.optimizer in self._watched:
             return
         self._watched[optimizer.optimizer] = True
         check = weakref.ref(self)  # programs may step optimizers after they have let go of the accelerator
+        watched, before = weakref.ref(optimizer), optimizer._before_step
 
-        def hook(plain: torch.optim.Optimizer, *_: Any) -> None:
-            handle.remove()
-            if (found := check()) is not None:
-                found._before_first_step(plain)
+        def first_step() -> None:
+            stepping, checking = watched(), check()
+            if stepping is not None:
+                stepping._before_step = before
+                if checking is not None:
+                    checking._before_first_step(stepping.optimizer)
+            if before is not None:
+                before()
 
-        try:
-            handle = register(hook)
-        except AttributeError:  # an object that behaves like an optimizer, and has no hooks
-            return
+        optimizer._before_step = first_step
 
     def _before_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         num_steps = self._engine.gradient_state.num_steps
