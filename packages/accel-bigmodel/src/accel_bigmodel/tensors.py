@@ -142,8 +142,8 @@ def tied_copy_on(device: Device, copies: Mapping[Any, torch.Tensor]) -> torch.Te
     """The copy of a tied tensor on a device, whichever of its names is the key: `0`, "cuda" or "cuda:0"."""
     if not copies:
         return None
-    wanted = resolve_device(device)
-    return next((tensor for name, tensor in copies.items() if resolve_device(name) == wanted), None)
+    resolved = resolve_device(device)
+    return next((tensor for name, tensor in copies.items() if resolve_device(name) == resolved), None)
 
 
 def _remember(source: torch.Tensor, made: torch.Tensor, device: Device, tied: TiedTensors | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from accel_ops.nested import flatten, honor_mapping, honor_type, rebuild
+from accel_ops.nested import flatten, rebuild, recursively_apply
 from accel_ops.objects import pickled, unpickled
 from accel_ops.packing import Signature, grouped_bytes, layout_of, signature_of, unpack
 from accel_ops.transport import transport_of
@@ -79,7 +79,7 @@ class BatchScatter:
         Raises:
             Exception: A leaf cannot be pickled.
         """
-        own = local_batches[self._state.process_index]
+        local_batch = local_batches[self._state.process_index]
         with self.errors_for_all():
             try:
                 flat = [flatten(batch, "the dispatching data loader") for batch in local_batches]
@@ -96,7 +96,7 @@ class BatchScatter:
                 moved = [leaf.to(self._device) for leaf in leaves]
                 messages[rank] = torch.cat([header.to(self._device), *grouped_bytes(moved, layout_of(signature))])
         self._start(messages)
-        return ScatteredBatch(own, is_last, num_samples)
+        return ScatteredBatch(local_batch, is_last, num_samples)
 
     def _broadcast_spec(self, local_batches: Sequence[Any], signatures: list[Any]) -> None:
         skeleton = rebuild(local_batches[0], iter(range(len(signatures[0][1]))))
@@ -199,7 +199,12 @@ class _Tensor:
 
 def _with_pickled_rest(batch: Any) -> _PickledRest:
     tensors = _PickledRest()
-    rest = _take_tensors(batch, tensors)
+
+    def take(tensor: torch.Tensor) -> _Tensor:
+        tensors.append(tensor)
+        return _Tensor(len(tensors) - 1)
+
+    rest = recursively_apply(take, batch)
     tensors.append(pickled(rest))
     return tensors
 
@@ -208,27 +213,8 @@ def _without_pickled_rest(batch: Any) -> Any:
     if not isinstance(batch, _PickledRest):
         return batch
     *tensors, rest = batch
-    return _put_tensors(unpickled(rest), tensors)
-
-
-def _take_tensors(data: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(data, torch.Tensor):
-        tensors.append(data)
-        return _Tensor(len(tensors) - 1)
-    if isinstance(data, Mapping):
-        return honor_mapping(data, {key: _take_tensors(value, tensors) for key, value in data.items()})
-    return (
-        honor_type(data, (_take_tensors(item, tensors) for item in data)) if isinstance(data, (list, tuple)) else data
-    )
-
-
-def _put_tensors(rest: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(rest, _Tensor):
-        return tensors[rest.index]
-    if isinstance(rest, Mapping):
-        return honor_mapping(rest, {key: _put_tensors(value, tensors) for key, value in rest.items()})
-    return (
-        honor_type(rest, (_put_tensors(item, tensors) for item in rest)) if isinstance(rest, (list, tuple)) else rest
+    return recursively_apply(
+        lambda stand_in: tensors[stand_in.index], unpickled(rest), test_type=lambda item: isinstance(item, _Tensor)
     )
 
 
@@ -255,6 +241,4 @@ def _sendable(error: Exception) -> Exception:
 
 def _fill(skeleton: Any, leaves: list[torch.Tensor]) -> Any:
     """Replace the indices in the skeleton by the leaves."""
-    from accel_ops.nested import recursively_apply
-
     return recursively_apply(lambda index: leaves[index], skeleton, test_type=lambda item: isinstance(item, int))

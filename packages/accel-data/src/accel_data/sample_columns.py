@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.nested import honor_mapping, honor_type
+from accel_ops.nested import honor_mapping, honor_type, recursively_apply
 
 COLUMN, ENTRIES, OF_BATCH = "column", "entries", "of the batch"
 """Kinds of leaves: a tensor of shape (samples, ...), a list with an entry for each sample, and one of the batch as a whole."""
@@ -90,7 +90,7 @@ class SampleColumns:
             entries = [table.entries[stand_in.index][number - table.first] for table, number in places]
             return honor_type(places[0][0].entries[stand_in.index], entries)
 
-        return _map(skeleton, leaf)
+        return recursively_apply(leaf, skeleton, test_type=lambda item: isinstance(item, _Leaf))
 
     def _learn(self, batch: Any) -> None:
         """Learn from the first batch, or from one that shows that a list has samples, because it is shorter than the one before."""
@@ -294,16 +294,3 @@ def _leaves(data: Any) -> Iterator[Any]:
         return
     for item in data.values() if isinstance(data, Mapping) else data:
         yield from _leaves(item)
-
-
-def _map(skeleton: Any, leaf: Any) -> Any:
-    """The structure with its stand-ins replaced."""
-    if isinstance(skeleton, _Leaf):
-        return leaf(skeleton)
-    if isinstance(skeleton, Mapping):
-        return honor_mapping(skeleton, {key: _map(value, leaf) for key, value in skeleton.items()})
-    return (
-        honor_type(skeleton, (_map(item, leaf) for item in skeleton))
-        if isinstance(skeleton, (list, tuple))
-        else skeleton
-    )
