@@ -62,7 +62,9 @@ stage() {
     say "SKIPPED $name: no time left"
     return 1
   fi
-  timeout --kill-after=10 "$((limit < left ? limit : left))" "$@" >"$FOLDER/$name.txt" 2>&1 </dev/null
+  # An interrupt makes pytest say what has failed so far; bash has its background jobs ignore interrupts.
+  timeout --signal=INT --kill-after=15 "$((limit < left ? limit : left))" env --default-signal=INT "$@" \
+    >"$FOLDER/$name.txt" 2>&1 </dev/null
   code=$?
   say "$([[ $code == 0 ]] && echo passed || echo FAILED) $name: exit code $code after $((SECONDS - begin)) s$(summary "$name" $code)"
   return $code
@@ -106,13 +108,13 @@ done
 
 # ---- the figures, alone ----------------------------------------------------------------------------------------------
 
-figures=("$PYTHON" -m tools.bench.gpu --output "$FOLDER/figures.md" --seconds 185)
+figures=("$PYTHON" -m tools.bench.gpu --output "$FOLDER/figures.md" --seconds 270)
 if [[ -n $REFERENCE ]]; then
   figures+=(--reference "$REFERENCE")
 else
   say "SKIPPED the figures of accelerate 1.15: not installed"
 fi
-stage figures 230 "${figures[@]}" || failed+=(figures)
+stage figures 300 "${figures[@]}" || failed+=(figures)
 
 # ---- tests, side by side ---------------------------------------------------------------------------------------------
 
@@ -121,7 +123,7 @@ pytest=("$PYTHON" -m pytest -q -p no:benchmark -p no:cacheprovider -p no:randoml
   -o "addopts=--strict-markers -ra --import-mode=importlib --durations=10")
 few=() many=()
 if has xdist; then
-  few=(-n 3) many=(-n 7)
+  few=(-n 3) many=(-n "$(($(nproc) > 8 ? $(nproc) - 4 : 4))")
 else
   say "pytest-xdist is not installed: tests run one after the other"
 fi
@@ -132,16 +134,16 @@ if ! has pytest_randomly; then # tests/conftest.py names it; nothing else needs 
 fi
 if has pytest && has hypothesis; then
   export OMP_NUM_THREADS=1
-  stage tests-gpu 200 "${pytest[@]}" "${few[@]}" -m gpu tests/gpu &
+  stage tests-gpu 150 "${pytest[@]}" "${few[@]}" -m gpu tests/gpu &
   on_gpu=$!
-  stage tests-short 200 "${pytest[@]}" "${many[@]}" -m "not gpu" &
+  stage tests-short 150 "${pytest[@]}" "${many[@]}" -m "not gpu" &
   short=$!
   wait "$on_gpu" || failed+=(tests-gpu)
   wait "$short" || failed+=(tests-short)
 
   # ---- what fills the GPU, alone -------------------------------------------------------------------------------------
 
-  TESTS_FILL_GPU=1 stage tests-full-gpu 40 "${pytest[@]}" -m gpu tests/gpu/test_one_gpu.py -k "gpu_is_full" ||
+  TESTS_FILL_GPU=1 stage tests-full-gpu 30 "${pytest[@]}" -m gpu tests/gpu/test_one_gpu.py -k "gpu_is_full" ||
     failed+=(tests-full-gpu)
 else
   say "SKIPPED all tests: they need pytest and hypothesis"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import logging
 import os
@@ -25,7 +24,6 @@ from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
 from accel_bigmodel.checkpoint.contents import CheckpointContents, FileBytes, MemoryBytes
 from accel_bigmodel.checkpoint.index import find_checkpoint
 from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
-from accel_bigmodel.checkpoint.staging import copy_staged
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
 from accel_ops.mapped import mapped_shard
@@ -658,34 +656,6 @@ def test_a_bar_shows_only_after_a_while(monkeypatch: pytest.MonkeyPatch, capsys:
     assert work(shown=False) == ""
     monkeypatch.setattr(progress, "is_tqdm_available", lambda: False)
     assert work() == ""
-
-
-class FakeBuffer:
-    """A lane whose bytes arrive only when it is waited for."""
-
-    def __init__(self) -> None:
-        self.memory = torch.zeros(8, dtype=torch.uint8)
-        self.target: torch.Tensor | None = None
-
-    def wait(self) -> None:
-        if self.target is not None:
-            self.target.copy_(self.memory[: self.target.numel()])
-        self.target = None
-
-    def send(self, target: torch.Tensor) -> None:
-        assert self.target is None, "the buffer was filled before it had been sent"
-        self.target = target
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 16, 17, 100])
-def test_copies_piece_by_piece(count: int) -> None:
-    source = torch.randn(count).bfloat16().view(count, 1)
-    target = torch.zeros_like(source)
-    buffers = [FakeBuffer(), FakeBuffer()]
-    copy_staged(MemoryBytes(bytes_of(source)).read_into, bytes_of(target), itertools.cycle(buffers))
-    for buffer in buffers:
-        buffer.wait()
-    assert torch.equal(source, target)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The figures of one GPU: training steps, waits, memory, offloaded weights, loading, checkpoints, FSDP 2, a compiled Llama.
 
     python -m tools.bench.gpu                                  # about three minutes of one H100 or H200
-    python -m tools.bench.gpu --reference PYTHON_OR_FOLDER     # accelerate 1.15 beside it
+    python -m tools.bench.gpu --reference PYTHON_OR_FOLDER     # accelerate 1.15 beside it, which takes as long again
+    python -m tools.bench.gpu --parts loader loading           # some of it
     python -m tools.bench.gpu --tiny                           # the same code on the CPU, to try it
 
 Each library is measured in processes of its own (`gpu_worker.py`), by the same code, and each figure beside its floor in the
@@ -173,18 +174,21 @@ def page(title: str, ours: Measured, reference: Measured | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure_all(scale: Scale, reference: str | None, seconds: float, show: Any) -> tuple[Measured, Measured | None]:
+def measure_all(
+    scale: Scale, parts: list[str], reference: str | None, seconds: float, show: Any
+) -> tuple[Measured, Measured | None]:
     """Measure both libraries, this one first.
 
     Args:
         scale: Where and how large.
+        parts: Names from `PARTS`, in its order.
         reference: An interpreter that has accelerate 1.15, or a folder with it.
         seconds: After which no further part begins.
         show: Called with both results whenever there is something new.
     """
     end = time.monotonic() + seconds
     ours, theirs = Measured(), None if reference is None else Measured()
-    groups = {kind: [name for name, part in PARTS.items() if part.has_group == kind] for kind in (False, True)}
+    groups = {kind: [name for name in parts if PARTS[name].has_group == kind] for kind in (False, True)}
     for measured in (ours, theirs):
         if measured is None:
             continue
@@ -205,7 +209,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="try the code on the CPU")
     parser.add_argument("--reference", metavar="PYTHON_OR_FOLDER", help="where accelerate 1.15 is installed")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as it grows")
-    parser.add_argument("--seconds", type=float, default=200, help="start nothing later than this (default 200)")
+    parser.add_argument("--seconds", type=float, default=300, help="start nothing later than this (default 300)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     options = parser.parse_args(arguments)
     reference_exists = options.reference is None or Path(options.reference).is_dir() or which(options.reference)
     if not reference_exists:
@@ -223,7 +228,8 @@ def main(arguments: list[str]) -> int:
             options.output.write_text(page(title, ours, reference))
 
     scale = Scale("cpu" if options.tiny else "cuda", options.tiny)
-    ours, reference = measure_all(scale, options.reference, options.seconds, show)
+    parts = [name for name in PARTS if name in options.parts]
+    ours, reference = measure_all(scale, parts, options.reference, options.seconds, show)
     print(page(title, ours, reference), end="")
     if options.tiny:
         return int(bool(ours.failures))

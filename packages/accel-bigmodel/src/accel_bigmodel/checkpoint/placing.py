@@ -211,7 +211,7 @@ class _Readers:
         on_gpus = any(placement.device.type == "cuda" for placement in placements)
         num_threads = min(NUM_GPU_READERS, os.cpu_count() or 1) if on_gpus else NUM_READERS
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="weights")
-        self._copier = DeviceCopier(self._threads)
+        self._copier = DeviceCopier(self._threads, sum(placement.num_bytes for placement in placements))
         started: deque[Callable[[], torch.Tensor]] = deque()
         for placement in placements:
             started.append(self._start(placement))
