@@ -210,7 +210,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--reference", metavar="PYTHON_OR_FOLDER", help="where accelerate 1.15 is installed")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as it grows")
     parser.add_argument("--seconds", type=float, default=300, help="start nothing later than this (default 300)")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
     options = parser.parse_args(arguments)
     reference_exists = options.reference is None or Path(options.reference).is_dir() or which(options.reference)
     if not reference_exists:
