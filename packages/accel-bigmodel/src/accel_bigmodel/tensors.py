@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.hooks.hook import hooks_of
+from accel_bigmodel.hooks.offloaded import OffloadedTensor
 from accel_state.devices import resolve_device
 
 Device = int | str | torch.device
@@ -50,6 +51,8 @@ def set_module_tensor_to_device(
     for part in path:
         module = getattr(module, part)
     old = _existing(module, name)
+    if isinstance(old, OffloadedTensor):
+        old = old.ordinary()
     if value is None and old.device.type == "meta" and not _is_meta(device):
         raise ValueError(
             f"{tensor_name!r} is on the meta device and has no data: pass the value that it is to have on {device}."

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from accel_bigmodel.hooks.hook import ModelHook
+from accel_bigmodel.hooks.offloaded import OffloadedTensor
+from accel_bigmodel.hooks.ties import Tie
 from accel_bigmodel.offload.loader import find_source
 from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensors
 from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device, tied_copy_on
@@ -28,11 +30,18 @@ class WeightSlot:
     tensors: MutableMapping[str, Any]  # the module's dictionary of parameters or of buffers
     key: str
     empty: torch.Tensor  # the tensor on the meta device that stands there in between
+    tie: Tie = field(default_factory=Tie)  # to weights of other modules that were the same tensor
     source: torch.Tensor | None = None  # the weight that was there last, and
     ready: torch.Tensor | None = None  # what was made of it without a copy
 
     def __reduce__(self) -> Any:
-        return WeightSlot, (self.name, self.tensors, self.key, self.empty)  # `ready` of a copy shares its own weights
+        return WeightSlot, (
+            self.name,
+            self.tensors,
+            self.key,
+            self.empty,
+            self.tie,
+        )  # `ready` of a copy shares its own weights
 
 
 class Stream(Protocol):
@@ -151,13 +160,26 @@ class AlignDevicesHook(ModelHook):
         offloaded = self._offloaded(module)
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in offloaded.items()}
-        self.slots = [_empty_slot(module, name) for name in offloaded]
+        self.slots = [self._empty_slot(module, name) for name in offloaded]
         if self.execution_device is not None:
             left = set(tensors) - set(offloaded)
             if self.offload_buffers:  # then only non-persistent buffers, which are in no checkpoint, are left
                 left &= get_non_persistent_buffers(module, self.place_submodules, fqns=True)
             for name in sorted(left):
                 self._place(module, name)
+
+    def _empty_slot(self, module: nn.Module, name: str) -> WeightSlot:
+        tensors, key = _place_of(module, name)
+        tie = Tie.of(tensors[key])
+        empty = tie.standing_in(self.execution_device)
+        if isinstance(empty, OffloadedTensor):
+            tensors[key] = empty
+            empty.also_in(self, name)
+        else:
+            set_module_tensor_to_device(module, name, META)
+            tensors[key] = empty = OffloadedTensor.standing_for(tensors[key], self, name)
+            tie.stands_in(self.execution_device, empty)
+        return WeightSlot(name, tensors, key, empty, tie)
 
     def _offloaded(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """The weights that are offloaded between forward passes."""
@@ -169,7 +191,10 @@ class AlignDevicesHook(ModelHook):
 
     def _place(self, module: nn.Module, name: str) -> None:
         assert self.execution_device is not None
+        tensors, key = _place_of(module, name)
+        tie = Tie.of(tensors[key])
         set_module_tensor_to_device(module, name, self.execution_device, tied_params_map=self.tied_params_map)
+        tie.restored = tensors[key]
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Move weights and inputs to the device."""
@@ -178,7 +203,7 @@ class AlignDevicesHook(ModelHook):
         if (
             self.slots is None
         ):  # `init_hook` did not run: compressed-tensors skips it, and pickles of 1.15 have no slots
-            self.slots = [_empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
+            self.slots = [self._empty_slot(module, name) for name in self._offloaded(module)] if self.offload else ()
         if self.stream is None or not self.stream.fetch(self):
             for slot in self.slots:
                 self._fill(module, slot)
@@ -188,6 +213,10 @@ class AlignDevicesHook(ModelHook):
             send_to_device(args, self.execution_device),
             send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
         )
+
+    def forget_weights(self) -> None:
+        """Make nothing of what was made of weights before: their dtypes have changed (`module.half()`)."""
+        self.slots = [WeightSlot(slot.name, slot.tensors, slot.key, slot.empty, slot.tie) for slot in self.slots or ()]
 
     def _fill(self, module: nn.Module, slot: WeightSlot) -> None:
         value = self.weights_map[slot.name]
@@ -223,20 +252,29 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: Module) -> Module:
-        """Move the weights back to their original devices."""
-        if self.offload:
-            for name, device in self.original_devices.items():
-                if device != META:
-                    set_module_tensor_to_device(module, name, device, value=self.weights_map.get(name))
+        """Move the weights back to their original devices; what was one tensor is one again."""
+        if not self.offload:
+            return module
+        ties = {slot.name: slot.tie for slot in self.slots or ()}
+        for name, device in self.original_devices.items():
+            tensors, key = _place_of(module, name)
+            tie = ties.get(name)
+            if tie is not None and tie.restored is not None:
+                tensors[key] = tie.restored
+                continue
+            value = None if device == META else self.weights_map.get(name)
+            set_module_tensor_to_device(module, name, device, value=value)
+            if tie is not None:
+                tie.restored = tensors[key]
         return module
 
 
-def _empty_slot(module: nn.Module, name: str) -> WeightSlot:
-    set_module_tensor_to_device(module, name, META)
+def _place_of(module: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:
+    """The dictionary of a module that holds a parameter or buffer, and its key there."""
     path, _, key = name.rpartition(".")
     owner = module.get_submodule(path)
     tensors: Any = owner._parameters if key in owner._parameters else owner._buffers
-    return WeightSlot(name, tensors, key, tensors[key])
+    return tensors, key
 
 
 def _statistics(name: str, value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.offloaded import attributes_of
 from accel_bigmodel.streaming.arena import Arena, Region
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.units import Block, Unit, group_into_blocks, make_unit
@@ -273,5 +274,5 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not isinstance(old, nn.Parameter):
         return value
     made = nn.Parameter(value, requires_grad=old.requires_grad)
-    made.__dict__.update(old.__dict__)
+    made.__dict__.update(attributes_of(old))
     return made

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.offloaded import OffloadedTensor
 from accel_bigmodel.offload.loader import Home, find_source
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def make_unit(name: str, hook: AlignDevicesHook) -> Unit | None:
 
 def _is_plain(old: torch.Tensor, source: torch.Tensor) -> bool:
     return (
-        type(old) in (nn.Parameter, torch.Tensor)
+        type(old) in (nn.Parameter, torch.Tensor, OffloadedTensor)
         and type(source) in (nn.Parameter, torch.Tensor)
         and source.device.type == "cpu"
         and source.is_contiguous()
