@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accel_bigmodel.checkpoint.write import write_model_folder
+from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import remove_hook_from_submodules
 
 CPU = torch.device("cpu")
@@ -234,23 +235,25 @@ def test_a_weight_whose_model_is_gone_says_so() -> None:
         weight.sum()
 
 
-def test_adapters_of_a_base_that_is_offloaded_afterwards_train_as_in_memory(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    losses: dict[str, list[float]] = {}
-    for where in ("memory", "cpu", "disk"):
-        torch.manual_seed(0)
-        base = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-        model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["0", "2"], init_lora_weights=False))
-        for name, module in list(model.named_modules()):
-            if name.endswith("base_layer") and where != "memory":
-                cpu_offload(module, CPU) if where == "cpu" else disk_offload(module, tmp_path / name, CPU)
-        optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-        losses[where] = []
-        for _ in range(3):
-            loss = model(torch.ones(2, 4)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses[where].append(loss.item())
-    assert losses["memory"] == losses["cpu"] == losses["disk"]
-    assert losses["memory"][-1] < losses["memory"][0]
+def test_weights_on_disk_come_back_when_hooks_are_removed(tmp_path: Path) -> None:
+    model = Parts()
+    write_model_folder(model.state_dict(), tmp_path / "model", "1GB")
+    with init_empty_weights():
+        empty = Parts()
+    load_checkpoint_and_dispatch(
+        empty, tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+    )
+    remove_hook_from_submodules(empty)
+    assert not any(parameter.is_meta for parameter in empty.parameters())
+    assert torch.equal(empty(IDS), model(IDS))
+    dispatch_model(empty, {"": CPU})
+    assert torch.equal(empty(IDS), model(IDS))
+
+
+def test_an_offloaded_model_is_dispatched_anew(tmp_path: Path) -> None:
+    model = disk_offload(Parts(), tmp_path / "first", CPU, offload_buffers=True)
+    names = [*dict(model.named_children()), "free", "shift"]
+    for number, places in enumerate((["cpu", "disk"], ["disk", "cpu"], ["cpu", "cpu"])):
+        device_map = {name: places[index % 2] for index, name in enumerate(names)}
+        dispatch_model(model, device_map, offload_dir=tmp_path / str(number))
+        assert torch.equal(model(IDS), Parts()(IDS))

@@ -20,5 +20,7 @@ def test_models_larger_than_memory() -> None:
         "balanced True * 6 *": "a device without memory in the middle does not change what the last one can take",
         "check_tied *": "what a map lacks is told by check_device_map; this one only warns",
         "whole * load": "tied weights stay tied",
+        "whole * cpu": "the same, while they are offloaded",
+        "whole * disk": "the same",
     }
     same("big_models", intended=intended, least=16_000)

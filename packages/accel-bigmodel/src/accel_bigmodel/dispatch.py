@@ -13,7 +13,11 @@ from accel_bigmodel.budgets import NOT_ACCELERATORS, get_balanced_memory
 from accel_bigmodel.device_map.check import bytes_to_move, check_device_map, check_memory, check_places
 from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from accel_bigmodel.hooks.attach import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    take_weights_back,
+)
 from accel_bigmodel.hooks.hook import add_hook_to_module
 from accel_bigmodel.model_methods import warn_when_moved
 from accel_bigmodel.offload.folder import INDEX_NAME, offload_state_dict, read_index
@@ -172,6 +176,7 @@ def dispatch_model(
     """
     check_places(device_map)
     _check(model, device_map, strict)
+    take_weights_back(model)
     places = set(device_map.values())
     if len(places) > 1 or "disk" in places or _is_quantised(model) or force_hooks:
         _dispatch_parts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -17,6 +18,8 @@ from accel_bigmodel.sizes import get_non_persistent_buffers, named_module_tensor
 from accel_bigmodel.tensors import TiedTensors, set_module_tensor_to_device, tied_copy_on
 from accel_ops.placement import find_device, send_to_device
 from accel_state.public_names import known_as
+
+logger = logging.getLogger("accelerate.hooks")
 
 Module = TypeVar("Module", bound=nn.Module)
 META = torch.device("meta")
@@ -252,21 +255,39 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def detach_hook(self, module: Module) -> Module:
-        """Move the weights back to their original devices; what was one tensor is one again."""
+        """Move the weights back to their original devices; what was one tensor is one again.
+
+        Weights that were on the meta device, since they were loaded to disk right away, become views of their files.
+        """
         if not self.offload:
             return module
-        ties = {slot.name: slot.tie for slot in self.slots or ()}
+        slots = {slot.name: slot for slot in self.slots or ()}
         for name, device in self.original_devices.items():
-            tensors, key = _place_of(module, name)
-            tie = ties.get(name)
-            if tie is not None and tie.restored is not None:
-                tensors[key] = tie.restored
-                continue
-            value = None if device == META else self.weights_map.get(name)
-            set_module_tensor_to_device(module, name, device, value=value)
-            if tie is not None:
-                tie.restored = tensors[key]
+            if name in slots:
+                self._restore(module, slots[name], device)
+            elif device != META:
+                set_module_tensor_to_device(module, name, device)
         return module
+
+    def _restore(self, module: nn.Module, slot: WeightSlot, device: torch.device) -> None:
+        restored = slot.tie.restored
+        if restored is None and device == META and isinstance(slot.empty, OffloadedTensor):
+            restored = _readable(slot.empty)
+        if restored is not None:
+            slot.tensors[slot.key] = restored
+        else:
+            value = None if device == META else self.weights_map.get(slot.name)
+            set_module_tensor_to_device(module, slot.name, device, value=value)
+        slot.tie.restored = slot.tensors[slot.key]
+
+
+def _readable(weight: OffloadedTensor) -> torch.Tensor | None:
+    """The weight, or None when its file is not there any more: hooks are removed all the same."""
+    try:
+        return weight.read("cpu")
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("An offloaded weight stays on the meta device, because it cannot be read: %s", error)
+        return None
 
 
 def _place_of(module: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:

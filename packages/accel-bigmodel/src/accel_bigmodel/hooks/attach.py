@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.hook import add_hook_to_module
+from accel_bigmodel.hooks.hook import add_hook_to_module, hooks_of, remove_hook_from_module
 from accel_bigmodel.offload.loader import PrefixedDataset
 from accel_bigmodel.sizes import named_module_tensors
 from accel_bigmodel.tensors import TiedTensors
@@ -198,3 +198,15 @@ class _Blocks:
         if not hasattr(module, "_hf_hook"):
             add_hook_to_module(module, AlignDevicesHook(device, io_same_device=name == "", **self.shared))
         attach_execution_device_hook(module, device, preload_module_classes=self.preload_module_classes, **self.shared)
+
+
+def take_weights_back(model: nn.Module) -> None:
+    """Remove the hooks of modules whose weights are offloaded, which get them: in CPU memory, or as views of files.
+
+    Args:
+        model: The model; nothing is read before its weights are used.
+    """
+    for module in model.modules():
+        hooks: list[Any] = list(hooks_of(module))
+        if any(getattr(hook, "offload", False) for hook in hooks) and {*map(type, hooks)} == {AlignDevicesHook}:
+            remove_hook_from_module(module)

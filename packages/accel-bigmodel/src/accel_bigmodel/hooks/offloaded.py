@@ -8,6 +8,7 @@ which reads the weight then. Modules compute with ordinary tensors: their hooks 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from torch import nn
 
 from accel_bigmodel.offload.loader import find_source
 from accel_ops.nested import recursively_apply
+from accel_state.devices import resolve_device
 from accel_state.weak import Weak
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ IN_PLACE_OPERATORS = frozenset((
     "__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__", "__ior__",
     "__ixor__", "__ilshift__", "__irshift__",
 ))  # fmt: skip
+BUILDERS = ("peft.",)
+"""Modules of libraries that ask a weight for its device in order to put new weights there: where it computes, then."""
 DEVICES = (str, int, torch.device, torch.Tensor)
 
 
@@ -110,6 +114,8 @@ class OffloadedTensor(torch.Tensor):
         if isinstance(first, OffloadedTensor) and first._has_value:
             others = partial(_map, lambda tensor: tensor if tensor is first else _read(tensor))
             return _as_ordinary(func, others(args), others(dict(kwargs)))
+        if name == "device" and sys._getframe(1).f_globals.get("__name__", "").startswith(BUILDERS):
+            return first._source.device
         if name in DESCRIPTIONS or (is_attribute and name not in VALUES and isinstance(first, OffloadedTensor)):
             result = _as_ordinary(func, args, kwargs)
             if name in ("", "requires_grad_"):
@@ -172,6 +178,14 @@ class _Source:
             "Take the tensor from the model again, or copy it before."
         )
 
+    @property
+    def device(self) -> torch.device:
+        """Where the module of the weight computes."""
+        hook, name = self.find()
+        return (
+            hook.weights_map[name].device if hook.execution_device is None else resolve_device(hook.execution_device)
+        )
+
     def changed(self) -> None:
         """An attribute of the tensor was set, perhaps its dtype."""
         for reference, _ in self.places:
@@ -183,7 +197,7 @@ class _Source:
         hook, name = self.find()
         value = hook.weights_map[name]
         if device is None:
-            device = hook.execution_device if hook.execution_device is not None else value.device
+            device = self.device
         with torch.no_grad():
             for dtype in dtypes:
                 value = value.detach().to(device=device, dtype=dtype)
