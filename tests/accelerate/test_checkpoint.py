@@ -17,7 +17,7 @@ from torch import nn
 
 from accel_ops import durable
 from accel_ops.files import load
-from accelerate import Accelerator, dispatch_model
+from accelerate import Accelerator, dispatch_model, load_checkpoint_in_model
 from accelerate.checkpoint import naming
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.utils import load_state_dict
@@ -604,6 +604,19 @@ def test_a_model_folder_is_written(tmp_path: Path) -> None:
     }
     kept.save_model(kept._models[0], tmp_path / "model", safe_serialization=False)
     assert sorted(load(tmp_path / "model" / "pytorch_model.bin")) == ["bias", "weight"]
+
+
+def test_a_model_folder_has_the_names_of_the_model_that_was_not_compiled(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model[0] = torch.compile(model[0], backend="eager")
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_model(accelerator.prepare(model), tmp_path / "model")
+    assert load_state_dict(str(tmp_path / "model" / "model.safetensors")).keys() == expected.keys()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    load_checkpoint_in_model(model, tmp_path / "model", strict=True)
+    assert all(map(torch.equal, model.state_dict().values(), expected.values()))
 
 
 def test_model_folders_are_asked_for_models_and_folders(tmp_path: Path) -> None:

@@ -334,3 +334,13 @@ def test_asking_loads_neither_torch_nor_menus() -> None:
     code = "import accel_cli.questionnaire.cluster, sys; print({'torch', 'questionary', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_a_file_that_will_be_replaced_is_named_before_the_first_question(
+    ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask({"Which device of this machine": "3"})
+    path = tmp_path / "config.yaml"
+    assert "exists" not in capsys.readouterr().out
+    ask({"Which device of this machine": "2"})
+    assert capsys.readouterr().out.startswith(f"{path} exists. Your answers will replace it")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +225,22 @@ def test_the_tables_that_others_read() -> None:
         ("REMOVED", -1),
     ]
     assert to_fsdp2.to_fsdp2_command_parser().parse_args(["--config_file", "a"]).overwrite is False
+
+
+def test_names_that_the_terminal_cannot_print_do_not_stop_the_report(tmp_path: Path) -> None:
+    content = {"distributed_type": "FSDP", "fsdp_config": VERSION_1 | {"fsdp_transformer_layer_cls_to_wrap": "Größe"}}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(content, allow_unicode=True), encoding="utf-8")
+    words = ["to-fsdp2", "--config_file", "old.yaml", "--output_file", "new.yaml"]
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", *words],
+        cwd=tmp_path,
+        env=ascii_only,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Gr\\xf6\\xdfe" in done.stdout
+    written = yaml.safe_load((tmp_path / "new.yaml").read_text(encoding="utf-8"))
+    assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "Größe"

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch.distributed as dist
@@ -252,3 +253,15 @@ def test_a_real_mesh_of_two_processes(rank: int, world: int) -> None:
     mesh = shards.get_device_mesh("cpu")
     assert mesh is not None
     assert data_place_of(mesh) == shards.data_place(rank, world) == DataPlace(rank, 2)
+
+
+def test_a_program_may_replace_the_function_that_makes_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def of_a_program(device_type: str, mesh_shape: Any, *, mesh_dim_names: Any) -> Any:
+        made.append((device_type, mesh_shape, mesh_dim_names))
+        return MagicMock()
+
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", of_a_program)
+    ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2).build_device_mesh("cpu")
+    assert made == [("cpu", (2, 2, 2), ("dp_replicate", "dp_shard", "tp"))]

@@ -115,6 +115,10 @@ def config_command(args: Namespace) -> None:
 
     path = os.path.expanduser(args.config_file or default_config_path(os.environ))
     check_target(path)
+    if os.path.exists(path):
+        print(
+            f"{path} exists. Your answers will replace it; nothing of it is kept. Interrupt with ctrl-C to keep it.\n"
+        )
     config = get_user_input()
     with without_traceback():
         write_config(path, config)

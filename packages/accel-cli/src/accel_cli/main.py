@@ -130,6 +130,7 @@ def _no_command(word: str) -> str:
 def run_command(name: str, words: Sequence[str] | None = None) -> int:
     """Parse the arguments of one command and run it; by default those of this process."""
     command = COMMANDS.get(name) or foreign_commands()[name]
+    _print_anything()
     args = command.make_parser().parse_args(words)
     try:
         with _siblings_named():
@@ -145,6 +146,13 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"accelerate {name}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _print_anything() -> None:
+    """Escape characters that the terminal's encoding lacks, such as those of a path under the C locale: nothing fails over them."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's has none
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _end_for_closed_pipe() -> int:

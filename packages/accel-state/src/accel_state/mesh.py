@@ -335,9 +335,10 @@ class ParallelismConfig:
             self.check_world_size(dist.get_world_size())
         names, shape = self._get_mesh()
         of_its_own = names in OWN_GROUP and dist.is_initialized() and dist.get_backend() == "gloo"
-        backends: Any = {names[0]: "gloo"} if of_its_own else None
+        # Only where it is needed: programs replace `init_device_mesh` by functions that do not know this argument.
+        options: Any = {"backend_override": {names[0]: "gloo"}} if of_its_own else {}
         with one_thread_each():
-            mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, backend_override=backends)
+            mesh = init_device_mesh(device_type, shape, mesh_dim_names=names, **options)
             self._joined = {
                 joined: mesh[members]._flatten(joined)
                 for joined, source in JOINED_AXES.items()

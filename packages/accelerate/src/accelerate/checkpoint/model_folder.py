@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from accel_bigmodel.checkpoint.compare import without_compiled_names
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_integrations.checkpoints.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
@@ -64,8 +65,10 @@ def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) 
 
     def collect() -> dict[str, Any] | None:
         weights = accelerator.engine.sharded_weights(model)
-        _check_values(weights or {}, model)
-        return weights
+        if weights is None:
+            return None
+        _check_values(weights, model)
+        return without_compiled_names(weights)
 
     weights = ranks.each("collect the weights", collect)
     possible = weights is not None and storage.owner == 0 and can_fill_in(weights)
@@ -99,7 +102,7 @@ def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """
     state_dict = accelerator.get_state_dict(model)
     _check_values(state_dict, model)
-    return state_dict
+    return without_compiled_names(state_dict)
 
 
 def _check_values(state_dict: dict[str, Any], model: nn.Module) -> None:
