@@ -225,10 +225,29 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_11", "checkpoint_12"]
 
 
+def test_a_run_that_does_not_continue_an_earlier_one_numbers_on_and_leaves_it(tmp_path: Path) -> None:
+    first = make_kept(tmp_path, total_limit=2)
+    for _ in range(4):
+        first.save_state()
+    second = make_kept(tmp_path, total_limit=2)
+    with pytest.warns(UserWarning, match="up to checkpoint_3. This run did not load one") as caught:
+        names = [second.save_state().name for _ in range(4)]
+    assert len(caught) == 1
+    assert names == ["checkpoint_4", "checkpoint_5", "checkpoint_6", "checkpoint_7"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [f"checkpoint_{number}" for number in (2, 3, 6, 7)]
+    third = make_kept(tmp_path, total_limit=2)
+    third.load_state()
+    assert third.save_state().name == "checkpoint_8"
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_7", "checkpoint_8"]
+
+
 def test_a_taken_name_is_refused(tmp_path: Path) -> None:
-    make_kept(tmp_path).save_state()
+    first = make_kept(tmp_path)
+    first.save_state()
+    first.save_state()
     fresh = make_kept(tmp_path)
-    with pytest.raises(ValueError, match=r"checkpoint_0 already exists. Call load_state\(\) first"):
+    fresh.project_configuration.iteration = 1
+    with pytest.raises(ValueError, match=r"checkpoint_1 already exists. Call load_state\(\) first"):
         fresh.save_state()
 
 
@@ -236,9 +255,10 @@ def test_checkpoints_of_an_earlier_run_are_pointed_out_and_the_new_one_stays(tmp
     (tmp_path / "checkpoints" / "checkpoint_7").mkdir(parents=True)
     (tmp_path / "checkpoints" / "checkpoint_x").mkdir()
     kept = make_kept(tmp_path, total_limit=1)
+    kept.project_configuration.iteration = 1
     with pytest.warns(UserWarning, match="'checkpoint_7' of an earlier run"):
         kept.save_state()
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_x"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_x"]
 
 
 def test_nothing_old_goes_before_the_new_one_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

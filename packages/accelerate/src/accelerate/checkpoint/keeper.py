@@ -6,7 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
     living_writer,
+    number_after,
     numbered_checkpoints,
     remove_leftovers,
     remove_oldest,
@@ -77,6 +78,7 @@ class _Begun:
         step: For its manifest.
         iteration: For its manifest.
         total_limit: How many checkpoints are kept, if this process removes the others.
+        first_number: Of the checkpoints that count.
     """
 
     transaction: Transaction
@@ -85,13 +87,14 @@ class _Begun:
     step: int
     iteration: int
     total_limit: int | None
+    first_number: int
 
     def complete(self, write: Callable[[FileWriter], None]) -> None:
         """Write its files, publish it, and remove old ones."""
         self.transaction.write(write)
         self.transaction.publish(self.step, self.iteration)
         if self.total_limit is not None:
-            _remove_surplus(self.target, self.total_limit)
+            _remove_surplus(self.target, self.total_limit, self.first_number)
 
 
 class CheckpointKeeper:
@@ -108,6 +111,7 @@ class CheckpointKeeper:
         self._saves = BackgroundSaves()
         self._buffers = HostBuffers()
         self._last_iteration: int | None = None
+        self._first_number = 0  # of this run's checkpoints; those of an earlier run are not counted for `total_limit`
 
     @property
     def _accelerator(self) -> Run:
@@ -172,6 +176,7 @@ class CheckpointKeeper:
         """
         with ExitStack() as stack:
             outcome = stack.enter_context(publishing_outcome(alone)) if alone is not None else {}
+            order = self._numbered(order, ranks)
             begun = self._begin(order, ranks, stack)
 
             def complete(write: Callable[[FileWriter], None]) -> None:
@@ -230,7 +235,26 @@ class CheckpointKeeper:
             step=accelerator.step,
             iteration=project.iteration,
             total_limit=project.total_limit if order.is_automatic and storage.is_owner else None,
+            first_number=self._first_number,
         )
+
+    def _numbered(self, order: _Order, ranks: Ranks) -> _Order:
+        """Number on after the checkpoints of an earlier run that this one does not continue; none of them is replaced or removed."""
+        project = self._accelerator.project_configuration
+        if not order.is_automatic or project.iteration > 0:
+            return order
+        folder = order.folder.parent
+        first = ranks.on_main("number the checkpoint", lambda: number_after(folder))
+        if first == 0:
+            return order
+        project.iteration = self._first_number = first
+        if self._accelerator.state.is_main_process:
+            warn_user(
+                f"{folder} holds checkpoints of an earlier run, up to checkpoint_{first - 1}. This run did not load one, so it numbers on "
+                f"from checkpoint_{first} and leaves them as they are; total_limit counts its own. Call load_state() before training to "
+                "continue that run, or give each run a project_dir of its own."
+            )
+        return replace(order, folder=folder / f"checkpoint_{first}")
 
     def _copy(self, begun: _Begun) -> Snapshot:
         """Copy everything that this rank would write now."""
@@ -385,10 +409,10 @@ def _can_agree_in_background(ranks: Ranks) -> bool:
     return False
 
 
-def _remove_surplus(newest: Path, total_limit: int) -> None:
+def _remove_surplus(newest: Path, total_limit: int, first_number: int) -> None:
     """Remove checkpoints beyond the limit. The new one is published already, so a failure only causes a warning."""
     try:
-        removed = remove_oldest(newest, total_limit)
+        removed = remove_oldest(newest, total_limit, first_number)
     except OSError as error:
         warn_user(
             f"Old checkpoints beyond total_limit={total_limit} could not be removed ({error}). Remove them by hand."

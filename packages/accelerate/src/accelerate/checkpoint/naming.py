@@ -40,7 +40,13 @@ def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
-def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
+def number_after(folder: Path) -> int:
+    """The number after the newest checkpoint in a folder; 0 where there is none, or it is of another job that may still run."""
+    found = numbered_checkpoints(folder)
+    return 0 if not found or living_writer(found[-1][1]) is not None else found[-1][0] + 1
+
+
+def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list[Path]:
     """Remove checkpoints until `total_limit` are left, those with the lowest numbers first.
 
     Each is renamed before its files are deleted, so that no incomplete checkpoint is ever seen.
@@ -50,12 +56,14 @@ def remove_oldest(newest: Path, total_limit: int) -> list[Path]:
     Args:
         newest: The checkpoint just written, which is kept whatever its number.
         total_limit: At least 1.
+        first_number: Lower ones are of an earlier run; they are kept and not counted.
 
     Returns:
         What was removed.
     """
     folder = newest.parent
-    others = [path for _, path in numbered_checkpoints(folder) if path.name != newest.name and _is_ours(path)]
+    found = [path for number, path in numbered_checkpoints(folder) if number >= first_number]
+    others = [path for path in found if path.name != newest.name and _is_ours(path)]
     surplus = others[: max(0, len(others) + 1 - total_limit)]
     for path in surplus:
         doomed = path.with_name(f".{path.name}.removing")
