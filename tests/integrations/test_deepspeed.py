@@ -194,6 +194,23 @@ def test_gradient_clipping(rank: int, world: int) -> None:
         assert not accelerator.optimizer_step_was_skipped
 
 
+@deepspeed_ranks(2)
+def test_clipping_that_nobody_asked_for_is_said_once(rank: int, world: int) -> None:
+    with run_with(DeepSpeedPlugin(zero_stage=2)) as accelerator:
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader(16))
+        inputs, targets = next(iter(loader))
+        accelerator.backward((model(inputs) - targets).square().mean() * 1e-3)  # too small to be clipped
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            for _ in range(2):
+                accelerator.backward((model(inputs) - targets).square().mean() * 1e3)
+        said = [str(one.message) for one in caught if "clips gradients to a norm of 1.0" in str(one.message)]
+        assert len(said) == (1 if rank == 0 else 0)
+        assert all("gradient_clipping is 'auto'" in one for one in said)
+
+
 @pytest.mark.thorough
 @deepspeed_ranks(2)
 def test_states_in_main_memory(rank: int, world: int) -> None:

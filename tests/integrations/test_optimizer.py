@@ -143,6 +143,23 @@ def test_schedule_free_optimizers_are_switched() -> None:
     assert calls == ["train", "eval"]
 
 
+def test_a_schedule_free_optimizer_inside_another_one_is_pointed_out() -> None:
+    class Partitioned(torch.optim.SGD):
+        """Keeps weights of its own, as ZeRO does."""
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([parameter], lr=0.1)
+    outer: Any = Partitioned([parameter], lr=0.1)
+    outer.optimizer = inner
+    optimizer = AcceleratedOptimizer(outer)
+    optimizer.eval()  # nothing in there has such modes
+    inner.eval = print  # type: ignore[attr-defined]
+    with pytest.warns(
+        UserWarning, match=r"eval\(\) has no effect: Partitioned keeps the weights that SGD would switch"
+    ):
+        optimizer.eval()
+
+
 def test_a_scaler_of_the_users_own_is_used() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -13,6 +13,7 @@ from accel_state import supervision
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from accel_state.public_names import known_as
+from accel_state.warning import warn_user
 
 TakeStep = Callable[[torch.optim.Optimizer, Callable[[], Any] | None], bool]
 
@@ -163,6 +164,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         switch = getattr(self.optimizer, mode, None)
         if callable(switch):
             switch()
+        elif callable(getattr(getattr(self.optimizer, "optimizer", None), mode, None)):
+            warn_user(
+                f"optimizer.{mode}() has no effect: {type(self.optimizer).__name__} keeps the weights that "
+                f"{type(self.optimizer.optimizer).__name__} would switch, so that evaluation would run on training weights. Train with "  # type: ignore[attr-defined]
+                "DDP or FSDP, or with another optimizer."
+            )
 
     # ---- pickling -----------------------------------------------------------------------------------------------
 

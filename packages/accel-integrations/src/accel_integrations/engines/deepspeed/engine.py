@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from accel_state.settings.deepspeed import DeepSpeedPlugin
 
 NOT_OFFLOADED = (None, "none")
+WATCHED_STEPS = 100  # reading the norm makes the host wait for the device, so that not all steps are watched
 
 
 @final
@@ -72,6 +73,7 @@ class DeepSpeedEngine(Engine):
         self._attention: UlyssesAttention | None = None
         self._names: Notes[Any, list[list[str]]] = Notes()
         self._warned_of_clipping = False
+        self._num_watched_steps = 0  # the next ones at which unasked clipping is warned of
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -153,6 +155,8 @@ class DeepSpeedEngine(Engine):
         config = self.plugin.deepspeed_config
         check_fit(optimizer, scheduler, config)
         check_model_and_optimizer(model, optimizer, config)
+        if self.plugin.get_value("gradient_clipping") == "auto":
+            self._num_watched_steps = WATCHED_STEPS
         readers = self.data_place().count
         fill_auto_values(
             self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
@@ -266,6 +270,21 @@ class DeepSpeedEngine(Engine):
                 "prepare() first."
             )
         self.library_engine.backward(loss, sync_gradients=self.gradient_state.sync_gradients, **kwargs)
+        if self._num_watched_steps and self.gradient_state.sync_gradients:
+            self._warn_of_unasked_clipping()
+
+    def _warn_of_unasked_clipping(self) -> None:
+        """Warn once where "auto", the default, changes gradients."""
+        self._num_watched_steps -= 1
+        bound, norm = self.plugin.get_value("gradient_clipping"), self.library_engine.get_global_grad_norm()
+        if norm is None or not norm > bound:
+            return
+        self._num_watched_steps = 0
+        if self.context.state.is_main_process:
+            warn_user(
+                f"DeepSpeed clips gradients to a norm of {bound}, because gradient_clipping is 'auto', its default; at this step their norm "
+                f"was {norm:.3g}. Set DeepSpeedPlugin(gradient_clipping={bound}) if that is meant, or 0.0 not to clip."
+            )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Without effect: `backward` tells DeepSpeed which steps are sync steps."""
