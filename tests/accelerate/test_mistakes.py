@@ -115,6 +115,16 @@ def on_two_ranks(world: int) -> None:
     assert "SGD updates 1 of 3 parameters that no prepared model holds (of shape [])" in message
     assert "not averaged over processes" in message
 
+    for is_aside in (False, True):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        model = nn.Linear(3, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        called = accelerator.unwrap_model(model) if is_aside else pickle.loads(pickle.dumps(model)) and model
+        messages = two_steps(accelerator, called, optimizer, accelerator.backward)
+        assert len(messages) == is_aside
+        assert all("the prepared Linear was never called" in message for message in messages)
+        assert not model._forward_pre_hooks or is_aside
+
 
 on_two_ranks.body = on_two_ranks  # type: ignore[attr-defined]
 

@@ -13,6 +13,7 @@ def test_small_things() -> None:
         "port as text": "a port from the environment is text",
         "handler 6": "accumulation can average over more than steps, so there is one field more",
         "to_dict 6": "the same",
+        "handler 7": "copies of batches wait for nothing that is pinned unless they are told to",
         "set_directories": "a signal can be answered with a save, so there are two fields more",
         "fsdp *": "sharded training works on CPUs, where 1.15 cannot make the plugin, and memory is not pinned there",
         "accumulation 0": "no accumulation over no steps",

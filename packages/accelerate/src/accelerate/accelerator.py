@@ -651,7 +651,9 @@ class Accelerator:
         if known is not None:
             return known
         self._check_device_map(model)
-        return self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
+        prepared = self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
+        self._stepping.first_step.watch_model(prepared)
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None

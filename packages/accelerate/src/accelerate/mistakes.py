@@ -13,12 +13,30 @@ from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accelerate.checkpoint.run import Run
 
 _latest: weakref.ref[Run] | None = None
+
+
+class ForwardNote:
+    """A forward pre-hook of a prepared model that notes its first call, and is gone then.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.was_called = False
+        self._handle = model.register_forward_pre_hook(self)
+
+    def __call__(self, model: nn.Module, inputs: Any) -> None:
+        """Note the call."""
+        self.was_called = True
+        self._handle.remove()
 
 
 class FirstStepCheck:
@@ -37,6 +55,7 @@ class FirstStepCheck:
         self._engine = engine
         self.has_gone_backward = False
         self._watched: Notes[Any, bool] = Notes()
+        self._forwards: Notes[nn.Module, ForwardNote] = Notes()
 
     def before_first_backward(self) -> None:
         """Warn if several ranks train a model that was not prepared."""
@@ -49,6 +68,12 @@ class FirstStepCheck:
                 f"backward() is called on {world} processes, but no model was prepared: gradients are not averaged, and each "
                 "process trains a model of its own. Call `model = accelerator.prepare(model)` first."
             )
+
+    def watch_model(self, model: nn.Module) -> None:
+        """Look whether the forward pass of a prepared model is called, which all-reduces its gradients."""
+        replica = getattr(model, "_orig_mod", model)  # inside what `torch.compile` made of it
+        if type(replica).__name__ == "DistributedDataParallel" and replica not in self._forwards:
+            self._forwards[replica] = ForwardNote(replica)
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:
         """Look at a prepared optimizer when it takes its first step.
@@ -79,6 +104,7 @@ class FirstStepCheck:
                 f"An optimizer steps, but accelerator.backward() was never called: gradients of {num_steps} micro-batches are "
                 "summed, not averaged. Call accelerator.backward(loss) instead of loss.backward()."
             )
+        self._warn_of_forward_passes_aside(optimizer)
         world, models = PartialState().num_processes, self._engine.context.prepared.models
         held = {id(parameter) for model in models for parameter in model.parameters()}
         updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -93,6 +119,17 @@ class FirstStepCheck:
                 f"{shapes}{', ...' if len(strangers) > 3 else ''}): their gradients are {effect} in checkpoints. Make the "
                 "optimizer from the parameters of the model that you pass to prepare()."
             )
+
+    def _warn_of_forward_passes_aside(self, optimizer: torch.optim.Optimizer) -> None:
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for replica, note in self._forwards.items():
+            trained = [one for one in replica.parameters() if id(one) in updated and one.grad is not None]
+            if trained and not note.was_called:
+                warn_user(
+                    f"{type(optimizer).__name__} steps with gradients that were not averaged over processes, so that the replicas diverge: "
+                    f"the prepared {type(replica.module).__name__} was never called, only something inside it, such as a method of "
+                    "unwrap_model(model). Call the prepared model in training; let its forward() call the method."
+                )
 
 
 def accumulation_before() -> int | None:
