@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -20,9 +20,6 @@ from accel_bigmodel.offload.loader import find_source
 from accel_ops.nested import recursively_apply
 from accel_state.devices import resolve_device
 from accel_state.weak import Weak
-
-if TYPE_CHECKING:
-    from accel_bigmodel.hooks.align import AlignDevicesHook
 
 VALUES = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))  # all other attributes describe the meta tensor
 DESCRIPTIONS = frozenset((
@@ -41,6 +38,17 @@ BUILDERS = ("peft.",)
 DEVICES = (str, int, torch.device, torch.Tensor)
 
 
+class OffloadingHook(Protocol):
+    """The hook of a module whose weights are offloaded."""
+
+    weights_map: Any
+    execution_device: Any
+    tied_params_map: Any
+
+    def forget_weights(self) -> None:
+        """Make nothing of what was made of weights before."""
+
+
 class OffloadedTensor(torch.Tensor):
     """A parameter or buffer on the meta device whose value is offloaded.
 
@@ -54,7 +62,7 @@ class OffloadedTensor(torch.Tensor):
     _through: tuple[torch.dtype, ...] = ()  # the dtypes to which it was cast before, one after the other
 
     @staticmethod
-    def standing_for(empty: torch.Tensor, hook: AlignDevicesHook, name: str) -> torch.Tensor:
+    def standing_for(empty: torch.Tensor, hook: OffloadingHook, name: str) -> torch.Tensor:
         """The tensor for an empty slot of a hook.
 
         Args:
@@ -69,7 +77,7 @@ class OffloadedTensor(torch.Tensor):
             return empty
         return _make(empty, _Source(hook, name), empty.__dict__)
 
-    def also_in(self, hook: AlignDevicesHook, name: str) -> None:
+    def also_in(self, hook: OffloadingHook, name: str) -> None:
         """Stand in another module, too, which had the same weight."""
         self._source.places.append((Weak(hook), name))
 
@@ -164,10 +172,10 @@ class OffloadedTensor(torch.Tensor):
 class _Source:
     """Where a weight is: names in the weights of hooks, which refer to this and are not kept alive by it."""
 
-    def __init__(self, hook: AlignDevicesHook, name: str) -> None:
+    def __init__(self, hook: OffloadingHook, name: str) -> None:
         self.places = [(Weak(hook), name)]
 
-    def find(self) -> tuple[AlignDevicesHook, str]:
+    def find(self) -> tuple[OffloadingHook, str]:
         """A hook that is there, and the name that its weights have for this one."""
         for reference, name in self.places:
             hook = reference.find()
