@@ -685,6 +685,7 @@ def test_bytes_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch 2.11, once in a process
 def test_bytes_of_files_of_torch_are_those_of_contiguous_tensors(tmp_path: Path) -> None:
     state = {
         "turned": torch.randn(3, 5).t(),

@@ -211,6 +211,7 @@ def test_a_parser_can_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_logging_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)  # as if it were not installed
     with pytest.raises(MissingLibraryError, match="megatron-lm"):
         MegatronLMPlugin(tensorboard_dir="logs", set_all_logging_options=True)
     arguments = ModuleType("megatron.training.arguments")
