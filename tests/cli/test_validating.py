@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -266,3 +267,17 @@ def test_modules_of_this_folder_are_found() -> None:
 @pytest.mark.parametrize("tee", ["0", "3", "0:1", "0:1,1:2"])
 def test_what_tee_may_be(tee: str) -> None:
     plan_of("--cpu", "--tee", tee, "train.py")
+
+
+def test_an_engine_that_no_package_registers_is_named_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        "--engine DPP: no installed package registers an engine of this name; none is installed.*Install the package"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_of("--cpu", "--engine", "DPP", "train.py")
+    entries = (EntryPoint("COUNTING", "outside:Engine", "accelerate.engines"),)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    with pytest.raises(ValueError, match=r"there are COUNTING\. Did you mean 'COUNTING'\?"):
+        plan_of("--cpu", "--engine", "COUNTNG", "train.py")
+    for name in ("COUNTING", "FSDP2", "MULTI_CPU"):
+        plan_of("--cpu", "--engine", name, "train.py")

@@ -346,7 +346,26 @@ def _check_choices(settings: LaunchSettings) -> None:
                 check_choice(option, value, where[source])
 
 
+def _check_engine(settings: LaunchSettings) -> None:
+    """Check that a package here has the engine, before processes start that would all look for it."""
+    if not settings.engine:
+        return
+    from importlib.metadata import entry_points
+
+    from accel_state.enums import DistributedType
+
+    own = [*(kind.value for kind in DistributedType), "FSDP2"]
+    installed = sorted({entry.name for entry in entry_points(group="accelerate.engines")})
+    if settings.engine in own or settings.engine in installed:
+        return
+    there_are = f"there are {', '.join(installed)}" if installed else "none is installed"
+    raise NotHereError(
+        f"--engine {settings.engine}: no installed package registers an engine of this name; {there_are}."
+        f"{did_you_mean(settings.engine, [*installed, *own])} Install the package on all machines, or leave the flag out."
+    )
+
+
 CHECKS: tuple[Callable[[LaunchSettings], None], ...] = (
     _check_choices, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
-    _check_deepspeed, _check_precision, _check_parallelism, check_script,
+    _check_deepspeed, _check_precision, _check_parallelism, _check_engine, check_script,
 )  # fmt: skip
