@@ -95,9 +95,8 @@ class DataLoaderShard(PreparedLoader):
         while current is not nothing:
             report_progress()
             self._update_state_dict(finished=False)
-            if (
-                self.num_workers == 0 and not self.pin_memory
-            ):  # the dataset may write to the memory of the batch before
+            # A dataset that is read here may write to memory of the batch before; what torch has pinned is a copy of that.
+            if self.num_workers == 0 and not self.pin_memory:
                 copies.settle()
             current = reader.next(nothing)  # one batch ahead, to mark the last one and to copy it meanwhile
             ahead = None if current is nothing else copies.start(self._sharded(current, uneven))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from accel_integrations.engines.windows import InGrad
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
@@ -13,7 +15,6 @@ from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
@@ -72,7 +73,7 @@ class FirstStepCheck:
     def watch_model(self, model: nn.Module) -> None:
         """Look whether the forward pass of a prepared model is called, which all-reduces its gradients."""
         replica = getattr(model, "_orig_mod", model)  # inside what `torch.compile` made of it
-        if type(replica).__name__ == "DistributedDataParallel" and replica not in self._forwards:
+        if isinstance(replica, nn.parallel.DistributedDataParallel) and replica not in self._forwards:
             self._forwards[replica] = ForwardNote(replica)
 
     def watch(self, optimizer: AcceleratedOptimizer) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ SCALES = "SCB"  # the name under which bitsandbytes saves the scales of an 8-bit
 ADDED_BY_BITSANDBYTES = (SCALES, "weight_format", "absmax", "quant_map", "nested_absmax", "nested_quant_map")
 QUANTISED = ("Int8Params", "FP4Params", "Params4bit")  # whose shape is that of their packed values
 FILLED_BY_TORCH = "num_batches_tracked"  # missing in older checkpoints
-COMPILED = "_orig_mod"  # the name of a child inside what `torch.compile` made of it
+COMPILED_PREFIX = "_orig_mod."  # of names in a child that was compiled: `layers.0._orig_mod.weight`
 MOST_NAMES = 20
 
 logger = logging.getLogger("accelerate.utils.modeling")
@@ -99,20 +98,10 @@ def find_sources(tensors: dict[str, torch.Tensor], contents: CheckpointContents)
     Returns:
         Names in the checkpoint by names in the model; missing ones are left out.
     """
-    plain = {name: name if name in contents else without_compiled_name(name) for name in tensors}
-    known = {id(tensor): plain[name] for name, tensor in reversed(tensors.items()) if plain[name] in contents}
-    own = {name: plain[name] if plain[name] in contents else known.get(id(tensor)) for name, tensor in tensors.items()}
-    return {name: source for name, source in own.items() if source is not None}
-
-
-def without_compiled_name(name: str) -> str:
-    """The name of a tensor without what `torch.compile` adds for a child of a model: `layers.0._orig_mod.weight`."""
-    return name.replace(f"{COMPILED}.", "")
-
-
-def without_compiled_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict as that of the model that was not compiled."""
-    return {without_compiled_name(name): value for name, value in state_dict.items()}
+    plain = {name: name if name in contents else name.replace(COMPILED_PREFIX, "") for name in tensors}
+    shared = {id(tensor): plain[name] for name, tensor in reversed(tensors.items()) if plain[name] in contents}
+    sources = {name: plain[name] if plain[name] in contents else shared.get(id(tensors[name])) for name in tensors}
+    return {name: source for name, source in sources.items() if source is not None}
 
 
 def compare(model: nn.Module, contents: CheckpointContents) -> Difference:

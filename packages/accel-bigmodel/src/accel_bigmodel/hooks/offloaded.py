@@ -148,9 +148,6 @@ class OffloadedTensor(torch.Tensor):
         """Within a copied model, the weight of the copy; otherwise a copy of the weight itself."""
         from copy import deepcopy
 
-        if id(self) in memo:
-            found: torch.Tensor = memo[id(self)]
-            return found
         if not memo or not isinstance(self, nn.Parameter):
             value = self.read().detach().clone()
             return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
@@ -244,14 +241,14 @@ def _make(
     """A tensor on the meta device for a weight; a parameter, if `empty` or `like` is one."""
     kind = empty if like is None else like
     is_parameter = isinstance(kind, nn.Parameter)
-    made: Any = torch.Tensor._make_subclass(OffloadedTensor, empty.detach(), is_parameter and kind.requires_grad)
-    made.__dict__.update(attributes)
-    made._source = source
+    tensor: Any = torch.Tensor._make_subclass(OffloadedTensor, empty.detach(), is_parameter and kind.requires_grad)
+    tensor.__dict__.update(attributes)
+    tensor._source = source
     if through:
-        made._through = through
+        tensor._through = through
     if is_parameter:
-        made._is_param = True  # torch takes tensors of other classes with this flag for parameters
-    return made
+        tensor._is_param = True  # torch takes tensors of other classes with this flag for parameters
+    return tensor
 
 
 def _rebuild(empty: torch.Tensor, requires_grad: bool) -> torch.Tensor:

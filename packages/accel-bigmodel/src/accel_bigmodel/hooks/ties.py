@@ -22,8 +22,8 @@ class Tie:
     @staticmethod
     def of(original: torch.Tensor) -> Tie:
         """The tie of a tensor that is about to be replaced."""
-        found: Tie = _ties.setdefault(original, Tie())
-        return found
+        tie: Tie = _ties.setdefault(original, Tie())
+        return tie
 
     def standing_in(self, device: Any) -> torch.Tensor | None:
         """The tensor without a value that stands in another module that computes on this device."""

@@ -354,14 +354,14 @@ def _check_engine(settings: LaunchSettings) -> None:
 
     from accel_state.enums import DistributedType
 
-    own = [*(kind.value for kind in DistributedType), "FSDP2"]
+    built_in = [*(kind.value for kind in DistributedType), "FSDP2"]
     installed = sorted({entry.name for entry in entry_points(group="accelerate.engines")})
-    if settings.engine in own or settings.engine in installed:
+    if settings.engine in built_in or settings.engine in installed:
         return
     there_are = f"there are {', '.join(installed)}" if installed else "none is installed"
     raise NotHereError(
         f"--engine {settings.engine}: no installed package registers an engine of this name; {there_are}."
-        f"{did_you_mean(settings.engine, [*installed, *own])} Install the package on all machines, or leave the flag out."
+        f"{did_you_mean(settings.engine, [*installed, *built_in])} Install the package on all machines, or leave the flag out."
     )
 
 

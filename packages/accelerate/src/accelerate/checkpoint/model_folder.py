@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_bigmodel.checkpoint.compare import without_compiled_names
 from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
 from accel_integrations.checkpoints.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
+from accel_integrations.prepared.parameters import plain_name
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
 from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome
 from accelerate.overriding import is_overridden
@@ -68,7 +69,7 @@ def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) 
         if weights is None:
             return None
         _check_values(weights, model)
-        return without_compiled_names(weights)
+        return _with_plain_names(weights)
 
     weights = ranks.each("collect the weights", collect)
     possible = weights is not None and storage.owner == 0 and can_fill_in(weights)
@@ -102,7 +103,12 @@ def _full_state_dict(accelerator: Run, model: nn.Module) -> dict[str, Any]:
     """
     state_dict = accelerator.get_state_dict(model)
     _check_values(state_dict, model)
-    return without_compiled_names(state_dict)
+    return _with_plain_names(state_dict)
+
+
+def _with_plain_names(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The names of the user's model: a child that was compiled has others."""
+    return {plain_name(name): value for name, value in state_dict.items()}
 
 
 def _check_values(state_dict: dict[str, Any], model: nn.Module) -> None:

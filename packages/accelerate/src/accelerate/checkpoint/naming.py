@@ -42,8 +42,10 @@ def numbered_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def number_after(folder: Path) -> int:
     """The number after the newest checkpoint in a folder; 0 where there is none, or it is of another job that may still run."""
-    found = numbered_checkpoints(folder)
-    return 0 if not found or living_writer(found[-1][1]) is not None else found[-1][0] + 1
+    checkpoints = numbered_checkpoints(folder)
+    if not checkpoints or living_writer(checkpoints[-1][1]) is not None:
+        return 0
+    return checkpoints[-1][0] + 1
 
 
 def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list[Path]:
@@ -62,8 +64,8 @@ def remove_oldest(newest: Path, total_limit: int, first_number: int = 0) -> list
         What was removed.
     """
     folder = newest.parent
-    found = [path for number, path in numbered_checkpoints(folder) if number >= first_number]
-    others = [path for path in found if path.name != newest.name and _is_ours(path)]
+    checkpoints = [path for number, path in numbered_checkpoints(folder) if number >= first_number]
+    others = [path for path in checkpoints if path.name != newest.name and _is_ours(path)]
     surplus = others[: max(0, len(others) + 1 - total_limit)]
     for path in surplus:
         doomed = path.with_name(f".{path.name}.removing")
