@@ -63,7 +63,10 @@ def test_adapters_train_as_in_memory(where: str, is_before: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": "disk"}, PLACES])
-def test_adapters_are_loaded_into_an_offloaded_model(folder: Path, device_map: dict[str, str], tmp_path: Path) -> None:
+def test_adapters_are_loaded_into_an_offloaded_model(
+    folder: Path, device_map: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # peft writes weights of layers on disk into a relative folder
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
