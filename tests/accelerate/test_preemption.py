@@ -17,12 +17,13 @@ import os, signal, sys
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import ProjectConfiguration, set_seed
 
 set_seed(3)
 project = ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True, save_on_signals="SIGTERM")
-accelerator = Accelerator(gradient_accumulation_steps=2, project_config=project)
+continues = DataLoaderConfiguration(use_stateful_dataloader=True)
+accelerator = Accelerator(gradient_accumulation_steps=2, project_config=project, dataloader_config=continues)
 model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)

@@ -1,6 +1,6 @@
 """Runs that are stopped and resumed, beside ones that never stop: for which loaders are they the same, bit for bit?
 
-    uv run --no-sync python -m tests.support.resumed_runs [part of a cell's name, or -part ...]
+    uv run --no-sync python -m tests.support.resumed_runs [part of a cell's name, or -part ...] [world=2]
 
 prints every cell of the matrix that is not. A cell is a kind of data, a number of workers, a way of reading batches, a
 moment at which the run is saved, and how it finds its place again.
@@ -19,12 +19,14 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, WeightedRandomSampler
 
+from accel_data import adapter
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
 
@@ -45,8 +47,12 @@ KINDS = (
 SHARINGS = ("shard", "dispatch", "split")
 MOMENTS = ("mid", "boundary", "last_batch", "second", "accumulating")
 """The last one is inside an accumulation window."""
-WAYS = ("seedable", "default", "stateful", "alone")
-"""The last one calls `load_state` with default settings, and nothing else; the first two skip batches after it."""
+WAYS = ("seedable", "default", "stateful", "switch", "by_hand", "dropping")
+"""How a run finds its place. The first two skip batches after `load_state`; the next two have `use_stateful_dataloader=True`,
+with torchdata and without it. The last two read the epoch from its start, and their samples alone are compared: one passes
+over the batches that were seen, and the other also drops every third batch without a forward pass."""
+SWITCHED = ("stateful", "switch")
+COUNTED = ("by_hand", "dropping")
 
 
 @dataclass(frozen=True)
@@ -177,14 +183,17 @@ class Run:
                 split_batches=cell.sharing == "split",
                 dispatch_batches=cell.sharing == "dispatch",
                 use_seedable_sampler=cell.way == "seedable",
-                use_stateful_dataloader=cell.way == "stateful",
+                use_stateful_dataloader=cell.way in SWITCHED,
             ),
         )
         set_seed(seed)
         model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         loader = make_loader(cell, batch_size, self.accelerator.num_processes)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        with mock.patch.object(
+            adapter, "is_torchdata_stateful_dataloader_available", return_value=cell.way != "switch"
+        ):
+            self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
         if cell.kind not in ("drawing", "batches"):  # samplers that need the same random numbers everywhere
             torch.manual_seed(seed + self.accelerator.process_index)
         self.seen: list[tuple[int, list[int]]] = []
@@ -211,9 +220,12 @@ class Run:
         for epoch in range(first, NUM_EPOCHS):
             self._set_epoch(epoch)
             loader = self.loader
-            if epoch == self.saved_epoch and self.cell.way not in ("stateful", "alone"):
+            is_interrupted = epoch == self.saved_epoch
+            if is_interrupted and self.cell.way not in SWITCHED + COUNTED:
                 loader = self.accelerator.skip_first_batches(loader, STEPS_BEFORE_SAVING)
-            for batch in loader:
+            for step, batch in enumerate(loader):
+                if is_interrupted and self.cell.way in COUNTED and step < STEPS_BEFORE_SAVING:
+                    continue
                 self._step(epoch, batch)
 
     def end(self) -> None:
@@ -238,6 +250,8 @@ class Run:
 
     def _step(self, epoch: int, batch: torch.Tensor) -> None:
         self.seen.append((epoch, batch[:, 0].int().tolist()))
+        if self.cell.way == "dropping" and len(self.seen) % 3 == 0:
+            return
         with self.accelerator.accumulate(self.model):
             self.accelerator.backward(self.model(batch).square().mean())
             self.optimizer.step()
@@ -254,8 +268,15 @@ def differences(cell: Cell, folder: Path) -> str:
     resumed.resume()
     resumed.end()
     found = []
-    if [sample for _, sample in whole.seen] != [sample for _, sample in resumed.seen]:
-        found.append(f"samples {whole.seen} != {resumed.seen}")
+    seen, again = whole.seen, resumed.seen
+    if (
+        cell.way in COUNTED and cell.kind == "augmented"
+    ):  # reading again what was seen draws numbers, also of later orders
+        seen, again = ([batch for batch in run.seen if batch[0] == run.saved_epoch] for run in (whole, resumed))
+    if [sample for _, sample in seen] != [sample for _, sample in again]:
+        found.append(f"samples {seen} != {again}")
+    if cell.way in COUNTED:
+        return ", ".join(found)
     if not torch.equal(random_numbers, torch.get_rng_state()):
         found.append("random numbers")
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
@@ -309,11 +330,13 @@ def run_rank(folder: Path) -> None:
 
 def main(wanted: list[str]) -> None:
     """Print the cells that differ, and how many are the same."""
+    worlds = [int(word.partition("=")[2]) for word in wanted if word.startswith("world=")]
+    wanted = [word for word in wanted if not word.startswith("world=")]
     without = [word[1:] for word in wanted if word.startswith("-")]
     names = [word for word in wanted if not word.startswith("-")]
     cells = [cell for cell in all_cells() if all(word in str(cell) for word in names)]
     cells = [cell for cell in cells if not any(word in str(cell) for word in without)]
-    for world in (1, 2):
+    for world in worlds or (1, 2):
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "cells.json").write_text(json.dumps([asdict(cell) for cell in cells]))

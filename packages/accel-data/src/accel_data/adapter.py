@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from accel_data.epoch_order import undisturbed
+from accel_data.epoch import undisturbed
 from accel_data.torchdata_state import check_position, next_epoch_state, saved_workers, with_last_worker_states
-from accel_state.errors import missing_library
 from accel_state.gradient_state import GradientState
 from accel_state.libraries import is_torchdata_stateful_dataloader_available
 from accel_state.public_names import known_as
@@ -55,38 +54,39 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     Args:
         dataset: As for `torch.utils.data.DataLoader`.
-        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader (`bool`): Have `state_dict` and `load_state_dict`; with torchdata, where it is installed.
         batch_sampler: As for `torch.utils.data.DataLoader`.
         kwargs: Likewise.
 
     Attributes:
         base_dataloader: The wrapped loader.
-
-    Raises:
-        ImportError: When torchdata is needed and missing.
+        reads_with_torchdata: Whether that is torchdata's `StatefulDataLoader`.
     """
 
-    epoch_order: Any = None
-    """The `EpochOrder` with the random states of an epoch, for loaders that have epochs."""
+    epoch: Any = None
+    """The `Epoch` that is read, for loaders that have epochs."""
+    reads_with_torchdata = False
     _loaded_position: dict[str, Any] | None = None
+    _reads_base = True  # and not, for one epoch, another loader of its rest
 
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
         # no call of super().__init__: all attributes of torch's class are found through __getattr__
-        make: Any = _stateful_class() if use_stateful_dataloader else DataLoader
         self.use_stateful_dataloader = use_stateful_dataloader
+        self.reads_with_torchdata = use_stateful_dataloader and is_torchdata_stateful_dataloader_available()
+        make: Any = _stateful_class() if self.reads_with_torchdata else DataLoader
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         """The class for `isinstance`, besides the object's own: torchdata's, for a loader that wraps a stateful one."""
-        return type(self.base_dataloader) if self.__dict__.get("use_stateful_dataloader") else type(self)
+        return type(self.base_dataloader) if self.__dict__.get("reads_with_torchdata") else type(self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":  # while a copy is being restored
             raise AttributeError(name)
-        if name == "dl_state_dict" and self.use_stateful_dataloader:
+        if name == "dl_state_dict" and self.reads_with_torchdata:
             self.dl_state_dict = self._state_before_reading()
             return self.dl_state_dict
         return getattr(self.base_dataloader, name)
@@ -104,16 +104,16 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def keeps_position(self) -> bool:
-        """Whether this process keeps the position within an epoch."""
-        return self.use_stateful_dataloader
+        """Whether this process has torchdata's position within the epoch that is read."""
+        return self.reads_with_torchdata and self._reads_base
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last batch, and the random states of the epoch's order and of reading; only with a stateful loader."""
         self._require_position()
-        order = self.epoch_order
-        if order is None:
-            return self.dl_state_dict
-        return {**self.dl_state_dict, ORDER_KEY: order.state_dict(self) | {READING_KEY: order.reading_state()}}
+        position = self.dl_state_dict if self.reads_with_torchdata and self._reads_base else {}
+        if self.epoch is None:
+            return position
+        return {**position, ORDER_KEY: self.epoch.state_dict(self) | {READING_KEY: self.epoch.reading_state()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume after the last batch, in the same order; only with a stateful loader.
@@ -122,19 +122,31 @@ class DataLoaderAdapter(DataLoader[Any]):
             ValueError: It is no position of torchdata's, or was saved within an epoch with another number of workers.
         """
         self._require_position()
+        if self.epoch is not None and ORDER_KEY in state_dict:
+            self.epoch.restore(self, state_dict[ORDER_KEY])
+            self.epoch.restore_reading(state_dict[ORDER_KEY].get(READING_KEY, {}))
         position = {key: value for key, value in state_dict.items() if key != ORDER_KEY}
+        if self.reads_with_torchdata and (position or not state_dict):
+            self._load_position(position)
+        elif position and ORDER_KEY not in state_dict:
+            raise ValueError(
+                f"A dictionary with the keys {sorted(map(str, position))} is not the position of a data loader that reads without "
+                "torchdata. Install torchdata if it is torchdata's, or load what this loader's state_dict() returned."
+            )
+
+    def _load_position(self, position: dict[str, Any]) -> None:
+        """Load torchdata's position, unless it counts other batches than this loader reads; then the epoch's own holds."""
+        if self.epoch is not None and self.epoch.position is not None and not self.epoch.position.fits(self):
+            return
         check_position(position, self.base_dataloader)
         self.base_dataloader.load_state_dict(position)
-        self._loaded_position = self.dl_state_dict = state_dict
-        if self.epoch_order is not None and ORDER_KEY in state_dict:
-            self.epoch_order.restore(self, state_dict[ORDER_KEY])
-            self.epoch_order.restore_reading(state_dict[ORDER_KEY].get(READING_KEY, {}))
+        self._loaded_position = self.dl_state_dict = position
 
     def _require_position(self) -> None:
         if not self.use_stateful_dataloader:
             raise AttributeError(
-                f"{type(self).__name__} keeps no position. Set DataLoaderConfiguration(use_stateful_dataloader=True), or use "
-                "accelerator.save_state() and load_state(), which continue its epoch without one."
+                f"{type(self).__name__} has no state dict. Set DataLoaderConfiguration(use_stateful_dataloader=True), or use "
+                "accelerator.save_state(), load_state() and skip_first_batches(), which need none."
             )
 
     def forget_position(self) -> None:
@@ -187,7 +199,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """
 
     def _update_state_dict(self, finished: bool) -> None:
-        if self.use_stateful_dataloader:
+        if self.reads_with_torchdata:
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()
             self.dl_state_dict["_iterator_finished"] = finished
@@ -248,8 +260,6 @@ class DataLoaderStateMixin:
 
 
 def _stateful_class() -> Any:
-    if not is_torchdata_stateful_dataloader_available():
-        raise missing_library("torchdata>=0.8.0", why="use_stateful_dataloader=True")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     return StatefulDataLoader

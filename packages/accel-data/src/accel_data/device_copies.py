@@ -24,6 +24,9 @@ logger = get_logger(__name__)
 class DeviceCopies(ABC):
     """The copies of a loader's batches to a device, one after the other."""
 
+    are_started_early: bool
+    """Whether `start` starts a copy, so that calling it early gains time."""
+
     @abstractmethod
     def start(self, batch: Any) -> Any:
         """Start to copy a batch; returns what `finish` needs."""
@@ -44,6 +47,8 @@ class DirectCopies(DeviceCopies):
         device (`torch.device`, *optional*): The device; None leaves batches where they are.
         non_blocking (`bool`): Whether the host goes on before the copy has ended.
     """
+
+    are_started_early = False
 
     def __init__(self, device: torch.device | None, non_blocking: bool) -> None:
         self._device = device
@@ -69,6 +74,8 @@ class StreamCopies(DeviceCopies):
         device (`torch.device`): An accelerator with streams.
         non_blocking (`bool`): Whether the host goes on, too, where memory is not pinned.
     """
+
+    are_started_early = True
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
         self._device = resolve_device(device)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.batch_scatter import BatchScatter, ScatteredBatch
 from accel_data.device_copies import make_copies
 from accel_data.joined_batches import join_batches, pad_ragged, rows_differ
-from accel_data.prepared_loader import PreparedLoader
+from accel_data.prepared_loader import PreparedLoader, Reading
 from accel_data.sample_columns import SampleColumns
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of
 from accel_ops.batches import concatenate, find_batch_size, ignorant_find_batch_size, slice_tensors
@@ -40,7 +39,7 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: As for `torch.utils.data.DataLoader`.
         split_batches (`bool`): Slice each batch instead of reading one for each process.
         skip_batches (`int`): The number of global batches that are read and not yielded.
-        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         slice_fn (*optional*): Slices a global batch, called as `slice_fn(batch, slice, process_index=..., num_processes=...)`.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension get the
             same local batch.
@@ -79,55 +78,56 @@ class DataLoaderDispatcher(PreparedLoader):
         self.state = PartialState()
         self._columns: SampleColumns | None = None
         self._first: Any = None
+        self._first_indices: SkipBatchSampler | None = None
+        self._is_mid_epoch = False
 
-    def _synchronize(self) -> Callable[[], None] | None:
+    def _synchronize(self) -> Callable[[], object] | None:
         # synchronize the generator state, because each process may draw its own numbers in between
         synchronize_rng_states(["torch"])
         return None
 
-    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
+    def _batches(self, reading: Reading) -> Iterator[Any]:
         state = self.state
         # sequences are sharded in CPU memory: less to move, and reading them does not wait for the device
         target = state.device if self.sequence_shard is None else CPU
         scattered: Iterator[ScatteredBatch]
         if state.num_processes == 1:
-            scattered = self._read_alone(restore_rng)
+            scattered = self._read_alone(reading)
         elif state.process_index == 0:
-            scattered = self._read_and_send(BatchScatter(state, target), restore_rng)
+            scattered = self._read_and_send(BatchScatter(state, target), reading)
         else:
             scattered = iter(BatchScatter(state, target).receive, None)
-            if restore_rng is not None:
-                restore_rng()
+            if reading.order_drawn is not None:
+                reading.order_drawn()
         copies = make_copies(state.device, self._non_blocking)
-        for index, own in enumerate(scattered):
+        for local in scattered:
             report_progress()
-            shard = own.batch if self.sequence_shard is None else self.sequence_shard(own.batch)
+            shard = local.batch if self.sequence_shard is None else self.sequence_shard(local.batch)
             batch = copies.finish(copies.start(shard))
-            if own.is_last:
-                self.end_of_dataloader = self.epoch_order.at_end = True
-                self.remainder = own.num_samples
-            if index >= self.skip_batches:
-                yield batch
-            if own.is_last:
+            if local.is_last:
+                self.end_of_dataloader = self.epoch.at_end = True
+                self.remainder = local.num_samples
+            yield batch
+            if local.is_last:
                 return
 
-    def _read_alone(self, restore_rng: Callable[[], None] | None) -> Iterator[ScatteredBatch]:
-        for current, is_last in self._read_ahead(restore_rng):
-            yield ScatteredBatch(current[0], is_last, ignorant_find_batch_size(current[0]) or 0)
+    def _read_alone(self, reading: Reading) -> Iterator[ScatteredBatch]:
+        for batches, is_last in self._marked(reading, iter):
+            yield ScatteredBatch(batches[0], is_last, ignorant_find_batch_size(batches[0]) or 0)
 
     # ---- the main process ---------------------------------------------------------------------------------------
 
-    def _read_and_send(
-        self, scatter: BatchScatter, restore_rng: Callable[[], None] | None
-    ) -> Iterator[ScatteredBatch]:
+    def _read_and_send(self, scatter: BatchScatter, reading: Reading) -> Iterator[ScatteredBatch]:
         data_ranks = self._data_ranks()
         num_shards = len(set(data_ranks))
         self._columns, self._first = self._sample_columns(), None
+        self._is_mid_epoch, self._first_indices = reading.is_mid_epoch, self._kept_indices(reading.source)
         with scatter:
-            ahead = self._read_ahead(restore_rng)
+            with scatter.errors_for_all():
+                marked = self._marked(reading, iter)
             while True:
                 with scatter.errors_for_all():
-                    batches, is_last = next(ahead, (None, True))
+                    batches, is_last = next(marked, (None, True))
                     local_batches, num_samples = (
                         (None, 0) if batches is None else self._local_batches(batches, num_shards, is_last)
                     )
@@ -138,23 +138,27 @@ class DataLoaderDispatcher(PreparedLoader):
                 if is_last:
                     return
 
+    def _taken_apart(self, batches: list[Any]) -> list[Any]:
+        """The columns of the batches that make a global one; keeps the first samples of the epoch."""
+        columns = self._columns
+        num_structures = 0 if columns is None else columns.num_structures
+        current = batches if columns is None else columns.take_apart(batches)
+        if columns is not None and current is not batches and columns.num_structures > num_structures:
+            self._first = None  # its columns are others
+        if self._first is None and not self._drop_last and not rows_differ(current):
+            self._first = self._padding_samples(join_batches(current), are_tensors=current is batches)
+        return current
+
     def _local_batches(self, batches: list[Any], num_shards: int, is_last: bool) -> tuple[list[Any] | None, int]:
         """The local batches of the batches that make a global one, and its samples without padding.
 
         Returns:
             None in place of the local batches when nothing is left of them.
         """
-        columns = self._columns
-        num_structures = 0 if columns is None else columns.num_structures
-        current = batches if columns is None else columns.take_apart(batches)
-        if columns is not None and current is not batches and columns.num_structures > num_structures:
-            self._first = None  # its columns are others
-        is_ragged = rows_differ(current)
-        if not is_ragged and self._first is None and not self._drop_last:
-            self._first = self._padding_samples(join_batches(current), are_tensors=current is batches)
+        columns, current = self._columns, self._taken_apart(batches)
         if columns is not None and self._is_even(sizes := columns.sizes(batches), num_shards):
             return batches, sum(sizes)  # each process gets a batch as it was read, whatever is in it
-        if is_ragged:
+        if rows_differ(current):
             local_batches = pad_ragged(current, num_shards, is_last, self._drop_last)
             num_samples = sum(find_batch_size(batch) or 0 for batch in current)
         else:
@@ -163,60 +167,43 @@ class DataLoaderDispatcher(PreparedLoader):
             local_batches = list(map(columns.put_together, local_batches))
         return local_batches, num_samples
 
-    def _read_ahead(self, restore_rng: Callable[[], None] | None) -> Iterator[tuple[list[Any], bool]]:
-        """The batches of each global batch, read one ahead, and whether they are the last.
-
-        Meanwhile a stateful loader has the position after the global batch that is yielded; after the last one, the end.
-        """
-        reader = self._reader(self._read_global_batches())
-        current = reader.next(None)
-        for index in itertools.count():
-            position = self._position()
-            if restore_rng is not None and (index == self.skip_batches or current is None):
-                restore_rng()
-                restore_rng = None
-            if current is None:
-                return
-            if index == self.skip_batches - 1:
-                self._restore_reading()
-            following = reader.next(None)
-            ahead = self._position()
-            self._show_position(position if following is not None else ahead)
-            yield current, following is None
-            self._show_position(ahead)
-            current = following
+    def _drop(self, batch: Any) -> None:
+        if batch is not None and self.state.num_processes > 1:
+            self._taken_apart(batch)
 
     @property
     def keeps_position(self) -> bool:
-        """Whether this process keeps the position within an epoch: only the main process does, because it reads."""
-        return self.use_stateful_dataloader and self.state.process_index == 0
+        """Whether this process has torchdata's position: only the main process does, because it reads."""
+        return super().keeps_position and self.state.process_index == 0
 
-    def _position(self) -> Any:
-        """The position of the base loader, if it is a stateful one."""
-        return self.dl_state_dict if self.use_stateful_dataloader else None
-
-    def _show_position(self, position: Any) -> None:
-        if self.use_stateful_dataloader:
-            self.dl_state_dict = position
-
-    def _read_global_batches(self) -> Iterator[list[Any]]:
+    def _grouped(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
         """The batches that make up each global batch."""
         num_batches = self.reads_per_batch
         waiting: list[Any] = []
-        for batch in self._opened():
-            self._update_state_dict(finished=False)
+        for batch in batches:
             waiting.append(batch)
             if len(waiting) == num_batches:
                 yield waiting
                 waiting = []
-        self._update_state_dict(finished=True)
-        if waiting and not (self._drop_last and len(waiting) < num_batches):
+        if waiting and not self._drop_last:
             yield waiting
+
+    def _source_after(self, num_batches: int) -> DataLoader[Any]:
+        source = super()._source_after(num_batches)
+        sampler: Any = batch_sampler_of(source)
+        sampler.keep_first(self.reads_per_batch)
+        return source
+
+    def _kept_indices(self, source: Any) -> SkipBatchSampler | None:
+        """What has the indices of the first samples of the epoch, though an iteration begins after them."""
+        sampler = batch_sampler_of(source)
+        reads_rest = source is not self.base_dataloader and isinstance(sampler, SkipBatchSampler)
+        return sampler if reads_rest else self.keeps_first
 
     def _first_of_epoch(self, first: Any) -> Any:
         """The first samples of the epoch, if this iteration started after them; `first` otherwise."""
-        kept = self.keeps_first.kept if self.epoch_start.is_mid_epoch and self.keeps_first is not None else []
-        if not kept or self.epoch_order.first_samples is not None:
+        kept = self._first_indices.kept if self._is_mid_epoch and self._first_indices is not None else []
+        if not kept or self.epoch.first_samples is not None:
             return first
         collate, dataset = self.collate_fn, self.dataset
         are_lists = self.base_dataloader.batch_sampler is None  # of a sampler that yields batches
@@ -244,14 +231,14 @@ class DataLoaderDispatcher(PreparedLoader):
             are_tensors: Whether it is nothing but tensors, so that checkpoints may hold the samples. Others are those from which an
                 epoch is continued.
         """
-        order, first = self.epoch_order, self._slice_of_first(data)
+        epoch, first = self.epoch, self._slice_of_first(data)
         if not are_tensors:
             return first
-        if order.first_samples is not None:
-            return rebuild(first, order.first_samples)
-        if isinstance(self.dataset, IterableDataset) or not self.epoch_start.is_mid_epoch:
+        if epoch.first_samples is not None:
+            return rebuild(first, epoch.first_samples)
+        if isinstance(self.dataset, IterableDataset) or not self._is_mid_epoch:
             with suppress(TypeError):  # not all leaves are tensors
-                order.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
+                epoch.first_samples = [leaf.clone() for leaf in flatten(first, "the dispatching data loader")[0]]
         return first
 
     def _slice_of_first(self, data: Any) -> Any:
@@ -295,18 +282,6 @@ class DataLoaderDispatcher(PreparedLoader):
     def reads_per_batch(self) -> int:
         """How many batches of the wrapped loader make one global batch."""
         return 1 if self.split_batches else len(set(self._data_ranks()))
-
-    @contextmanager
-    def _without_first(self, num_batches: int) -> Iterator[None]:
-        with super()._without_first(num_batches):
-            before = self.keeps_first
-            if isinstance(sampler := batch_sampler_of(self.source), SkipBatchSampler):
-                sampler.keep_first(self.reads_per_batch)
-                self.keeps_first = sampler
-            try:
-                yield
-            finally:
-                self.keeps_first = before
 
     # ---- sizes --------------------------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from accel_data.device_copies import make_copies
+from accel_data.device_copies import DeviceCopies, make_copies
 from accel_data.iterable_shard import IterableDatasetShard
-from accel_data.prepared_loader import PreparedLoader
+from accel_data.prepared_loader import PreparedLoader, Reading
 from accel_data.samplers import batch_sampler_of
 from accel_data.split_stream import SplitStream, UnevenBatches
 from accel_ops.random import synchronize_rng_states
@@ -28,7 +28,7 @@ class DataLoaderShard(PreparedLoader):
         rng_types (list of `str` or `RNGType`, *optional*): Random generators to synchronize when an iteration starts.
         synchronized_generator (`torch.Generator`, *optional*): The generator for the type "generator".
         skip_batches (`int`): The number of batches that are read and not yielded.
-        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         torch_device_mesh (*optional*): Not used here.
         iteration (`int`): The epoch of the next iteration.
         kwargs: For `torch.utils.data.DataLoader`.
@@ -64,7 +64,7 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
-    def _synchronize(self) -> Callable[[], None] | None:
+    def _synchronize(self) -> Callable[[], object] | None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         if not self.draws_together:
@@ -73,50 +73,33 @@ class DataLoaderShard(PreparedLoader):
         synchronize_rng_states(["torch"])
         return None if torch.equal(own, torch.get_rng_state()) else partial(torch.set_rng_state, own)
 
-    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
+    def _batches(self, reading: Reading) -> Iterator[Any]:
         copies = make_copies(self.device, self._non_blocking)
-        uneven = isinstance(self.dataset, SplitStream)
-        batches: Iterator[Any] = self._opened()
-        if uneven:
-            batches = UnevenBatches(batches)
-        reader, nothing = self._reader(batches), object()
-        current: Any = reader.next(nothing)
-        for left in range(self.skip_batches if current is not nothing else 0, 0, -1):
+        is_split = isinstance(self.dataset, SplitStream)
+        # Copies run ahead of the program where workers read: then reading ahead draws no random number here.
+        runs_ahead = copies.are_started_early and self.num_workers > 0
+        for batch, is_last in self._marked(reading, partial(self._copied, copies, is_split), runs_ahead=runs_ahead):
             report_progress()
-            if left == 1:
-                self._restore_reading()
-            current = reader.next(nothing)
-            if current is nothing:
+            if is_last:
                 self._end_reached()
-                break
-        if restore_rng is not None:
-            restore_rng()
-        started = None if current is nothing else copies.start(self._sharded(current, uneven))
-        while current is not nothing:
-            report_progress()
-            self._update_state_dict(finished=False)
-            # A dataset that is read here may write to memory of the batch before; what torch has pinned is a copy of that.
-            if self.num_workers == 0 and not self.pin_memory:
-                copies.settle()
-            current = reader.next(nothing)  # one batch ahead, to mark the last one and to copy it meanwhile
-            ahead = None if current is nothing else copies.start(self._sharded(current, uneven))
-            if current is nothing:
-                self._end_reached()
-            batch = copies.finish(started)
-            if uneven:
+            if is_split:
                 batch, self.num_real_samples = batch
-            yield batch
-            started = ahead
+            yield copies.finish(batch)
 
-    def _sharded(self, current: Any, uneven: bool) -> Any:
-        """This rank's shard of the sequences of a batch: less to move, and reading it does not wait for the device."""
-        if self.sequence_shard is None:
-            return current
-        return (self.sequence_shard(current[0]), *current[1:]) if uneven else self.sequence_shard(current)
+    def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return UnevenBatches(batches) if isinstance(self.dataset, SplitStream) else batches
+
+    def _copied(self, copies: DeviceCopies, is_split: bool, batches: Iterator[Any]) -> Iterator[Any]:
+        """Batches whose copies to the device are started."""
+        shard = self.sequence_shard  # less to move, and taking it does not wait for the device
+        if shard is None and not copies.are_started_early:
+            return batches
+        # A dataset that is read here may write to memory of the batch before; what torch has pinned is a copy of that.
+        settle = copies.settle if self.num_workers == 0 and not self.pin_memory else None
+        return started_copies(batches, copies, shard, is_split, settle)
 
     def _end_reached(self) -> None:
-        self.end_of_dataloader = self.epoch_order.at_end = True
-        self._update_state_dict(finished=True)
+        self.end_of_dataloader = self.epoch.at_end = True
         if self.remainder == -1 and not self._drop_last:  # a stream's length is known now that it has ended
             self.remainder = getattr(self.dataset, "last_batch_size", -1)
 
@@ -128,3 +111,27 @@ class DataLoaderShard(PreparedLoader):
         if getattr(batches, "split_batches", False):
             return batches.batch_size
         return batches.batch_size * getattr(batches, "num_processes", 1)
+
+
+def started_copies(
+    batches: Iterator[Any],
+    copies: DeviceCopies,
+    shard: Callable[[Any], Any] | None,
+    is_split: bool,
+    settle: Callable[[], None] | None,
+) -> Iterator[Any]:
+    """Start to copy each batch as soon as it is read.
+
+    Args:
+        batches: The batches; of a stream that is sharded at its source, with the number of their real samples.
+        copies: Copies them.
+        shard: Takes this rank's shard of the sequences of a batch first.
+        is_split: Whether it is such a stream.
+        settle: To be called before the next batch is read.
+    """
+    for batch in batches:
+        rows, *of_batch = batch if is_split else (batch,)
+        started = copies.start(rows if shard is None else shard(rows))
+        yield (started, *of_batch) if is_split else started
+        if settle is not None:
+            settle()

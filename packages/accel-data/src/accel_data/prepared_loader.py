@@ -1,9 +1,8 @@
-"""The base of loaders that `prepare_data_loader` returns: they count epochs and can resume one in the same order."""
+"""The base of loaders that `prepare_data_loader` returns: they count epochs, and know where in one they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,33 +11,38 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
-from accel_data.epoch_order import EpochOrder
-from accel_data.reading import ReadAhead
+from accel_data.epoch import Epoch
+from accel_data.look_ahead import IndicesAhead
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
 from accel_data.torchdata_state import call_before_reading
-from accel_ops.random import restore_rng_state
+from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
+from accel_state.supervision import report_progress
+from accel_state.warning import warn_user
 
 OF_BATCH = ("end_of_dataloader", "remainder", "num_real_samples")
 """The attributes of a loader that belong to its current batch."""
+NOTHING = object()
 
 
-@dataclass(eq=False, slots=True)
-class EpochStart:
-    """Where the next iteration of a loader starts.
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an iteration reads its batches.
 
     Attributes:
-        rest_of: The loader from which `skip_first_batches` made this one, to read the rest of its epoch.
-        continues: Whether the epoch began before: then starting leaves random numbers where they were, as continuing
-            it would.
-        is_mid_epoch: Whether the last iteration that was started began after the first batches of an epoch.
-        num_skipped: The number of batches of the epoch that this loader leaves out.
+        source: The loader that it reads.
+        skipped: How many batches of a stream are read and dropped first.
+        is_mid_epoch: Whether it begins after the first batches of the epoch.
+        states: The random states from which a stream's first batch after the dropped ones is read; empty for the current ones.
+        order_drawn: Sets this process's random states, to be called once the order is drawn; None for nothing to set.
     """
 
-    rest_of: PreparedLoader | None = None
-    continues: bool = False
-    is_mid_epoch: bool = False
-    num_skipped: int = 0
+    source: Any
+    skipped: int
+    is_mid_epoch: bool
+    states: dict[str, Any]
+    order_drawn: Callable[[], object] | None
 
 
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -51,25 +55,30 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             batches in pinned memory.
         skip_batches (`int`): The number of batches of each iteration that are read and not yielded.
         iteration (`int`): The epoch of the next iteration.
-        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         loader_arguments: For `torch.utils.data.DataLoader`.
 
     Attributes:
-        epoch_order: The random states that the order of the current epoch was drawn from.
-        epoch_start: Where the next iteration begins.
+        epoch: The epoch that is read, or was restored.
         sequence_shard: Called with each batch before it is yielded, for processes that hold shards of its sequences;
             None for full sequences.
+        rest_of: The loader of which `skip_first_batches` made this one, to read the rest of its epoch.
+        num_skipped: The number of batches of the epoch that this loader leaves out.
+        leaves_random_numbers: Whether starting an iteration leaves random numbers where they were, as going on in an epoch does.
     """
 
     iteration: int
-    epoch_order: EpochOrder
-    epoch_start: EpochStart
+    epoch: Epoch
     num_real_samples: int | None = None
     """The number of samples of the current batch that are not padding; None for all."""
     after_batch: Callable[[], None] | None = None
     """Called whenever the program has done with a batch and asks for the next one."""
     sequence_shard: Callable[[Any], Any] | None = None
     """Takes this rank's shard of the sequences of a batch; `_batches` calls it while batches are in CPU memory."""
+    rest_of: PreparedLoader | None = None
+    num_skipped: int = 0
+    leaves_random_numbers: bool = False
+    _indices: IndicesAhead | None = None
 
     def __init__(
         self,
@@ -88,129 +97,109 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.skip_batches = skip_batches
         self.iteration = iteration
         self.gradient_state = GradientState()
-        self.epoch_order = EpochOrder()
-        self.epoch_start = EpochStart()
-        self._source: Any = None
-        self._reading: dict[str, Any] = {}
+        self.epoch = Epoch()
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        order, start = self.epoch_order, self.epoch_start
-        resumption, skipped = order.resumption, self._batches_to_skip()
-        start.is_mid_epoch = self._consume_position() or start.rest_of is not None or skipped > 0
-        is_restored = start.is_mid_epoch and order.is_restored and self.iteration == order.epoch
-        restore_rng = self._begin_order(is_restored)
-        self.set_epoch(self.iteration)
-        outer = self._outer_batch()
-        self.begin()
-        order.batches = start.num_skipped + skipped
-        order.workers.begin(
-            self.base_dataloader,
-            continues_after=order.batches if is_restored else None,
-            has_position=self.use_stateful_dataloader,
-        )
+        outer, reading = self._outer_batch(), self._start()
+        epoch = self.epoch
         try:
-            with self._without_first(skipped):
-                batches = self._counted(self._batches(restore_rng))
-                yield from resumption.follow(batches, self, skipped) if resumption and skipped else batches
+            for batch in self._batches(reading):
+                epoch.batches = (epoch.batches or 0) + 1
+                yield batch
+                if self.after_batch is not None:
+                    self.after_batch()
         except BaseException:
-            order.batches = None
-            self.end()
+            self._stop(outer)
+            epoch.leave()
             self.gradient_state._leave_dataloader(self)
-            vars(self).update(outer)
             raise
-        self.end()
-        vars(self).update(outer)
-        order.finish()
-        self.iteration += 1
-        loader = start.rest_of if is_restored else None
-        while loader is not None:  # so that its next epoch is the one after this, too
-            loader.iteration = max(loader.iteration, self.iteration)
-            loader = loader.epoch_start.rest_of
+        self._stop(outer)
+        self._finish_epoch()
+
+    # ---- an epoch -----------------------------------------------------------------------------------------------
 
     def _outer_batch(self) -> dict[str, Any]:
         """What is said of the current batch of an outer loop over this loader; empty outside of one."""
         is_iterated = any(loader is self for loader in self.gradient_state.dataloader_references)
         return {name: getattr(self, name) for name in OF_BATCH} if is_iterated else {}
 
-    def _batches_to_skip(self) -> int:
-        """How many batches of this epoch a loaded checkpoint has seen; 0 if it was not saved within this epoch."""
-        order = self.epoch_order
-        resumption, order.resumption = order.resumption, None
-        if resumption is None or not order.is_restored or self.iteration != order.epoch:
-            return 0
-        return resumption.batches_to_skip(self)
+    def _start(self) -> Reading:
+        """Start the epoch, or the rest of one that a checkpoint was saved in, and set random states to those of its order."""
+        epoch = self.epoch
+        is_restored = epoch.is_restored and self.iteration == epoch.number
+        position, epoch.position = (epoch.position if is_restored else None), None
+        is_at_position = self._consume_position()
+        num_skipped = 0  # by this iteration; a loader for the rest of an epoch begins later by itself
+        num_done = self.num_skipped
+        if position is not None and is_at_position:
+            num_done += position.batches
+        elif position is not None and num_done == 0 and self.use_stateful_dataloader:
+            num_done = num_skipped = position.batches_in(self)
+        elif position is not None and num_done == 0:
+            self._say_how_to_continue(position.batches)
+        is_mid_epoch = num_done > 0 or is_at_position
+        states, epoch.reading = (epoch.reading if is_restored and is_mid_epoch else {}), {}
+        order_drawn = self._start_order(is_restored)
+        self.set_epoch(self.iteration)
+        self.begin()
+        epoch.batches = num_done
+        epoch.workers.begin(
+            self.base_dataloader,
+            continues_after=num_done if is_restored else None,
+            at_position=is_at_position if self.reads_with_torchdata else None,
+        )
+        is_stream = isinstance(self.dataset, IterableDataset)
+        source = self._source_after(num_skipped) if num_skipped and not is_stream else self.base_dataloader
+        self._reads_base = source is self.base_dataloader
+        dropped = self.skip_batches + (num_skipped if is_stream else 0)
+        return Reading(source, dropped, is_mid_epoch, states, order_drawn)
 
-    @contextmanager
-    def _without_first(self, num_batches: int) -> Iterator[None]:
-        """A context in which `source` yields the epoch without its first batches."""
-        if num_batches and isinstance(self.dataset, IterableDataset):
-            self.skip_batches += num_batches
-            try:
-                yield
-            finally:
-                self.skip_batches -= num_batches
-            return
-        if num_batches:
-            _, order = without_first(self, num_batches * self.reads_per_batch)
-            self._source = DataLoader(self.dataset, **copied_arguments(self), **order)
-        try:
-            yield
-        finally:
-            self._source = None
-
-    @property
-    def source(self) -> Any:
-        """What batches are read from: the wrapped loader, or one of the rest of a continued epoch."""
-        return self.base_dataloader if self._source is None else self._source
-
-    def _opened(self) -> Iterator[Any]:
-        """The batches of `source`, noting the random states of workers that read them."""
-        source, has_position = self.source, self.use_stateful_dataloader
-        if self.num_workers:
-            return self.epoch_order.workers.read(source, has_position=has_position)
-        batches = iter(source)
-        if has_position and self._reading:
-            call_before_reading(batches, self._restore_reading)
-        return batches
-
-    def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        order = self.epoch_order
-        for batch in batches:
-            order.batches = (order.batches or 0) + 1
-            yield batch
-            if self.after_batch is not None:
-                self.after_batch()
-
-    def _reader(self, batches: Iterator[Any]) -> ReadAhead:
-        """Read an epoch that was begun; where it continues another, its first batch as that one would have."""
-        sampler = None if isinstance(self.dataset, IterableDataset) else batch_sampler_of(self.source)
-        if self._reading and isinstance(sampler, SkipBatchSampler):
-            sampler.before_first = self._restore_reading
-        return ReadAhead(batches, self.epoch_order, draws_here=self.num_workers == 0)
-
-    def _restore_reading(self) -> None:
-        """Restore the random states from which the first batch of a continued epoch is read."""
-        restore_rng_state(self._reading)
-
-    def _begin_order(self, is_restored: bool) -> Callable[[], None] | None:
+    def _start_order(self, is_restored: bool) -> Callable[[], object] | None:
         """Set the random generators to the states from which the order of the epoch is drawn.
 
         Returns:
             A function that sets this process's random states, to be called once the order is drawn; None for nothing to set.
         """
-        restore_rng: Callable[[], None] | None = None
-        self._reading = self.epoch_order.reading if is_restored else {}
-        self.epoch_order.reading = {}
+        order_drawn: Callable[[], object] | None = None
         if is_restored:
-            restore_rng = self.epoch_order.rewind(self).restore
-        elif self.epoch_start.continues:
-            restore_rng = partial(torch.set_rng_state, torch.get_rng_state())
+            order_drawn = self.epoch.rewind(self).restore
+        elif self.leaves_random_numbers:
+            order_drawn = partial(torch.set_rng_state, torch.get_rng_state())
         restore_own = self._synchronize()
         if not is_restored:
-            self.epoch_order.begin(self)
-        return restore_rng or restore_own
+            self.epoch.begin(self)
+        return order_drawn or restore_own
 
-    def _synchronize(self) -> Callable[[], None] | None:
+    def _say_how_to_continue(self, num_batches: int) -> None:
+        """Say once what continues an epoch, when a loop begins it again."""
+        if PartialState().is_main_process:
+            warn_user(
+                f"The checkpoint was saved after {num_batches} batches of an epoch, and this loop reads that epoch from its start, in "
+                f"the same order. To read its rest, loop over accelerator.skip_first_batches(loader, {num_batches}) in this epoch, or "
+                "set DataLoaderConfiguration(use_stateful_dataloader=True). A loop that passes over these batches itself is right as "
+                "it is."
+            )
+
+    def _source_after(self, num_batches: int) -> DataLoader[Any]:
+        """A loader of an indexed dataset, to be read once, without the first batches of the epoch."""
+        _, order = without_first(self, num_batches * self.reads_per_batch)
+        return DataLoader(self.dataset, **copied_arguments(self), **order)
+
+    def _stop(self, outer: dict[str, Any]) -> None:
+        self.end()
+        vars(self).update(outer)
+
+    def _finish_epoch(self) -> None:
+        self.epoch.finish()
+        self.iteration += 1
+        loader = self.rest_of
+        while loader is not None:  # so that its next epoch is the one after this, too
+            loader.iteration = max(loader.iteration, self.iteration)
+            loader = loader.rest_of
+
+    # ---- reading ------------------------------------------------------------------------------------------------
+
+    def _synchronize(self) -> Callable[[], object] | None:
         """Synchronize the random generators of all processes.
 
         Returns:
@@ -219,14 +208,91 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         raise NotImplementedError
 
-    def _batches(self, restore_rng: Callable[[], None] | None) -> Iterator[Any]:
-        """Read the epoch.
+    def _batches(self, reading: Reading) -> Iterator[Any]:
+        """Read the epoch."""
+        raise NotImplementedError
+
+    def _grouped(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """What makes up each batch of this loader, from the batches of the loader that it wraps."""
+        return batches
+
+    def _marked(
+        self, reading: Reading, start: Callable[[Iterator[Any]], Iterator[Any]], *, runs_ahead: bool = False
+    ) -> Iterator[tuple[Any, bool]]:
+        """The batches of an epoch, each with whether it is the last one.
+
+        The indices of the next batch tell, where there are some that may be drawn early; else the next batch itself is read.
 
         Args:
-            restore_rng: Restores random states; to be called once the first batch to yield was read, before the next
-                one is.
+            reading: How to read.
+            start: What to do with the batches as soon as they are read.
+            runs_ahead: Whether to read one ahead in any case.
         """
-        raise NotImplementedError
+        indices = self._indices_of(reading.source)
+        runs_ahead = runs_ahead or indices is None
+        batches = self._grouped(self._opened(reading, indices, runs_ahead))
+        for _ in range(reading.skipped):
+            report_progress()
+            self._drop(next(batches, None))
+        if reading.skipped:
+            restore_rng_state(reading.states)
+        batches = start(batches)
+        if indices is not None and indices.end is not None and not runs_ahead:
+            return zip(batches, indices.end.are_last(), strict=False)
+        return self._one_ahead(batches, None if indices is not None else reading.order_drawn)
+
+    def _indices_of(self, source: Any) -> IndicesAhead | None:
+        """What tells where the epoch ends; None for streams, and where torchdata counts the indices that were drawn."""
+        if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
+            return None
+        if source is self.base_dataloader and self._indices is not None:
+            return self._indices  # of persistent workers, too, which keep what they began with
+        sampler = source.sampler if source.batch_sampler is None else source.batch_sampler
+        indices = IndicesAhead(sampler, self.reads_per_batch, self._drop_last)
+        if source is self.base_dataloader:
+            self._indices = indices
+        return indices
+
+    def _opened(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
+        """An iterator over the source, noting the random states of workers that read it."""
+        if indices is None:
+            return self._started(reading, None, runs_ahead)
+        indices.order_drawn = reading.order_drawn
+        with indices.installed(reading.source):
+            return self._started(reading, indices, runs_ahead)
+
+    def _started(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
+        if self.num_workers:
+            return self.epoch.workers.read(reading.source, indices, runs_ahead=runs_ahead)
+        batches = iter(reading.source)
+        if self.reads_with_torchdata and reading.states:
+            call_before_reading(batches, partial(restore_rng_state, reading.states))
+        return batches
+
+    def _drop(self, batch: Any) -> None:
+        """Called with each batch of a stream that is read and not yielded; None after its end."""
+
+    def _one_ahead(
+        self, batches: Iterator[Any], order_drawn: Callable[[], object] | None
+    ) -> Iterator[tuple[Any, bool]]:
+        """Read one batch ahead, to mark the last one. A checkpoint has the states from before the one that is read ahead."""
+        current = next(batches, NOTHING)
+        if order_drawn is not None:
+            order_drawn()
+        draws_here = self.num_workers == 0
+        while current is not NOTHING:
+            self.epoch.workers.settle()
+            if draws_here:
+                self.epoch.reading = capture_cpu_rng_state()
+            self._update_state_dict(finished=False)
+            following = next(batches, NOTHING)
+            is_last = following is NOTHING
+            if is_last:
+                self._update_state_dict(finished=True)
+            yield current, is_last
+            current = following
+
+    # ---- what a program may ask -----------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, for samplers and datasets that shuffle by it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,10 +55,6 @@ class SkipBatchSampler(BatchSampler):
     """
 
     num_kept = 0  # of the class, because one that accelerate 1.15 has pickled has none
-    before_first: Callable[[], object] | None = None
-    """Called once, before the first batch that is not skipped."""
-    empty_first = 0
-    """So many empty batches come first, once: workers take turns, and these pass to the next one."""
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -76,15 +72,10 @@ class SkipBatchSampler(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.kept = []
-        empty, self.empty_first = self.empty_first, 0
-        yield from ([] for _ in range(empty))
         for index, batch in enumerate(self.batch_sampler):
             if index < self.num_kept:
                 self.kept.append(list(batch))
             if index >= self.skip_batches:
-                if self.before_first is not None:
-                    self.before_first()
-                    self.before_first = None
                 yield batch
 
     @property

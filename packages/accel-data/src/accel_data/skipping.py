@@ -118,18 +118,18 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
         rest.sequence_shard = dataloader.sequence_shard
         rest.after_batch = dataloader.after_batch
-        rest.epoch_order = order = dataloader.epoch_order
-        order.resumption = None  # the program says where to continue
-        start, continued = rest.epoch_start, dataloader.epoch_start
-        start.num_skipped = continued.num_skipped + num_batches
+        rest.epoch = epoch = dataloader.epoch
+        rest.num_skipped = dataloader.num_skipped + num_batches
         if num_batches > 0:
-            start.rest_of = dataloader
+            rest.rest_of = dataloader
             dataloader.forget_position()
-            if order.is_restored and order.at_end and _has_at_most(dataloader, num_batches):
-                rest.iteration = order.epoch
+            if epoch.is_restored and epoch.at_end and _has_at_most(dataloader, num_batches):
+                rest.iteration = epoch.number
         else:
-            start.rest_of = continued.rest_of
-        start.continues = continued.continues or (num_batches > 0 and _draws_for_itself(dataloader.get_sampler()))
+            rest.rest_of = dataloader.rest_of
+            epoch.position = None  # the program says where to begin
+        draws_own = num_batches > 0 and _draws_for_itself(dataloader.get_sampler())
+        rest.leaves_random_numbers = dataloader.leaves_random_numbers or draws_own
     return rest
 
 

@@ -24,7 +24,14 @@ def send_to_device(
     Returns:
         The same structure on the device.
     """
-    if isinstance(tensor, torch.Tensor) or hasattr(tensor, "to"):
+    kind = type(tensor)
+    if kind is torch.Tensor:
+        return tensor.to(device, non_blocking=non_blocking)
+    if kind is list or kind is tuple:  # what loaders yield
+        return kind([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
+    if kind is dict and not skip_keys:
+        return {key: send_to_device(item, device, non_blocking) for key, item in tensor.items()}
+    if hasattr(tensor, "to"):
         try:
             return tensor.to(device, non_blocking=non_blocking)
         except TypeError:  # a user's `to` without this argument

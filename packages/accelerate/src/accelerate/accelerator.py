@@ -1188,7 +1188,8 @@ class Accelerator:
 
         Example:
             ```python
-            accelerator = Accelerator(project_dir="runs/digits")
+            continues = DataLoaderConfiguration(use_stateful_dataloader=True)
+            accelerator = Accelerator(project_dir="runs/digits", dataloader_config=continues)
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             accelerator.resume()
             for epoch in range(loader.iteration, 3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 
-from accel_state.errors import missing_library
 from accel_state.guessing import guess_arguments
 from accel_state.public_names import known_as
 from accel_state.settings.option import BOOLEAN, Kind, as_integer, is_integer, option, resolve_options
@@ -36,7 +35,8 @@ class DataLoaderConfiguration:
         data_seed (`int`, *optional*): Seed of that sampler; drawn from torch's global generator when None.
         non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. When None: for
             batches in pinned memory (`DataLoader(pin_memory=True)`). False has it wait for each copy.
-        use_stateful_dataloader (`bool`): Whether loaders are `torchdata`'s, which store their position themselves.
+        use_stateful_dataloader (`bool`): Whether loaders continue an epoch by themselves after `load_state`, and have
+            `state_dict` and `load_state_dict`; through torchdata where it is installed.
 
     Example:
         ```python
@@ -54,8 +54,3 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         resolve_options(self)
-        if self.use_stateful_dataloader:
-            from accel_state.libraries import is_torchdata_stateful_dataloader_available
-
-            if not is_torchdata_stateful_dataloader_available():
-                raise missing_library("torchdata", why="DataLoaderConfiguration(use_stateful_dataloader=True)")

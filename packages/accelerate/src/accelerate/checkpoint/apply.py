@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from accel_data.resuming import Position
+from accel_data.position import Position
 from accel_integrations.checkpoints.module_values import check_values, loads_itself
 from accel_ops.filenames import SAMPLER_NAME, SCALER_NAME, numbered
 from accel_ops.random import capture_rng_state, restore_rng_state
@@ -93,7 +93,7 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
     for index, loader in enumerate(receivers.dataloaders):
         undo.keep_loader(loader)
         if state.samplers.get(index) is not None:
-            restore_order(loader, state.samplers[index], receivers.models)
+            restore_order(loader, state.samplers[index])
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
         restore_reading(loader, state.reading.get(index, {}))

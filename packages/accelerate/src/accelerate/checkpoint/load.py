@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import nn
-
 from accel_integrations.checkpoints.full_states import check_count, read_dict
 from accel_ops.filenames import RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME, numbered
 from accel_ops.files import load
@@ -19,7 +17,7 @@ from accel_ops.staging import path_inside
 from accel_state.warning import warn_user
 from accelerate.checkpoint.late import TOKEN_KEY, added_by
 from accelerate.checkpoint.legacy import list_legacy_files
-from accelerate.checkpoint.loaders import READING_KEY, is_stateful
+from accelerate.checkpoint.loaders import READING_KEY
 from accelerate.checkpoint.manifest import DamagedCheckpointError, Manifest, files_to_verify
 from accelerate.checkpoint.naming import numbered_checkpoints
 from accelerate.checkpoint.save import custom_object_file, position_file, random_states_file
@@ -143,14 +141,12 @@ class Receivers:
         dataloaders: Prepared loaders.
         scaler: The precision or gradient scaler that has the loss scale; None where there is none.
         custom: Objects registered with `register_for_checkpointing`.
-        models: The prepared models, which tell loaders whether a loop trains.
     """
 
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
     scaler: Any = None
     custom: Sequence[Any] = ()
-    models: Sequence[nn.Module] = ()
 
 
 Read = TypeVar("Read")
@@ -206,7 +202,9 @@ def read_state(
         if (name := numbered(f"{SAMPLER_NAME}.bin", index)) in checkpoint.names:
             state.samplers[index] = _read_sampler(checkpoint, name, read_each)
         positions = (position_file(index, process_index), position_file(index, 0))
-        if is_stateful(loader) and (name := next((name for name in positions if name in own_names), "")):
+        if getattr(loader, "reads_with_torchdata", False) and (
+            name := next((name for name in positions if name in own_names), "")
+        ):
             state.positions[index] = read_each(name)
     if receivers.scaler is not None:
         if SCALER_NAME in checkpoint.names:

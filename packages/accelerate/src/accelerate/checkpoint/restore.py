@@ -66,7 +66,6 @@ class StateLoader:
             accelerator._dataloaders,
             precision if precision.state_dict() is not None else None,
             accelerator._custom_objects,
-            accelerator._models,
         )
         location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
 

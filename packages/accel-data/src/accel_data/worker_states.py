@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accel_data.samplers import SkipBatchSampler
+from accel_data.look_ahead import IndicesAhead
 from accel_data.torchdata_state import reads_from_start
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state, same_rng_states
 
@@ -52,14 +52,13 @@ class WorkerStates:
         """Whether reading has drawn random numbers in any of them."""
         return bool(self.states or self._told)
 
-    def begin(self, source: Any, continues_after: int | None, *, has_position: bool) -> None:
+    def begin(self, source: Any, continues_after: int | None, *, at_position: bool | None) -> None:
         """Begin an epoch, or continue one from a checkpoint.
 
         Args:
             source: The loader that is read.
-            continues_after: How many batches of the epoch were yielded before; None for an epoch that begins. For a
-                torchdata loader, how many are skipped besides those before its own position.
-            has_position: Whether it is one of torchdata's, which finds its position in an epoch itself.
+            continues_after: How many batches of the restored epoch come before; None for an epoch that begins.
+            at_position: Whether torchdata's loader begins at the position that was saved; None for a loader of torch's.
         """
         self.settle()  # of an epoch that was left
         saved_after, self._batches = self._batches, None
@@ -67,7 +66,7 @@ class WorkerStates:
             self.were_alive = self.are_alive
         self._is_stream = isinstance(source.dataset, IterableDataset)
         self._decode()
-        fits = continues_after == (0 if has_position else saved_after)
+        fits = continues_after == saved_after if at_position is None else at_position
         if continues_after is None or saved_after is None or not fits:
             self.next_worker = 0
             if not source.persistent_workers or continues_after is not None:
@@ -122,34 +121,39 @@ class WorkerStates:
         found._batches = state["batches"]
         return found
 
-    def read(self, source: Any, *, has_position: bool) -> Iterator[Any]:
+    def read(self, source: Any, indices: IndicesAhead | None, *, runs_ahead: bool) -> Iterator[Any]:
         """Iterate a loader with workers, and note what they send with each batch.
 
         Args:
             source: A `torch.utils.data.DataLoader` with workers.
-            has_position: Whether it is one of torchdata's, which finds its position in an epoch itself.
+            indices: What it reads by, where they take turns; None for a loader that finds its position itself.
+            runs_ahead: Whether batches are read before they are yielded; `settle` says then when they are.
 
-        Yields:
-            Its batches.
+        Returns:
+            An iterator of its batches, over a loader that has started to read.
         """
         self._decode()
         fits = self.num_workers == source.num_workers
         reads_again = reads_from_start(source)
         states = (self._at_start if reads_again else self.states) if fits else {}
-        sampler = source.batch_sampler if source.batch_sampler is not None else source.sampler
         turns = 0
-        if fits and not has_position and isinstance(sampler, SkipBatchSampler) and getattr(source, "in_order", True):
-            turns = sampler.empty_first = self.next_worker
+        if fits and indices is not None and getattr(source, "in_order", True):
+            turns = indices.empty_first = self.next_worker
         if reads_again:  # and sends what it read from there on
             self.states = self._at_start
         self.num_workers = source.num_workers
         with _telling_workers(source, states, draws_no_seed=self.were_alive):
             batches = iter(source)
         self.are_alive = bool(source.persistent_workers)
+        return self._told_batches(batches, turns, runs_ahead)
+
+    def _told_batches(self, batches: Iterator[Any], turns: int, runs_ahead: bool) -> Iterator[Any]:
         for _ in range(turns):
             _drop_empty(batches)
         for batch, worker, told in batches:
             self.note(worker, told)
+            if not runs_ahead:
+                self.settle()
             yield batch
 
 

@@ -1,21 +1,22 @@
-"""`load_state` alone continues the epoch in which a run was saved, and other loops still read what they count on."""
+"""After `load_state` an epoch is read whole and in the same order; `skip_first_batches` and a switch continue it."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accel_ops.files import load
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import gather_object, set_seed
 from tests.support.ranks import POOL
 
@@ -25,13 +26,25 @@ SAVED_AFTER = 3
 
 
 class Training:
-    """A model, and a loader whose batches are read in the same order by every instance."""
+    """A model, and a loader whose batches are read in the same order by every instance.
+
+    Args:
+        continues: Whether loaders continue an epoch by themselves.
+    """
 
     def __init__(
-        self, folder: Path, data: Any = range(NUM_SAMPLES), seed: int = 1, batch: int = BATCH, workers: int = 0
+        self,
+        folder: Path,
+        data: Any = range(NUM_SAMPLES),
+        seed: int = 1,
+        batch: int = BATCH,
+        workers: int = 0,
+        continues: bool = True,
     ) -> None:
         self.folder = folder / "state"
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(
+            cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=continues)
+        )
         set_seed(seed)
         plain: Any = DataLoader(data, batch, shuffle=not isinstance(data, IterableDataset), num_workers=workers)
         model = nn.Linear(1, 1)
@@ -63,13 +76,20 @@ class Training:
         return self
 
 
+@pytest.fixture(autouse=True)
+def torchdata(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torchdata, unless a test asks for it."""
+    if request.node.get_closest_marker("torchdata") is None:
+        monkeypatch.setattr("accel_data.adapter.is_torchdata_stateful_dataloader_available", lambda: False)
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, list[list[int]]]:
     """A folder with a state saved within an epoch, and the batches of that epoch that came after."""
     return tmp_path, Training(tmp_path).save_within_epoch()
 
 
-def test_the_rest_of_the_epoch_then_whole_ones(saved: tuple[Path, list[list[int]]]) -> None:
+def test_the_switch_continues_with_the_rest_then_whole_epochs(saved: tuple[Path, list[list[int]]]) -> None:
     run = Training(saved[0], seed=2).loaded()
     assert len(run.loader) == NUM_SAMPLES // BATCH
     assert [run.step(batch) for batch in run.loader] == saved[1]
@@ -77,40 +97,111 @@ def test_the_rest_of_the_epoch_then_whole_ones(saved: tuple[Path, list[list[int]
     assert run.loader.iteration == 2
 
 
-def test_skip_first_batches_does_not_skip_twice(saved: tuple[Path, list[list[int]]]) -> None:
-    run = Training(saved[0], seed=2).loaded()
+@pytest.mark.parametrize("continues", [False, True])
+def test_skip_first_batches_skips_once(continues: bool, saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2, continues=continues).loaded()
     rest = run.accelerator.skip_first_batches(run.loader, SAVED_AFTER)
     assert [run.step(batch) for batch in rest] == saved[1]
-    run = Training(saved[0], seed=2).loaded()
+    assert len([run.step(batch) for batch in run.loader]) == NUM_SAMPLES // BATCH
+    assert run.loader.iteration == 2
+    run = Training(saved[0], seed=2, continues=continues).loaded()
     whole = run.accelerator.skip_first_batches(run.loader, 0)
     assert len([run.step(batch) for batch in whole]) == NUM_SAMPLES // BATCH
 
 
+def test_without_the_switch_the_epoch_is_whole_in_the_same_order(saved: tuple[Path, list[list[int]]]) -> None:
+    run = Training(saved[0], seed=2, continues=False).loaded()
+    with pytest.warns(UserWarning, match="saved after 3 batches of an epoch") as told:
+        epoch = [run.step(batch) for batch in run.loader]
+    assert "skip_first_batches(loader, 3)" in str(told[0].message)
+    assert "DataLoaderConfiguration(use_stateful_dataloader=True)" in str(told[0].message)
+    assert epoch[SAVED_AFTER:] == saved[1]
+    assert sorted(itertools.chain(*epoch)) == list(range(NUM_SAMPLES))
+    assert len([run.step(batch) for batch in run.loader]) == NUM_SAMPLES // BATCH  # and nothing is said again
+    assert run.loader.iteration == 2
+
+
+@pytest.mark.filterwarnings("ignore:The checkpoint was saved after")
 @pytest.mark.parametrize("left", [2, 3, 8])
 def test_a_loop_that_skips_by_hand_gets_the_batches_it_counts_on(left: int, tmp_path: Path) -> None:
-    whole = Training(tmp_path)
+    whole = Training(tmp_path, continues=False)
     order = []
     for index, batch in enumerate(whole.loader):
         order.append(whole.step(batch))
         if index + 1 == left:
             whole.accelerator.save_state(whole.folder)
-    run = Training(tmp_path, seed=2).loaded()
-
-    def train() -> list[tuple[list[int], bool]]:
-        found = []
-        for step, batch in enumerate(run.loader):
-            if step < left:  # as programs for accelerate 1.15 do
-                continue
-            found.append((run.step(batch), run.accelerator.gradient_state.end_of_dataloader))
-        return found
-
-    with pytest.warns(UserWarning, match=rf"continues at batch {left}.*skip_first_batches\(loader, {left}\)"):
-        found = train()
+    run = Training(tmp_path, seed=2, continues=False).loaded()
+    found = []
+    for step, batch in enumerate(run.loader):
+        if step < left:  # as programs for accelerate 1.15 do
+            continue
+        found.append((run.step(batch), run.accelerator.gradient_state.end_of_dataloader))
     assert [numbers for numbers, _ in found] == order[left:]
     assert [is_last for _, is_last in found] == [False] * (len(found) - 1) + [True]
 
 
-def test_a_program_that_reads_ahead_is_not_taken_for_one_that_skips(saved: tuple[Path, list[list[int]]]) -> None:
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_loop_that_drops_batches_without_a_forward_pass(
+    continues: bool, saved: tuple[Path, list[list[int]]]
+) -> None:
+    run = Training(saved[0], seed=2, continues=continues).loaded()
+    loader = run.loader if continues else run.accelerator.skip_first_batches(run.loader, SAVED_AFTER)
+    found = []
+    for number, batch in enumerate(loader):
+        found.append(batch.tolist())
+        if number in (0, 1, 2, 5):  # too long
+            del batch
+            continue
+        run.step(batch)
+    assert found == saved[1]
+
+
+class LateNoise(torch.utils.data.Dataset[torch.Tensor]):
+    """Draws numpy's numbers from the fourth sample that is read on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.count += 1
+        noise = np.random.rand() if self.count > 4 else 0.0
+        return torch.tensor([float(index), noise], dtype=torch.float64)
+
+
+class LateNoiseStream(IterableDataset[torch.Tensor]):
+    """The same, without indices."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        data = LateNoise()
+        return (data[index] for index in range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("data", [LateNoise, LateNoiseStream])
+@pytest.mark.parametrize("continues", [False, True])
+def test_numbers_that_reading_draws_late(data: type, continues: bool, tmp_path: Path) -> None:
+    run = Training(tmp_path, data(), batch=1, continues=continues)
+    rest = []
+    for step, batch in enumerate(run.loader):
+        if step >= 6:
+            rest.append(batch.tolist())
+        np.random.rand()  # as the program itself may
+        if step + 1 == 6:
+            run.accelerator.save_state(run.folder)
+    resumed_data = data()
+    resumed_data.count = NUM_SAMPLES
+    run = Training(tmp_path, resumed_data, seed=2, batch=1, continues=continues).loaded()
+    loader = run.loader if continues else run.accelerator.skip_first_batches(run.loader, 6)
+    found = []
+    for batch in loader:
+        found.append(batch.tolist())
+        np.random.rand()
+    assert found == rest
+
+
+def test_a_program_that_reads_ahead(saved: tuple[Path, list[list[int]]]) -> None:
     run = Training(saved[0], seed=2).loaded()
     batches, found = iter(run.loader), []
     while window := list(itertools.islice(batches, 4)):  # as Trainer does for an accumulation window
@@ -118,47 +209,48 @@ def test_a_program_that_reads_ahead_is_not_taken_for_one_that_skips(saved: tuple
     assert found == saved[1]
 
 
-def test_transforms_that_are_modules_are_no_training(tmp_path: Path) -> None:
-    class Transformed(torch.utils.data.Dataset[torch.Tensor]):
-        scale = nn.Identity()
+def test_a_dataset_is_read_when_a_program_asks_for_it() -> None:
+    data = LateNoise()
+    loader = Accelerator(cpu=True).prepare(DataLoader(data, BATCH))
+    assert [data.count for _ in loader] == list(range(BATCH, NUM_SAMPLES + 1, BATCH))
 
-        def __len__(self) -> int:
-            return NUM_SAMPLES
 
-        def __getitem__(self, index: int) -> torch.Tensor:
-            numbers: torch.Tensor = self.scale(torch.tensor(index))
-            return numbers
-
-    rest = Training(tmp_path, Transformed()).save_within_epoch()
-    run = Training(tmp_path, Transformed(), seed=2).loaded()
-    with pytest.warns(UserWarning, match="continues at batch 3"):
-        found = [run.step(batch) for step, batch in enumerate(run.loader) if step >= SAVED_AFTER]
+@pytest.mark.torchdata
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_switch_reads_states_saved_without_it_and_the_other_way_round(saves: bool, tmp_path: Path) -> None:
+    rest = Training(tmp_path, continues=saves).save_within_epoch()
+    run = Training(tmp_path, seed=2, continues=not saves).loaded()
+    loader = run.accelerator.skip_first_batches(run.loader, SAVED_AFTER) if saves else run.loader
+    found = []
+    for batch in loader:
+        found.append(run.step(batch))
+        if len(found) == 2:
+            run.accelerator.save_state(tmp_path / "again")
     assert found == rest
+    run = Training(tmp_path, seed=3, continues=True)
+    run.accelerator.load_state(tmp_path / "again")
+    assert [run.step(batch) for batch in run.loader] == rest[2:]
 
 
-def in_eval_mode(run: Training) -> Iterator[Any]:
-    run.model.eval()
-    yield from run.loader
+def test_a_loader_without_torchdata_has_a_state_dict() -> None:
+    def prepared() -> Any:
+        configuration = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+        return accelerator.prepare(DataLoader(range(NUM_SAMPLES), BATCH, shuffle=True))
 
-
-def without_gradients(run: Training) -> Iterator[Any]:
-    with torch.no_grad():
-        yield from run.loader
-
-
-@pytest.mark.parametrize("read", [in_eval_mode, without_gradients])
-def test_an_evaluation_reads_all(
-    read: Callable[[Training], Iterator[Any]], saved: tuple[Path, list[list[int]]]
-) -> None:
-    run = Training(saved[0], seed=2).loaded()
-    assert sorted(number for batch in read(run) for number in batch.tolist()) == list(range(NUM_SAMPLES))
-
-
-def test_models_that_train_in_eval_mode_continue(saved: tuple[Path, list[list[int]]]) -> None:
-    run = Training(saved[0], seed=2)
-    run.model.eval()  # as from_pretrained leaves them
-    run.loaded()
-    assert [run.step(batch) for batch in run.loader] == saved[1]
+    loader, rest, state = prepared(), [], None
+    for step, batch in enumerate(loader):
+        if step >= SAVED_AFTER:
+            rest.append(batch.tolist())
+        if step + 1 == SAVED_AFTER:
+            state = pickle.loads(pickle.dumps(loader.state_dict()))
+    torch.manual_seed(7)
+    again = prepared()
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == rest
+    with pytest.raises(ValueError, match="_num_yielded.*without torchdata.*Install torchdata"):
+        again.load_state_dict({"_num_yielded": 3})
 
 
 def test_other_data_begin_at_their_start(saved: tuple[Path, list[list[int]]]) -> None:
@@ -246,9 +338,9 @@ STEPS = 2
 
 def read_elastically(world: int, folder: str, begins: bool, ends: bool, dispatch: bool, seed: int) -> None:
     """Some steps of an epoch at a global batch of 12, between two checkpoints."""
-    from accelerate import DataLoaderConfiguration
-
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    accelerator = Accelerator(
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch, use_stateful_dataloader=True)
+    )
     set_seed(seed)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -304,8 +396,6 @@ def test_the_number_of_processes_changes_and_the_global_order_does_not(
 
 def skip_by_hand(rank: int, folder: str, dispatch: bool) -> None:
     """A run that is saved within its epoch, and one that loads it and drops batches itself."""
-    from accelerate import DataLoaderConfiguration
-
     orders: list[list[list[int]]] = []
     for seed in (1, 2):
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))

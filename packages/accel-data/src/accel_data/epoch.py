@@ -1,25 +1,23 @@
-"""The random states from which the order of an epoch is drawn, so that its rest can be read after a restart."""
+"""An epoch of a loader: where it began, what its order was drawn from, how far it is, and what its workers drew."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import (
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from accel_data.resuming import Position, Resumption
+from accel_data.position import Position
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, index_sampler, innermost
-from accel_data.worker_reading import STATES_KEY, WorkerStates
+from accel_data.worker_states import STATES_KEY, WorkerStates
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state
 
 TORCH_SAMPLERS = (SequentialSampler, RandomSampler, WeightedRandomSampler, SubsetRandomSampler, SeedableRandomSampler)
@@ -47,46 +45,43 @@ class Rewound:
             sampler.generator = generator
 
 
-class EpochOrder:
-    """The random states from which the order of a loader's epoch was drawn.
+class Epoch:
+    """The epoch that a loader reads, or was restored to.
 
     Shared by a loader and those that `skip_first_batches` makes from it, because they read the same epoch. Restored from
-    a checkpoint, it lets the rest of that epoch be read in the same order, on any number of processes, and leaves the
-    process's own random numbers where `load_state` set them.
+    a checkpoint, it lets the epoch be read in the same order, on any number of processes, and leaves the process's own
+    random numbers where `load_state` set them.
 
     Attributes:
-        start: The states when the epoch under way began; None between epochs.
-        epoch: The number of that epoch.
+        start: The random states from which its order was drawn; None between epochs.
+        number: Its number.
+        batches: How many batches of it were yielded on this process; None while no loader is being iterated.
+        at_end: True after its last batch was yielded.
         is_restored: True from loading a checkpoint made mid-epoch until an epoch begins.
-        at_end: True after the last batch of the epoch was yielded.
-        batches: Batches of the epoch that were yielded on this process; None while no loader is being iterated.
-        reading: The random states from which the batch after the last one yielded was, or is to be, read; empty where
-            reading draws no random numbers, or workers read.
+        position: How much of it the checkpoint has seen, until a loader is iterated.
+        reading: The random states from which a stream's batch after the last one yielded was read, in this process; empty
+            where nothing is read ahead.
         workers: The random states of the workers of a loader that has some.
-        first_samples: The leaves of the first samples of the epoch, where this process pads the last batch of all with
-            them.
-        resumption: After loading a checkpoint made while the loader was iterated, until it is iterated again.
+        first_samples: The leaves of its first samples, where this process pads the last batch of all with them.
     """
 
     def __init__(self) -> None:
         self.start: dict[str, Any] | None = None
-        self.epoch = 0
-        self.is_restored = False
-        self.at_end = False
+        self.number = 0
         self.batches: int | None = None
+        self.at_end = False
+        self.is_restored = False
+        self.position: Position | None = None
         self.reading: dict[str, Any] = {}
         self.workers = WorkerStates()
         self.first_samples: list[torch.Tensor] | None = None
-        self.resumption: Resumption | None = None
-
-    # ---- an epoch -----------------------------------------------------------------------------------------------
 
     def begin(self, loader: Any) -> None:
         """Record the states from which a new epoch of `loader` is drawn."""
         from_torch = type(index_sampler(loader)) in TORCH_SAMPLERS
         states = {"torch_manual_seed": torch.get_rng_state()} if from_torch else capture_cpu_rng_state()
         self.start = {**states, "generators": generator_states(loader)}
-        self.epoch = loader.iteration
+        self.number = loader.iteration
         self.is_restored = self.at_end = False
         self.first_samples = None
 
@@ -107,42 +102,46 @@ class EpochOrder:
         self.is_restored = self.at_end = False
         return rewound
 
+    def leave(self) -> None:
+        """Note that the loop over it was left."""
+        self.batches = None
+
     def finish(self) -> None:
-        """Discard the states, because the epoch was read to its end."""
+        """Discard the states, because it was read to its end."""
         self.start = self.batches = None
         self.is_restored = self.at_end = False
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """The number of the next epoch, the states of the loader's own generators, and the current epoch.
+        """The state that is the same on all processes.
 
         Args:
-            loader: The loader with this order.
+            loader: The loader that reads it.
 
         Returns:
-            Plain data: `iteration`, `generators` (name to state), and `epoch_start` within an epoch; `position` while the
-            loader is being iterated.
+            Plain data: `iteration`, the number of the next epoch; `generators`, name to state of the loader's own;
+            within an epoch `epoch_start` with the states that its order was drawn from, and `position`.
         """
         state: dict[str, Any] = {"iteration": loader.iteration, "generators": generator_states(loader)}
-        if self.start is not None:
-            state["epoch_start"] = {**self.start, "epoch": self.epoch}
-            draws = self.reading or self.workers.have_drawn or isinstance(loader.dataset, IterableDataset)
-            if self.first_samples is not None and draws:
-                state["first_samples"] = self.first_samples  # which reading again would not give
-            if self.at_end and loader.iteration == self.epoch:  # nothing is left of it: the next one begins
-                state["iteration"] += 1
-            elif self.batches and not loader.use_stateful_dataloader:  # which keeps its position itself
-                state["position"] = Position.of(loader, self.batches).state_dict()
-            elif self.resumption is not None:  # loaded, and not iterated since
-                state["position"] = self.resumption.position.state_dict()
+        if self.start is None:
+            return state
+        state["epoch_start"] = {**self.start, "epoch": self.number}
+        if self.first_samples is not None:
+            state["first_samples"] = self.first_samples  # which reading again need not give
+        if self.at_end and loader.iteration == self.number:  # nothing is left of it: the next one begins
+            state["iteration"] += 1
+        elif self.batches:
+            state["position"] = Position.of(loader, self.batches).state_dict()
+        elif self.position is not None:  # loaded, and not iterated since
+            state["position"] = self.position.state_dict()
         return state
 
     def reading_state(self) -> dict[str, Any]:
         """The random states from which this process and its workers read on; plain data, empty where they do not matter."""
-        found = dict(self.reading) if self.batches or self.is_restored else {}
+        states = dict(self.reading) if self.batches or self.is_restored else {}
         workers = self.workers.state_dict(None if self.at_end else self.batches)
-        return {**found, STATES_KEY: workers} if workers else found
+        return {**states, STATES_KEY: workers} if workers else states
 
     def restore_reading(self, states: dict[str, Any]) -> None:
         """Restore `reading_state`, after `restore`."""
@@ -150,28 +149,27 @@ class EpochOrder:
         self.workers = WorkerStates.from_state(states[STATES_KEY]) if STATES_KEY in states else WorkerStates()
 
     @classmethod
-    def restore(cls, loader: Any, state: dict[str, Any], models: Sequence[nn.Module] = ()) -> None:
-        """Restore `state_dict` into the order of `loader`; the order object that it had is not changed.
+    def restore(cls, loader: Any, state: dict[str, Any]) -> None:
+        """Give a loader the epoch that `state_dict` described; the one that it had is not changed.
 
         Args:
             loader: The loader to restore.
             state: What `state_dict` returned.
-            models: The prepared models, for `Resumption`.
         """
-        order = cls()
-        order.start = dict(state["epoch_start"]) if state.get("epoch_start") is not None else None
-        order.epoch = state["iteration"] if order.start is None else order.start.pop("epoch")
-        order.is_restored = order.start is not None
-        order.at_end = order.is_restored and state["iteration"] > order.epoch
+        epoch = cls()
+        epoch.start = dict(state["epoch_start"]) if state.get("epoch_start") is not None else None
+        epoch.number = state["iteration"] if epoch.start is None else epoch.start.pop("epoch")
+        epoch.is_restored = epoch.start is not None
+        epoch.at_end = epoch.is_restored and state["iteration"] > epoch.number
         for name, owner in _owners(loader).items():
             saved = state.get("generators", {}).get(name)
             if saved is not None and not isinstance(owner, SeedableRandomSampler):
                 _set_generator(owner, saved)
-        order.first_samples = state.get("first_samples")
-        if order.is_restored and "position" in state:
-            order.resumption = Resumption(Position.from_state(state["position"]), models)
+        epoch.first_samples = state.get("first_samples")
+        if epoch.is_restored and "position" in state:
+            epoch.position = Position.from_state(state["position"])
         loader.iteration = state["iteration"]
-        loader.epoch_order = order
+        loader.epoch = epoch
 
 
 @contextmanager
