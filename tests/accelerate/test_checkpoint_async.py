@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel_integrations.engines.windows import InGrad
 from accel_ops import durable
 from accelerate import Accelerator
 from accelerate.checkpoint.background import BackgroundSave
@@ -86,7 +85,7 @@ def make_rich() -> Kept:
     kept = Kept(
         [model], [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)], _custom_objects=[Counter(), Anything()]
     )
-    kept.engine.window_gradients = InGrad()
+    kept.engine.accumulates_in_grad = True
     kept.engine.averaging = SimpleNamespace(state_dict=dict)
     kept.engine.gradient_state._set_sync_gradients(False)
     train(kept)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_integrations.engines.windows import InGrad
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
@@ -62,7 +61,7 @@ class FirstStepCheck:
         """Warn if several ranks train a model that was not prepared."""
         self.has_gone_backward = True
         world, prepared = PartialState().num_processes, self._engine.context.prepared
-        if not isinstance(self._engine.window_gradients, InGrad):
+        if not self._engine.accumulates_in_grad:
             return
         if world > 1 and not prepared.models:
             warn_user(
@@ -81,7 +80,7 @@ class FirstStepCheck:
 
         Not through a hook of torch's: one that removes itself breaks the step of a program that has hooks of its own.
         """
-        if not isinstance(self._engine.window_gradients, InGrad) or optimizer.optimizer in self._watched:
+        if not self._engine.accumulates_in_grad or optimizer.optimizer in self._watched:
             return
         self._watched[optimizer.optimizer] = True
         check = weakref.ref(self)  # programs may step optimizers after they have let go of the accelerator

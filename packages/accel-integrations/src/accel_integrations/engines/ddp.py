@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import check_no_ulysses
-from accel_integrations.engines.windows import InGrad
 from accel_integrations.parallel.full_state import (
     load_full_optimizer_state,
     unshard_optimizer_state,
@@ -36,7 +35,7 @@ class DDPEngine(Engine):
 
     name = "ddp"
     averages_parameters = True
-    window_gradients = InGrad()
+    accumulates_in_grad = True
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)

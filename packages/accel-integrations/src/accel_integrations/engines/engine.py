@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from accel_integrations.engines.windows import WindowGradients
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
@@ -84,8 +83,8 @@ class Engine(ABC):
     """Whether `Transform`s apply; False where the library behind the engine brings its own parallelism."""
     averages_parameters: ClassVar[bool] = False
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
-    window_gradients: WindowGradients | None = None
-    """Where the gradients of an open accumulation window are, so that checkpoints may hold them; None if nowhere."""
+    accumulates_in_grad: ClassVar[bool] = False
+    """True where a rank accumulates the full gradients of its own losses in `.grad`, so that checkpoints may hold an open window."""
     dispatches_streams: ClassVar[bool] = True
     """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
     compiles_in_place: ClassVar[bool] = False
@@ -131,13 +130,6 @@ class Engine(ABC):
         if state.parallelism_config is not None:
             return state.parallelism_config.data_place(state.process_index, state.num_processes)
         return DataPlace(state.process_index, state.num_processes)
-
-    def arrangement(self) -> dict[str, Any]:
-        """What two runs must have in common for a rank to use the parts of gradients of the other's rank: plain data."""
-        state = self.context.state
-        config = state.parallelism_config
-        sizes = {} if config is None else dict(zip(*config._get_mesh(), strict=True))
-        return {"engine": self.name, "num_processes": state.num_processes, **sizes}
 
     @property
     def readers(self) -> Any:

@@ -17,8 +17,6 @@ from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
 from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
-from accel_integrations.engines.window_places import flat_handles
-from accel_integrations.engines.windows import InFlatGrad
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
@@ -46,7 +44,6 @@ class FSDP1Engine(Engine):
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
         self._flat = FlatParameters()
-        self.window_gradients = InFlatGrad(self._wrapped)
 
     def check(self) -> None:
         """Check that the mesh has no dimensions but "dp_replicate" and "dp_shard".
@@ -317,3 +314,19 @@ class FlatParameters:
         if not any(one in self._names_in for group in groups for one in group):
             return None
         return [[name for one in group for name in self._names_in.get(one, ())] for group in groups]
+
+
+def flat_handles(wrapped: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The handles of flat parameters in a wrapped model.
+
+    Args:
+        wrapped: The model, with its wrappers; it may be compiled.
+
+    Yields:
+        The prefix of its parameters' names in the model as it was built, as `"layers.0."`, and the handle.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for name, module in getattr(wrapped, "_orig_mod", wrapped).named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield plain_name(f"{name}." if name else ""), module._handle

@@ -15,7 +15,6 @@ from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
 from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
-from accel_integrations.engines.windows import Unsharded
 
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
@@ -27,7 +26,6 @@ class FSDP2Engine(Engine):
 
     name = "fsdp2"
     compiles_in_place = True
-    window_gradients = Unsharded()
 
     def check(self) -> None:
         """Check that the mesh has a dimension along which parameters are sharded.

@@ -17,7 +17,6 @@ from accel_integrations.checkpoints.sharded_states import is_by_name
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
-from accel_integrations.engines.windows import OfStages
 from accel_integrations.parallel.full_state import load_full_optimizer_state
 from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
@@ -79,7 +78,6 @@ class PipelinedEngine(Engine):
         self._held: Notes[nn.Module, _HeldStages] = Notes()
         self._called_with: list[torch.optim.Optimizer] = []
         self._optimizers: Notes[Any, OptimizerLayout] = Notes()
-        self.window_gradients = OfStages(self._note_gradients)
 
     # ---- before anything starts ---------------------------------------------------------------------------------
 
@@ -257,18 +255,10 @@ class PipelinedEngine(Engine):
         counted_elsewhere = {one for held in self._held.values() for one in held.counted_elsewhere}
         return clip_over_stages(chosen, counted_elsewhere, max_norm, norm_type, self._group)
 
-    def _note_gradients(self, model: nn.Module) -> None:
-        if model in self._held:
-            self._held[model].gradient_sync.note_backward()
-
     def _finish_gradients(self) -> None:
         if self.gradient_state.sync_gradients:
             for held in self._held.values():
                 held.gradient_sync.finish()
-
-    def arrangement(self) -> dict[str, Any]:
-        """As of other engines, and where the stages begin."""
-        return {**super().arrangement(), "split_points": [held.split.split_points for held in self._held.values()]}
 
     @property
     def num_averaged(self) -> int:

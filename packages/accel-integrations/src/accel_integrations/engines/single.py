@@ -8,7 +8,6 @@ from torch import nn
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
-from accel_integrations.engines.windows import InGrad
 
 
 @final
@@ -16,7 +15,7 @@ class SingleEngine(Engine):
     """Trains in one process: the defaults of `Engine`."""
 
     name = "single"
-    window_gradients = InGrad()
+    accumulates_in_grad = True
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device."""

@@ -13,7 +13,6 @@ from torch import nn
 from accel_data.global_batches import with_global_batches
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_plain_tensors
-from accel_integrations.engines.windows import InGrad
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_ops.collectives import reduce
 from accel_ops.nested import recursively_apply
@@ -45,7 +44,7 @@ class XlaEngine(Engine):
 
     name = "xla"
     accepts_transforms = False
-    window_gradients = InGrad()
+    accumulates_in_grad = True
     dispatches_streams = False
 
     # ---- before anything starts ---------------------------------------------------------------------------------

@@ -1,25 +1,24 @@
 """The open accumulation window of a checkpoint: the gradients of its micro-batches so far, which differ on every rank.
 
-A window is open between a micro-batch that is not a sync step and the next one that is. Engines that keep its gradients
-where they can be read (`Engine.window_gradients`) resume it exactly; under the others its first micro-batches are lost.
+A window is open between a micro-batch that is not a sync step and the next one that is. Where full gradients accumulate in `.grad`
+(one process, DDP, XLA), it is resumed exactly; under the other engines its first micro-batches are lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_integrations.checkpoints.pending import FileWriter
-from accel_integrations.engines.windows import Places
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.filenames import WINDOW_NAME
+from accel_ops.modules import to_local
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
-    from accel_integrations.engines.engine import Engine
     from accelerate.checkpoint.run import Run
 
 
@@ -28,16 +27,12 @@ class Window:
     """What was collected of an open accumulation window on one rank.
 
     Attributes:
-        gradients: Whole gradients, by index of the model and name of the parameter, as `"0.layer.weight"`.
+        gradients: Gradients, by index of the model and name of the parameter, as `"0.layer.weight"`.
         average: The state of `engine.averaging`.
-        parts: Parts of gradients, by index of the model and name of the part.
-        arrangement: Of the ranks that have these parts (`Engine.arrangement`); None where all gradients are whole.
     """
 
     gradients: dict[str, torch.Tensor]
     average: dict[str, Any]
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
-    arrangement: dict[str, Any] | None = None
 
 
 def window_file(process_index: int) -> str:
@@ -45,36 +40,34 @@ def window_file(process_index: int) -> str:
     return f"{WINDOW_NAME}_{process_index}.bin"
 
 
+def is_kept(accelerator: Run) -> bool:
+    """Whether a checkpoint of this run can hold an open window: every parameter is plain, and its gradient in `.grad`."""
+    if not accelerator.engine.accumulates_in_grad:
+        return False
+    return all(to_local(parameter) is parameter for parameter in _parameters(accelerator).values())
+
+
 def write_window(files: FileWriter, accelerator: Run) -> None:
     """Write the open accumulation window of this rank, if there is one.
 
     Under an engine that cannot, the main process warns.
     """
-    if accelerator.engine.gradient_state.sync_gradients:
+    engine = accelerator.engine
+    if engine.gradient_state.sync_gradients:
         return
     if not is_kept(accelerator):
         if accelerator.state.is_main_process:
             warn_user(
-                f"save_state() was called inside a gradient accumulation window, and the {accelerator.engine.name!r} engine "
-                "cannot save the gradients of its first micro-batches: a run that resumes here trains without them. "
-                "Call save_state() where accelerator.sync_gradients is True."
+                f"save_state() was called inside a gradient accumulation window. Its gradients are saved where parameters are not sharded "
+                f"(one process, DDP, XLA), and not by the {engine.name!r} engine of this run: a run that resumes here trains without those of "
+                "the first micro-batches. Call save_state() where accelerator.sync_gradients is True."
             )
         return
-    window = _collect(accelerator)
-    state = {"gradients": window.gradients, "average": window.average}
-    if window.arrangement is not None:
-        state |= {"parts": window.parts, "arrangement": window.arrangement}
-    files.save(window_file(accelerator.state.process_index), state)
-
-
-def _collect(accelerator: Run) -> Window:
-    whole, parts = (
-        {name: gradient for name, place in places.items() if (gradient := place.get()) is not None}
-        for places in _places(accelerator)
+    gradients = {name: one.grad for name, one in _parameters(accelerator).items() if one.grad is not None}
+    files.save(
+        window_file(accelerator.state.process_index),
+        {"gradients": gradients, "average": engine.averaging.state_dict()},
     )
-    has_parts = bool(parts) or not _takes_whole(accelerator)
-    arrangement = accelerator.engine.arrangement() if has_parts else None
-    return Window(whole, accelerator.engine.averaging.state_dict(), parts, arrangement)
 
 
 def read_window(
@@ -82,8 +75,7 @@ def read_window(
 ) -> Window | None:
     """Read the open window of this rank; None if the checkpoint has none.
 
-    Of whole gradients, loaded by another number of ranks, each gets its share of all: what its loss would have added to the
-    mean over ranks.
+    Loaded by another number of ranks, each gets its share of all: what its loss would have added to the mean over ranks.
 
     Args:
         names: The files of the checkpoint.
@@ -96,33 +88,31 @@ def read_window(
         ValueError: A file does not hold a window.
     """
     ranks = [process_index] if count == world_size else range(world_size)
-    found = [_checked(read(name), name) for name in map(window_file, ranks) if name in names]
-    if not found:
+    windows = [_checked(read(name), name) for name in map(window_file, ranks) if name in names]
+    if not windows:
         return None
-    if found[0].arrangement is not None or (len(found) == 1 and count == world_size):
-        return found[0]
-    share = 1 / (count if found[0].average.get("weighted") else len(found))
+    if len(windows) == 1 and count == world_size:
+        return windows[0]
+    share = 1 / (count if windows[0].average.get("weighted") else len(windows))
     gradients: dict[str, torch.Tensor] = {}
-    for window in found:
+    for window in windows:
         for name, gradient in window.gradients.items():
             gradients[name] = gradients[name] + gradient * share if name in gradients else gradient * share
-    totals = [window.average["total"] for window in found if "total" in window.average]
-    average = found[0].average | ({"total": sum(totals) * share} if totals else {})
+    totals = [window.average["total"] for window in windows if "total" in window.average]
+    average = windows[0].average | ({"total": sum(totals) * share} if totals else {})
     return Window(gradients, average)
 
 
 def _checked(state: Mapping[str, Any], name: str) -> Window:
     gradients: Any = state.get("gradients")
     average: Any = state.get("average")
-    parts: Any = state.get("parts", {})
-    arrangement: Any = state.get("arrangement")
     if (
-        not all(isinstance(each, dict) for each in (gradients, average, parts))
-        or not isinstance(arrangement, dict | None)
-        or not all(map(torch.is_tensor, (gradients | parts).values()))
+        not all(isinstance(each, dict) for each in (gradients, average))
+        or not all(map(torch.is_tensor, gradients.values()))
+        or "parts" in state
     ):
         raise ValueError(f"{name!r} is damaged: it holds no gradients. Load another checkpoint.")
-    return Window(gradients, average, parts, arrangement)
+    return Window(gradients, average)
 
 
 def check_window(window: Window | None, accelerator: Run, where: str) -> None:
@@ -131,80 +121,46 @@ def check_window(window: Window | None, accelerator: Run, where: str) -> None:
     Raises:
         ValueError: Naming the first that does not.
     """
-    if window is None or not _fits(window, accelerator):
+    if window is None or not is_kept(accelerator):
         return
-    for kept, places in zip((window.gradients, window.parts), _places(accelerator), strict=True):
-        for name, gradient in kept.items():
-            if name not in places or places[name].shape != gradient.shape:
-                has = f"has shape {list(places[name].shape)}" if name in places else "does not exist"
-                raise ValueError(
-                    f"{where} was saved inside a gradient accumulation window, with a gradient of shape "
-                    f"{list(gradient.shape)} for {name!r}, which {has} here. Prepare the same models as when it was saved."
-                )
+    parameters = _parameters(accelerator)
+    for name, gradient in window.gradients.items():
+        if name not in parameters or parameters[name].shape != gradient.shape:
+            has = f"has shape {list(parameters[name].shape)}" if name in parameters else "does not exist"
+            raise ValueError(
+                f"{where} was saved inside a gradient accumulation window, with a gradient of shape "
+                f"{list(gradient.shape)} for {name!r}, which {has} here. Prepare the same models as when it was saved."
+            )
 
 
 def apply_window(window: Window | None, accelerator: Run) -> None:
     """Open the window of a checkpoint; without one, close whatever window was open.
 
-    One that does not fit is left out, and the main process warns.
+    Under an engine that keeps gradients elsewhere it is left out, and the main process warns.
     """
     engine, state = accelerator.engine, accelerator.engine.gradient_state
-    if window is not None and not _fits(window, accelerator):
-        if accelerator.state.is_main_process:
-            warn_user(_why_left_out(window, engine))
-        window = None
-    kept = engine.window_gradients
-    if kept is None or (window is None and state.sync_gradients):
+    if window is None and state.sync_gradients:
         return
-    models = [extract_model_from_parallel(model) for model in accelerator._models]
-    for model in models:
-        kept.clear(model)
+    if not is_kept(accelerator):
+        if accelerator.state.is_main_process:
+            warn_user(
+                f"The {engine.name!r} engine cannot load the gradients of an accumulation window, nor drop those that have "
+                "accumulated. Save and load states where accelerator.sync_gradients is True."
+            )
+        return
+    for name, parameter in _parameters(accelerator).items():
+        gradient = None if window is None else window.gradients.get(name)
+        parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
     if window is not None:
-        for gradients, places in zip((window.gradients, window.parts), _places(accelerator), strict=True):
-            for name, gradient in gradients.items():
-                places[name].put(gradient)
-        for model in models:
-            kept.note_put(model)
         engine.averaging.load_state_dict(window.average)
     state._set_sync_gradients(window is None)
 
 
-def is_kept(accelerator: Run) -> bool:
-    """Whether a checkpoint of this run can hold an open window."""
-    return accelerator.engine.window_gradients is not None
-
-
-def _fits(window: Window, accelerator: Run) -> bool:
-    if window.arrangement is None:
-        return _takes_whole(accelerator)
-    return is_kept(accelerator) and window.arrangement == accelerator.engine.arrangement()
-
-
-def _takes_whole(accelerator: Run) -> bool:
-    kept = accelerator.engine.window_gradients
-    return kept is not None and all(kept.takes_whole(extract_model_from_parallel(one)) for one in accelerator._models)
-
-
-def _why_left_out(window: Window, engine: Engine) -> str:
-    said = "The checkpoint was saved inside a gradient accumulation window, "
-    if window.arrangement is not None and engine.window_gradients is not None:
-        then, now = (
-            ", ".join(f"{name}={value}" for name, value in each.items())
-            for each in (window.arrangement, engine.arrangement())
-        )
-        said += f"by ranks that each hold parts of its gradients ({then}), which these ({now}) cannot use"
-    else:
-        said += f"and the {engine.name!r} engine cannot load the gradients of its first micro-batches"
-    return f"{said}: the run goes on without them. Save where accelerator.sync_gradients is True."
-
-
-def _places(accelerator: Run) -> tuple[Places, Places]:
-    """Where whole gradients and parts of gradients of all models are, by the names of a window."""
-    whole: Places = {}
-    parts: Places = {}
-    kept = accelerator.engine.window_gradients
-    for index, model in enumerate(map(extract_model_from_parallel, accelerator._models)):
-        if kept is not None:
-            whole |= {f"{index}.{name}": place for name, place in kept.whole(model).items()}
-            parts |= {f"{index}.{name}": place for name, place in kept.parts(model).items()}
-    return whole, parts
+def _parameters(accelerator: Run) -> dict[str, torch.nn.Parameter]:
+    """The parameters of all models, by the names of a window."""
+    models = map(extract_model_from_parallel, accelerator._models)
+    return {
+        f"{index}.{name}": parameter
+        for index, model in enumerate(models)
+        for name, parameter in model.named_parameters()
+    }
