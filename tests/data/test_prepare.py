@@ -246,16 +246,3 @@ def test_a_dataset_that_is_sharded_twice_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="DistributedSampler with num_replicas=2.*without this sampler"):
         prepare_data_loader(plain, num_processes=2, process_index=0)
     prepare_data_loader(plain, num_processes=1, process_index=0)
-
-
-class Doubling(DataLoader[Any]):
-    """A loader that changes batches while it is iterated."""
-
-    def __iter__(self) -> Any:
-        return (2 * batch for batch in super().__iter__())
-
-
-def test_a_class_whose_iteration_is_lost_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"^Doubling defines __iter__, which the prepared loader does not call"):
-        loader = prepare_data_loader(Doubling(torch.arange(4), batch_size=2))
-    assert torch.cat(list(loader)).tolist() == [0, 1, 2, 3]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from accel_data.derived_loaders import with_order_of
 from accel_data.epoch import undisturbed
 from accel_data.torchdata_state import check_position, next_epoch_state, saved_workers, with_last_worker_states
 from accel_state.gradient_state import GradientState
@@ -77,6 +78,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.reads_with_torchdata = use_stateful_dataloader and is_torchdata_stateful_dataloader_available()
         make: Any = _stateful_class() if self.reads_with_torchdata else DataLoader
         self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
+
+    def read_with(self, loader: DataLoader[Any]) -> None:
+        """Read by a copy of a loader of a program's own class."""
+        self.base_dataloader = with_order_of(loader, self.base_dataloader)
+        self.reads_with_torchdata = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:

@@ -39,6 +39,8 @@ class BatchSamplerShard(BatchSampler):
     split_batches: bool
     even_batches: bool
     drop_last: bool
+    was_read: bool = False
+    """Whether anything has iterated it."""
 
     def __init__(
         self,
@@ -76,6 +78,7 @@ class BatchSamplerShard(BatchSampler):
         return num_full + 1 if self.even_batches or self.process_index < left else num_full
 
     def __iter__(self) -> Iterator[list[int]]:
+        self.was_read = True
         return self._slices() if self.split_batches else self._own_batches()
 
     def _slices(self) -> Iterator[list[int]]:

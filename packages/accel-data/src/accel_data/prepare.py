@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_data.adapter import copied_arguments
 from accel_data.batch_shard import BatchSamplerShard
+from accel_data.derived_loaders import is_derived
 from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.iterable_shard import IterableDatasetShard
 from accel_data.loader_shard import DataLoaderShard
@@ -19,10 +20,6 @@ from accel_data.samplers import SeedableRandomSampler, SkipBatchSampler, batch_s
 from accel_data.split_stream import SplitStream, find_split
 from accel_state.enums import RNGType
 from accel_state.processes import PartialState
-from accel_state.warning import warn_user
-
-READING_METHODS = ("__iter__", "_get_iterator")
-"""The methods by which subclasses of `DataLoader` change what an iteration yields."""
 
 
 def prepare_data_loader(
@@ -61,17 +58,16 @@ def prepare_data_loader(
         data_seed (`int`, *optional*): The seed of the seedable sampler.
         non_blocking (`bool`, *optional*): Whether the host goes on before a batch is copied to the device. None, as an `Accelerator`
             passes by default, is for batches in pinned memory; False has it wait for each.
-        use_stateful_dataloader (`bool`): Read through torchdata's `StatefulDataLoader`.
+        use_stateful_dataloader (`bool`): Continue by itself an epoch that a checkpoint was saved in.
         torch_device_mesh (*optional*): Ranks that differ only along its tensor, context or sequence dimension read the
             same.
 
     Returns:
-        A `DataLoaderShard` or `DataLoaderDispatcher`.
+        A `DataLoaderShard` or `DataLoaderDispatcher`. A loader of a class that a program derived reads through a copy of itself, and keeps its methods.
 
     Raises:
         ValueError: For arguments that cannot be combined, an empty dataset, or a batch that cannot be sharded evenly.
     """
-    _warn_of_lost_methods(type(dataloader))
     count, index = shard_position(num_processes, process_index, torch_device_mesh)
     split = None
     if isinstance(dataloader.dataset, IterableDataset) and count > 1 and not dispatch_batches:
@@ -98,18 +94,9 @@ def prepare_data_loader(
     prepared: PreparedLoader = _dispatcher(plan) if plan.is_dispatched else _shard(plan)
     if plan.is_seedable and isinstance(plan.sampler, SeedableRandomSampler):
         prepared.set_sampler(plan.sampler)
+    if is_derived(dataloader):
+        prepared.read_with(dataloader)
     return prepared
-
-
-def _warn_of_lost_methods(kind: type) -> None:
-    """Warn of a loader's class that reads otherwise than torch's: a prepared loader is made of dataset, order and collate function."""
-    lost = [name for name in READING_METHODS if getattr(kind, name) is not getattr(DataLoader, name)]
-    if lost and kind.__module__.partition(".")[0] not in ("torchdata", "accel_data"):
-        warn_user(
-            f"{kind.__name__} defines {' and '.join(lost)}, which the prepared loader does not call: it reads the dataset by itself, in the "
-            "loader's order and with its collate_fn. Do there what the class does, or leave the loader out of prepare() and move its "
-            "batches to accelerator.device."
-        )
 
 
 def _dispatcher(plan: LoaderPlan) -> DataLoaderDispatcher:

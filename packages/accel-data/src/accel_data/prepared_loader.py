@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
+from accel_data.derived_loaders import check_shard_is_read, is_derived, reads_otherwise
 from accel_data.epoch import Epoch
 from accel_data.look_ahead import IndicesAhead
 from accel_data.samplers import SkipBatchSampler, batch_sampler_of, index_sampler, innermost, without_first
@@ -148,10 +149,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             continues_after=num_done if is_restored else None,
             at_position=is_at_position if self.reads_with_torchdata else None,
         )
-        is_stream = isinstance(self.dataset, IterableDataset)
-        source = self._source_after(num_skipped) if num_skipped and not is_stream else self.base_dataloader
+        source = (
+            self._source_after(num_skipped) if num_skipped and not self.reads_what_it_skips else self.base_dataloader
+        )
         self._reads_base = source is self.base_dataloader
-        dropped = self.skip_batches + (num_skipped if is_stream else 0)
+        dropped = self.skip_batches + (num_skipped if self.reads_what_it_skips else 0)
         return Reading(source, dropped, is_mid_epoch, states, order_drawn)
 
     def _start_order(self, is_restored: bool) -> Callable[[], object] | None:
@@ -242,8 +244,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self._one_ahead(batches, None if indices is not None else reading.order_drawn)
 
     def _indices_of(self, source: Any) -> IndicesAhead | None:
-        """What tells where the epoch ends; None for streams, and where torchdata counts the indices that were drawn."""
-        if isinstance(self.dataset, IterableDataset) or hasattr(source, "state_dict"):
+        """What tells where the epoch ends; None for streams, and for classes whose batches are no matter of indices alone."""
+        if isinstance(self.dataset, IterableDataset) or reads_otherwise(source):
             return None
         if source is self.base_dataloader and self._indices is not None:
             return self._indices  # of persistent workers, too, which keep what they began with
@@ -262,7 +264,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             return self._started(reading, indices, runs_ahead)
 
     def _started(self, reading: Reading, indices: IndicesAhead | None, runs_ahead: bool) -> Iterator[Any]:
-        if self.num_workers:
+        if self.num_workers and (indices is not None or not self._reads_otherwise):
             return self.epoch.workers.read(reading.source, indices, runs_ahead=runs_ahead)
         batches = iter(reading.source)
         if self.reads_with_torchdata and reading.states:
@@ -277,6 +279,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> Iterator[tuple[Any, bool]]:
         """Read one batch ahead, to mark the last one. A checkpoint has the states from before the one that is read ahead."""
         current = next(batches, NOTHING)
+        if self._reads_otherwise:
+            check_shard_is_read(self.base_dataloader)
         if order_drawn is not None:
             order_drawn()
         draws_here = self.num_workers == 0
@@ -307,6 +311,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 receiver.set_epoch(epoch)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
+
+    @property
+    def _reads_otherwise(self) -> bool:
+        """Whether it reads through a class of a program that defines what an iteration yields."""
+        return is_derived(self.base_dataloader) and reads_otherwise(self.base_dataloader)
+
+    @property
+    def reads_what_it_skips(self) -> bool:
+        """Whether the first batches of an epoch must be read to leave them out."""
+        return isinstance(self.dataset, IterableDataset) or self._reads_otherwise
 
     @property
     def reads_per_batch(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
+from accel_data.derived_loaders import is_derived
 from accel_data.dispatcher import DataLoaderDispatcher
 from accel_data.loader_shard import DataLoaderShard
 from accel_data.prepared_loader import PreparedLoader
@@ -79,6 +80,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader.without_first(num_batches)
     kwargs = copied_arguments(dataloader)
     is_stream = isinstance(dataloader.dataset, IterableDataset)
+    is_read = dataloader.reads_what_it_skips if isinstance(dataloader, PreparedLoader) else is_stream
     kind = _kind(dataloader)
     per_batch = dataloader.reads_per_batch if isinstance(dataloader, PreparedLoader) else 1
     if isinstance(dataloader, DataLoaderDispatcher):
@@ -101,6 +103,9 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         }
     if is_stream:
         kwargs |= {"drop_last": dataloader.drop_last, "batch_size": dataloader.batch_size}
+    elif is_read:
+        kwargs |= without_first(dataloader, 0)[1]
+    if is_read:
         kwargs["skip_batches"] = num_batches + getattr(dataloader, "skip_batches", 0)
         kind = SkipDataLoader if kind is DataLoader else kind
     else:
@@ -113,9 +118,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     rest = kind(dataloader.dataset, **kwargs)
     if isinstance(dataloader, DataLoaderShard):
         rest.draws_together = dataloader.draws_together
-    if isinstance(dataloader, DataLoaderDispatcher) and not is_stream:
+    if isinstance(dataloader, DataLoaderDispatcher) and not is_read:
         rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
     if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
+        if is_derived(dataloader.base_dataloader):
+            rest.read_with(dataloader.base_dataloader)
         rest.sequence_shard = dataloader.sequence_shard
         rest.after_batch = dataloader.after_batch
         rest.epoch = epoch = dataloader.epoch
