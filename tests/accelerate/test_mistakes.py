@@ -58,6 +58,72 @@ def test_gradients_that_are_summed_instead_of_averaged() -> None:
     assert "accelerator.backward() was never called: gradients of 2 micro-batches are summed" in message
 
 
+def test_an_optimizer_that_was_not_prepared_steps_in_every_micro_batch() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "SGD was not prepared, and steps in every micro-batch, not only at the end of each 4" in message
+    assert "Pass it to prepare()" in message
+
+
+def test_an_optimizer_that_was_not_prepared_and_trains_nothing() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "SGD was not prepared, and none of its parameters has a gradient" in message
+
+
+def test_an_optimizer_that_was_not_prepared_steps_with_scaled_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    monkeypatch.setattr(accelerator.engine.precision, "scaler", torch.amp.GradScaler("cpu"), raising=False)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    (message,) = two_steps(accelerator, model, optimizer, accelerator.backward)
+    assert "SGD was not prepared, and steps with gradients that are multiplied by the loss scale" in message
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another optimizer, as libraries write them: nothing of torch's class is set up."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self) -> None:
+        self.inner.step()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad()
+
+
+def test_unprepared_optimizers_that_are_right_are_not_warned_of() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, other = accelerator.prepare(nn.Linear(3, 1)), nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    second = torch.optim.SGD(other.parameters(), lr=0.1)  # of a model that the program trains itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward((model(torch.ones(2, 3)) + other(torch.ones(2, 3))).mean())
+                second.step()
+                if accelerator.sync_gradients:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert pickle.loads(pickle.dumps(accelerator._stepping.first_step._unprepared)) is None
+
+
+def test_an_optimizer_inside_a_prepared_one_is_not_warned_of() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    optimizer = accelerator.prepare_optimizer(Lookahead(torch.optim.SGD(model.parameters(), lr=0.1)))
+    assert two_steps(accelerator, accelerator.prepare(model), optimizer, accelerator.backward) == []
+
+
 def test_backward_after_memory_was_freed_is_seen() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerator.free_memory()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -319,3 +320,17 @@ def test_the_packages_below_know_nothing_of_the_umbrella() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@ranks(1)
+def test_functions_that_nothing_calls_say_so_where_they_are_replaced(rank: int, world: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    for seam in seams.UNCALLED:
+        module = import_module(seam.owner)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, seam.name, losses_of, raising=False)
+            accelerator = Accelerator(fsdp_plugin=plugin)
+            with pytest.warns(UserWarning, match=rf"{seam.name} was replaced by .*losses_of, which is not called"):
+                accelerator.prepare(new_model())
+        AcceleratorState._reset_state()
+    Accelerator(fsdp_plugin=plugin).prepare(new_model())

@@ -15,7 +15,6 @@ from accel_data.prepare import prepare_data_loader
 from accel_data.skipping import skip_first_batches
 from accelerate import Accelerator, DataLoaderConfiguration
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata's own call
 
 

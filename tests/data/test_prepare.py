@@ -4,7 +4,6 @@ import copy
 import pickle
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ from accelerate.checkpoint.attendance import attendance
 from accelerate.checkpoint.window import is_kept
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
-from accelerate.compat.seams import late_bound, replacement
+from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
@@ -646,6 +646,8 @@ class Accelerator:
         config = self.parallelism_config
         splits = config is not None and config.pp_enabled  # into stages, of which the engine shards each
         replaced = replacement(__name__, "fsdp2_prepare_model") if self.is_fsdp2 and not splits else None
+        if self.is_fsdp2 and replaced is None:
+            warn_of_uncalled()
         shard = None if replaced is None else partial(replaced, self)
         known = self._preparer.prepared_model(model)
         if known is not None:

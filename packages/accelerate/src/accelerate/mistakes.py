@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
@@ -56,10 +58,13 @@ class FirstStepCheck:
         self.has_gone_backward = False
         self._watched: Notes[Any, bool] = Notes()
         self._forwards: Notes[nn.Module, ForwardNote] = Notes()
+        self._unprepared: UnpreparedOptimizers | None = None
 
     def before_first_backward(self) -> None:
-        """Warn if several ranks train a model that was not prepared."""
+        """Warn if several ranks train a model that was not prepared; watch for optimizers that were not."""
         self.has_gone_backward = True
+        if self._unprepared is None and self._engine.steps_torch_optimizers:
+            self._unprepared = UnpreparedOptimizers(self._engine)
         world, prepared = PartialState().num_processes, self._engine.context.prepared
         if not self._engine.accumulates_in_grad:
             return
@@ -130,6 +135,68 @@ class FirstStepCheck:
                     f"the prepared {type(replica.module).__name__} was never called, only something inside it, such as a method of "
                     "unwrap_model(model). Call the prepared model in training; let its forward() call the method."
                 )
+
+
+class UnpreparedOptimizers:
+    """Looks at the first step of each optimizer that was not prepared: whether it uses the gradients of prepared models wrongly.
+
+    One that steps at sync steps only, without a loss scale, is right.
+
+    Args:
+        engine: The training engine, whose context has the record of prepared objects.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._seen: Notes[Any, bool] = Notes()
+        watched = weakref.ref(self)
+        self._engine = weakref.ref(engine)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            check = watched()
+            if check is not None and optimizer not in check._seen:
+                check._seen[optimizer] = True
+                with suppress(
+                    AttributeError, KeyError, TypeError
+                ):  # a prepared one that is no optimizer of torch's inside
+                    check._look_at(optimizer)
+
+        # a hook that removes itself would break the step that it is called in
+        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of a run watches anew
+
+    def _look_at(self, optimizer: torch.optim.Optimizer) -> None:
+        engine = self._engine()
+        if engine is None or not engine.context.prepared.models:
+            return
+        prepared = engine.context.prepared
+        stepped = {id(parameter) for each in prepared.optimizers for parameter in _parameters(each)}
+        updated = [parameter for parameter in _parameters(optimizer) if parameter.requires_grad]
+        if not updated or any(id(parameter) in stepped for parameter in updated):  # inside of a prepared one
+            return
+        held = {id(parameter) for model in prepared.models for parameter in model.parameters()}
+        name, remedy = type(optimizer).__name__, "Pass it to prepare(), together with its model."
+        if not any(id(parameter) in held for parameter in updated):
+            if all(parameter.grad is None for parameter in updated):
+                warn_user(
+                    f"{name} was not prepared, and none of its parameters has a gradient or is in a prepared model, so that it trains "
+                    f"nothing: it was made from another copy of the model, or before the model was prepared. {remedy}"
+                )
+        elif engine.precision.scaler is not None:
+            warn_user(
+                f"{name} was not prepared, and steps with gradients that are multiplied by the loss scale of "
+                f"mixed_precision={engine.context.state.mixed_precision!r}. {remedy}"
+            )
+        elif not engine.gradient_state.sync_gradients:
+            warn_user(
+                f"{name} was not prepared, and steps in every micro-batch, not only at the end of each {engine.gradient_state.num_steps}: "
+                f"with gradients that are not complete, on several processes not averaged either. {remedy}"
+            )
+
+
+def _parameters(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def accumulation_before() -> int | None:

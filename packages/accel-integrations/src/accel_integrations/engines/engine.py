@@ -85,6 +85,8 @@ class Engine(ABC):
     """True when replicas hold full parameters, so that `LocalSGD` may average them."""
     accumulates_in_grad: ClassVar[bool] = False
     """True where a rank accumulates the full gradients of its own losses in `.grad`, so that checkpoints may hold an open window."""
+    steps_torch_optimizers: ClassVar[bool] = True
+    """Whether the optimizers that were prepared take the steps; False where a library makes others of them."""
     dispatches_streams: ClassVar[bool] = True
     """Whether one process may read a stream for all of them, which is the default for streams that cannot be sharded."""
     compiles_in_place: ClassVar[bool] = False

@@ -52,7 +52,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
-        if device_placement and optimizer.state:
+        if device_placement and getattr(optimizer, "state", None):  # a proxy may have none
             # torch moves states to their parameters, and leaves `step` in CPU memory, where every step reads it
             optimizer.load_state_dict(optimizer.state_dict())
         if is_lomo_optimizer(optimizer):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from accel_state.warning import warn_user
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -62,6 +64,11 @@ SEAMS = (
     # not ours: called with the keywords with which 1.15 calls it (`device_ids` and `output_device` are always given)
     Seam("torch.nn.parallel:DistributedDataParallel", "__init__", "ms-swift"),
 )
+UNCALLED = (
+    Seam("accelerate.utils.fsdp_utils", "fsdp2_load_full_state_dict", "axolotl, for quantized weights"),
+    Seam("accelerate.accelerator", "fsdp2_switch_optimizer_parameters", "libraries that shard optimizers themselves"),
+)
+"""Names of `accelerate.compat.fsdp` that the engine of FSDP 2 has no use for: it loads and rebinds in another way."""
 _FUNCTIONS = {(seam.owner, seam.name) for seam in SEAMS if ":" not in seam.owner}
 
 
@@ -99,6 +106,19 @@ def replacement(module: str, name: str) -> Callable[..., Any] | None:
     names = vars(sys.modules[module])
     found: Callable[..., Any] | None = names.get(name)
     return None if found is None or found is names["__getattr__"](name) else found
+
+
+def warn_of_uncalled() -> None:
+    """Warn of each function that a library has replaced and that nothing here calls."""
+    for seam in UNCALLED:
+        module = sys.modules.get(seam.owner)  # which nobody has replaced anything in, if it was not imported
+        present = None if module is None else vars(module).get(seam.name)
+        if present is not None and present is not getattr(import_module("accelerate.compat.fsdp"), seam.name):
+            warn_user(
+                f"{seam.owner}.{seam.name} was replaced by {present.__module__}.{present.__qualname__}, which is not called: FSDP 2 loads "
+                f"weights and rebinds optimizers in another way here. To shard a model by functions of your own, replace "
+                "accelerate.accelerator.fsdp2_prepare_model."
+            )
 
 
 def _check_listed(module: str, name: str) -> None:

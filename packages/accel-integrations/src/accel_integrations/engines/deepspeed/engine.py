@@ -62,6 +62,7 @@ class DeepSpeedEngine(Engine):
 
     name = "deepspeed"
     accepts_transforms = False
+    steps_torch_optimizers = False
     compiles_in_place = True
 
     def __init__(self, context: EngineContext) -> None:

@@ -67,6 +67,7 @@ class MegatronLMEngine(Engine):
 
     name = "megatron-lm"
     accepts_transforms = False
+    steps_torch_optimizers = False
 
     def __init__(self, context: EngineContext) -> None:
         super().__init__(context)
