@@ -64,6 +64,17 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
+    def _made_with(self, arguments: dict[str, Any]) -> DataLoaderShard:
+        made = DataLoaderShard(
+            self.dataset,
+            device=self.device,
+            rng_types=self.rng_types,
+            synchronized_generator=self.synchronized_generator,
+            **arguments,
+        )
+        made.draws_together = self.draws_together
+        return made
+
     def _synchronize(self) -> Callable[[], object] | None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
 from accel_data.derived_loaders import check_shard_is_read, is_derived, reads_otherwise
@@ -312,6 +312,50 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
 
+    def without_first(self, num_batches: int) -> PreparedLoader:
+        """A loader like this one without its first batches; see `accel_data.skipping.skip_first_batches`."""
+        arguments: dict[str, Any] = copied_arguments(self) | {
+            "iteration": self.iteration,
+            "_drop_last": self._drop_last,
+        }
+        if isinstance(self.dataset, IterableDataset):
+            arguments |= {"drop_last": self.drop_last, "batch_size": self.batch_size}
+        else:
+            skipped = 0 if self._reads_otherwise else num_batches * self.reads_per_batch
+            arguments |= without_first(self, skipped)[1]
+        if self.reads_what_it_skips:
+            arguments["skip_batches"] = num_batches + self.skip_batches
+        rest = self._made_with(
+            arguments | {"_non_blocking": self._non_blocking, "use_stateful_dataloader": self.use_stateful_dataloader}
+        )
+        if is_derived(self.base_dataloader):
+            rest.read_with(self.base_dataloader)
+        rest.sequence_shard, rest.after_batch = self.sequence_shard, self.after_batch
+        rest.epoch = self.epoch
+        rest.num_skipped = self.num_skipped + num_batches
+        rest.rest_of = self if num_batches > 0 else self.rest_of
+        draws_own = num_batches > 0 and _draws_for_itself(self.get_sampler())
+        rest.leaves_random_numbers = self.leaves_random_numbers or draws_own
+        self._leave_to(rest, num_batches)
+        return rest
+
+    def _made_with(self, arguments: dict[str, Any]) -> PreparedLoader:
+        """A loader of the same kind and settings.
+
+        Args:
+            arguments: Of its constructor, those that all kinds have.
+        """
+        raise NotImplementedError
+
+    def _leave_to(self, rest: PreparedLoader, num_batches: int) -> None:
+        """Have a loader for the rest of the epoch continue it, in place of this one."""
+        if num_batches == 0:
+            self.epoch.position = None  # the program says where to begin
+            return
+        self.forget_position()
+        if self.epoch.is_restored and self.epoch.at_end and _has_at_most(self, num_batches):
+            rest.iteration = self.epoch.number
+
     @property
     def _reads_otherwise(self) -> bool:
         """Whether it reads through a class of a program that defines what an iteration yields."""
@@ -341,3 +385,16 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def set_sampler(self, sampler: Any) -> None:
         """Replace the sampler of single indices."""
         innermost(batch_sampler_of(self)).sampler = sampler
+
+
+def _has_at_most(dataloader: Any, num_batches: int) -> bool:
+    """Whether a loader has at most so many batches; True if its length is not known."""
+    try:
+        return len(dataloader) <= num_batches
+    except TypeError:
+        return True
+
+
+def _draws_for_itself(sampler: Any) -> bool:
+    """Whether a sampler does not draw from torch's global generator."""
+    return isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None

@@ -6,13 +6,9 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_data.adapter import DataLoaderAdapter, DataLoaderStateMixin, copied_arguments
-from accel_data.derived_loaders import is_derived
-from accel_data.dispatcher import DataLoaderDispatcher
-from accel_data.loader_shard import DataLoaderShard
-from accel_data.prepared_loader import PreparedLoader
 from accel_data.samplers import without_first
 from accel_state.gradient_state import GradientState
 from accel_state.public_names import known_as
@@ -76,83 +72,16 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         raise TypeError(f"num_batches={num_batches!r}: the number of batches to skip must be an integer.") from None
     if num_batches < 0:
         raise ValueError(f"num_batches={num_batches!r}: the number of batches to skip must be 0 or more.")
-    if hasattr(dataloader, "without_first"):  # it wraps a prepared loader
+    if hasattr(dataloader, "without_first"):  # a prepared loader, or one that wraps one
         return dataloader.without_first(num_batches)
     kwargs = copied_arguments(dataloader)
-    is_stream = isinstance(dataloader.dataset, IterableDataset)
-    is_read = dataloader.reads_what_it_skips if isinstance(dataloader, PreparedLoader) else is_stream
-    kind = _kind(dataloader)
-    per_batch = dataloader.reads_per_batch if isinstance(dataloader, PreparedLoader) else 1
-    if isinstance(dataloader, DataLoaderDispatcher):
-        kwargs |= {
-            "split_batches": dataloader.split_batches,
-            "slice_fn": dataloader.slice_fn,
-            "torch_device_mesh": dataloader.torch_device_mesh,
-            "_drop_last": dataloader._drop_last,
-            "_non_blocking": dataloader._non_blocking,
-            "iteration": dataloader.iteration,
-        }
-    if isinstance(dataloader, DataLoaderShard):
-        kwargs |= {
-            "device": dataloader.device,
-            "rng_types": dataloader.rng_types,
-            "synchronized_generator": dataloader.synchronized_generator,
-            "_drop_last": dataloader._drop_last,
-            "_non_blocking": dataloader._non_blocking,
-            "iteration": dataloader.iteration,
-        }
-    if is_stream:
-        kwargs |= {"drop_last": dataloader.drop_last, "batch_size": dataloader.batch_size}
-    elif is_read:
-        kwargs |= without_first(dataloader, 0)[1]
-    if is_read:
-        kwargs["skip_batches"] = num_batches + getattr(dataloader, "skip_batches", 0)
-        kind = SkipDataLoader if kind is DataLoader else kind
-    else:
-        skipping, arguments = without_first(dataloader, num_batches * per_batch)
-        if isinstance(dataloader, DataLoaderDispatcher) and dataloader.keeps_first is None:
-            skipping.keep_first(per_batch)
-        kwargs |= arguments
-    if issubclass(kind, DataLoaderAdapter):
-        kwargs["use_stateful_dataloader"] = getattr(dataloader, "use_stateful_dataloader", False)
-    rest = kind(dataloader.dataset, **kwargs)
-    if isinstance(dataloader, DataLoaderShard):
-        rest.draws_together = dataloader.draws_together
-    if isinstance(dataloader, DataLoaderDispatcher) and not is_read:
-        rest.keeps_first = skipping if dataloader.keeps_first is None else dataloader.keeps_first
-    if isinstance(dataloader, (DataLoaderDispatcher, DataLoaderShard)):
-        if is_derived(dataloader.base_dataloader):
-            rest.read_with(dataloader.base_dataloader)
-        rest.sequence_shard = dataloader.sequence_shard
-        rest.after_batch = dataloader.after_batch
-        rest.epoch = epoch = dataloader.epoch
-        rest.num_skipped = dataloader.num_skipped + num_batches
-        if num_batches > 0:
-            rest.rest_of = dataloader
-            dataloader.forget_position()
-            if epoch.is_restored and epoch.at_end and _has_at_most(dataloader, num_batches):
-                rest.iteration = epoch.number
-        else:
-            rest.rest_of = dataloader.rest_of
-            epoch.position = None  # the program says where to begin
-        draws_own = num_batches > 0 and _draws_for_itself(dataloader.get_sampler())
-        rest.leaves_random_numbers = dataloader.leaves_random_numbers or draws_own
-    return rest
-
-
-def _has_at_most(dataloader: Any, num_batches: int) -> bool:
-    """Whether a loader has at most so many batches; True if its length is not known."""
-    try:
-        return len(dataloader) <= num_batches
-    except TypeError:
-        return True
-
-
-def _draws_for_itself(sampler: Any) -> bool:
-    """Whether a sampler does not draw from torch's global generator."""
-    return isinstance(sampler, SequentialSampler) or getattr(sampler, "generator", None) is not None
-
-
-def _kind(dataloader: Any) -> type:
-    kinds = (DataLoaderDispatcher, DataLoaderShard, SkipDataLoader)
-    return next((kind for kind in kinds if isinstance(dataloader, kind)), DataLoader)
+    if not isinstance(dataloader.dataset, IterableDataset):
+        return DataLoader(dataloader.dataset, **kwargs, **without_first(dataloader, num_batches)[1])
+    return SkipDataLoader(
+        dataloader.dataset,
+        skip_batches=num_batches + getattr(dataloader, "skip_batches", 0),
+        use_stateful_dataloader=getattr(dataloader, "use_stateful_dataloader", False),
+        batch_size=dataloader.batch_size,
+        drop_last=dataloader.drop_last,
+        **kwargs,
+    )
