@@ -26,7 +26,7 @@ def send_to_device(
     """
     kind = type(tensor)
     if kind is torch.Tensor:
-        return tensor.to(device, non_blocking=non_blocking)
+        return tensor if tensor.device == device else tensor.to(device, non_blocking=non_blocking)
     if kind is list or kind is tuple:  # what loaders yield
         return kind([send_to_device(item, device, non_blocking, skip_keys) for item in tensor])
     if kind is dict and not skip_keys:
