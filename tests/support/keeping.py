@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +27,9 @@ from accelerate.checkpoint.model_folder import save_model
 class PlainEngine(Engine):
     """Models are what they are; it needs no run."""
 
+    num_averaged = 1
+    is_replicated = False
+
     name = "plain"
 
     def __init__(self, prepared: Prepared) -> None:
@@ -34,6 +39,17 @@ class PlainEngine(Engine):
 
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         return model
+
+    def no_sync(self, model: nn.Module) -> Any:
+        return nullcontext()
+
+    sync_next_backward = no_sync
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> Any:
+        return nullcontext()
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return self.unwrap(model).state_dict()
 
 
 class ScaledPrecision(Precision):

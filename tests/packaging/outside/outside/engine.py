@@ -1,4 +1,4 @@
-"""An engine: a final class over the neutral one, which counts steps."""
+"""An engine: like DDP, and on one process like plain PyTorch, but it counts the steps."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ from collections.abc import Callable
 from typing import Any, final
 
 import torch
-from torch import nn
 
-from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.engines.delegating import DelegatingEngine
+from accel_integrations.engines.engine import EngineContext
+from accel_integrations.engines.single import SingleEngine
 
 
 @final
-class CountingEngine(Engine):
-    """Trains each rank by itself, and counts the steps."""
+class CountingEngine(DelegatingEngine):
+    """Counts the steps."""
 
     name = "counting"
     num_steps = 0
 
-    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
-        return model.to(self.context.state.device) if device_placement else model
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(DDPEngine(context) if context.state.num_processes > 1 else SingleEngine(context))
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         self.num_steps += 1
-        return super().step(optimizer, closure)
+        return self.inner.step(optimizer, closure)

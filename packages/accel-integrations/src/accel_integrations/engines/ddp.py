@@ -171,7 +171,7 @@ class DDPEngine(Engine):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict on every rank; DTensors are all-gathered into CPU memory, one at a time."""
-        return unshard_state_dict(super().full_state_dict(model), self.context.keeps_full_states)
+        return unshard_state_dict(self.unwrap(model).state_dict(), self.context.keeps_full_states)
 
     def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """The shards of this rank, with tensor parallelism."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +31,6 @@ from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.mesh import DataPlace
-from accel_state.warning import warn_user
 from accel_state.weak import Weak
 
 if TYPE_CHECKING:
@@ -74,8 +73,9 @@ class EngineContext:
 class Engine(ABC):
     """One training engine: wraps models, optimizers and schedulers, and takes the optimizer steps.
 
-    The bodies here are plain single-process PyTorch. A concrete engine is final (no engine inherits from another) and
-    overrides what differs; reading its file shows exactly that difference.
+    What would train each rank by itself if it were forgotten is abstract. The other bodies here are plain single-process PyTorch. A
+    concrete engine is final (no engine inherits from another) and overrides what differs; reading its file shows exactly that
+    difference. One that adds to another is a `DelegatingEngine`.
     """
 
     name: ClassVar[str]
@@ -231,21 +231,17 @@ class Engine(ABC):
         precision = self.precision
         (precision.scale(loss) if precision.scales else loss).backward(**kwargs)
 
+    @abstractmethod
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which `backward` synchronizes no gradients between ranks."""
-        return nullcontext()
 
+    @abstractmethod
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """A context in which `backward` averages gradients although the forward pass of `model` ran under `no_sync`."""
-        return nullcontext()
 
+    @abstractmethod
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
         """A context in which processes may run out of batches at different steps."""
-        warn_user(
-            f"join_uneven_inputs() has no effect with the {self.name!r} engine. Remove it, or launch more than one "
-            "process."
-        )
-        return nullcontext()
 
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Take an optimizer step; returns False when it was skipped because gradients were not finite."""
@@ -275,9 +271,9 @@ class Engine(ABC):
         return weight if self.num_averaged == 1 else all_reduce_over_group(weight, self.averaging_group)
 
     @property
+    @abstractmethod
     def num_averaged(self) -> int:
         """Number of ranks over which this engine averages gradients."""
-        return 1
 
     @property
     def averaging_group(self) -> Any:
@@ -300,9 +296,9 @@ class Engine(ABC):
         return None
 
     @property
+    @abstractmethod
     def is_replicated(self) -> bool:
         """Whether every rank holds the full states of models and optimizers, so that one rank can write them alone."""
-        return False
 
     @contextmanager
     def keeping_full_states(self, keep: bool) -> Iterator[None]:
@@ -318,9 +314,9 @@ class Engine(ABC):
         finally:
             self.context.keeps_full_states = before
 
+    @abstractmethod
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict of a model, without wrapper prefixes in names, on every rank that needs it."""
-        return self.unwrap(model).state_dict()
 
     def sharded_weights(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """The state dict of a model with this rank's shards as DTensors, under the names of `full_state_dict`.

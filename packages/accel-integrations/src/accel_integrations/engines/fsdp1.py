@@ -232,6 +232,11 @@ class FSDP1Engine(Engine):
         """The names of the parameters that flat ones have replaced."""
         return self._flat.built_names(optimizer)
 
+    @property
+    def is_replicated(self) -> bool:
+        """Each rank holds a shard."""
+        return False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self._wrapped(model))

@@ -92,6 +92,11 @@ class FSDP2Engine(Engine):
         """The `state_dict_type` of the plugin."""
         return self.plugin.state_dict_type
 
+    @property
+    def is_replicated(self) -> bool:
+        """Each rank holds a shard."""
+        return False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory on the main process; an empty dict on the other ranks."""
         return full_model_state(self.unwrap(model))

@@ -17,6 +17,7 @@ from accel_integrations.checkpoints.sharded_states import is_by_name
 from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
+from accel_integrations.engines.sharded_engines import warn_no_join
 from accel_integrations.parallel.full_state import load_full_optimizer_state
 from accel_integrations.parallel.module_states import broadcast_to_group
 from accel_integrations.parallel.pipeline.gradients import GradientSync, clip_over_stages, sync_shared_parameters
@@ -235,6 +236,14 @@ class PipelinedEngine(Engine):
         """Without effect: gradients are synchronized only at the end of an accumulation window."""
         return nullcontext()
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect, as `no_sync`."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Without effect, with a warning."""
+        return warn_no_join(self.name)
+
     def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Synchronize gradients, unless that was done, and take an optimizer step."""
         self._finish_gradients()
@@ -266,6 +275,11 @@ class PipelinedEngine(Engine):
         return self._config.data_parallel_size
 
     # ---- storing ------------------------------------------------------------------------------------------------
+
+    @property
+    def is_replicated(self) -> bool:
+        """Each rank holds its stages."""
+        return False
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict on every rank; all ranks must call this."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, final
 
+import torch
 from torch import nn
 
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
+from accel_state.warning import warn_user
 
 
 @final
 class SingleEngine(Engine):
-    """Trains in one process: the defaults of `Engine`."""
+    """Trains in one process: there is nobody to synchronize with."""
 
     name = "single"
     accumulates_in_grad = True
@@ -20,6 +24,30 @@ class SingleEngine(Engine):
     def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
         """Move the model to the device."""
         return move_model(model, self.context.state.device) if device_placement else model
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect."""
+        return nullcontext()
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Without effect, with a warning."""
+        warn_user(
+            f"join_uneven_inputs() has no effect with the {self.name!r} engine. Remove it, or launch more than one process."
+        )
+        return nullcontext()
+
+    @property
+    def num_averaged(self) -> int:
+        """One."""
+        return 1
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """That of the model without wrappers."""
+        return self.unwrap(model).state_dict()
 
     @property
     def is_replicated(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
@@ -17,6 +18,7 @@ from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
 from accel_ops.collectives import reduce
 from accel_ops.nested import recursively_apply
 from accel_state.devices import XlaKind, device_kind
+from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -264,6 +266,22 @@ class XlaEngine(Engine):
             self._averaged.update(map(id, left))
         self.gradient_state.is_xla_gradients_synced = True
         return chosen
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect: gradients are all-reduced before the optimizer step."""
+        return nullcontext()
+
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect, as `no_sync`."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Without effect, with a warning."""
+        warn_user(
+            f"join_uneven_inputs() has no effect with the {self.name!r} engine. Give all processes the same number of batches "
+            "(even_batches=True)."
+        )
+        return nullcontext()
 
     @property
     def num_averaged(self) -> int:

@@ -39,6 +39,7 @@ from accel_integrations.engines.deepspeed.wrappers import (
 )
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.prepare_arguments import PrepareArguments
+from accel_integrations.engines.sharded_engines import warn_no_join
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.parameters import plain_name
@@ -291,6 +292,14 @@ class DeepSpeedEngine(Engine):
         """Without effect: `backward` tells DeepSpeed which steps are sync steps."""
         return nullcontext()
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect: DeepSpeed synchronizes at the end of its own windows."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Without effect, with a warning."""
+        return warn_no_join(self.name)
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -331,6 +340,11 @@ class DeepSpeedEngine(Engine):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_replicated(self) -> bool:
+        """DeepSpeed's files are written by all ranks."""
+        return False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict in CPU memory, on the main process.
 
@@ -341,7 +355,7 @@ class DeepSpeedEngine(Engine):
         """
         engine = next((one for one in self._engines if model is one or model is one.module), None)
         if engine is None:
-            return super().full_state_dict(model)
+            return self.unwrap(model).state_dict()
         if engine.zero_optimization_partition_weights():
             if not self.plugin.may_gather_weights:
                 raise ValueError(

@@ -46,6 +46,7 @@ from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.engines.megatron.weights import ShardedWeights
 from accel_integrations.engines.megatron.wrappers import MegatronLMOptimizerWrapper, MegatronLMSchedulerWrapper
 from accel_integrations.engines.prepare_arguments import PrepareArguments
+from accel_integrations.engines.sharded_engines import warn_no_join
 from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 from accel_integrations.prepared.prepared import keep
 from accel_state.enums import DynamoBackend
@@ -321,6 +322,14 @@ class MegatronLMEngine(Engine):
         """Without effect: gradients are averaged once per call of the model."""
         return nullcontext()
 
+    def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Without effect: a step is one call."""
+        return nullcontext()
+
+    def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
+        """Without effect, with a warning."""
+        return warn_no_join(self.name)
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0
     ) -> torch.Tensor | None:
@@ -357,11 +366,16 @@ class MegatronLMEngine(Engine):
 
     # ---- storing ------------------------------------------------------------------------------------------------
 
+    @property
+    def is_replicated(self) -> bool:
+        """Each rank holds its part."""
+        return False
+
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict by the names of the model that was prepared; all ranks call this."""
         made = self.storing.model_of(model)
         if made is None:
-            return super().full_state_dict(model)
+            return self.unwrap(model).state_dict()
         return self.storing.full_state_dict(made, self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:

@@ -1,0 +1,78 @@
+"""Engines from outside: one that forgets what is fatal cannot be made, and one around another adds to it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.engines.delegating import DelegatingEngine
+from accel_integrations.engines.engine import Engine, EngineContext
+from accel_integrations.engines.registry import ENGINES
+from accel_ops.collectives import gather
+from accelerate import Accelerator
+from tests.support.ranks import ranks
+
+
+class Counting(DelegatingEngine):
+    """DDP, and counts its steps."""
+
+    name = "counting"
+    num_steps = 0
+
+    def __init__(self, context: EngineContext) -> None:
+        super().__init__(DDPEngine(context))
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        self.num_steps += 1
+        return self.inner.step(optimizer, closure)
+
+
+class Incomplete(Engine):
+    """Says how models are prepared, and nothing about gradients."""
+
+    name = "incomplete"
+
+    def prepare_model(self, model: nn.Module, *, evaluation: bool = False, device_placement: bool = True) -> nn.Module:
+        return model
+
+
+def test_an_engine_that_forgets_its_gradients_cannot_be_made() -> None:
+    with mock.patch.dict(ENGINES, {"NO": f"{__name__}:Incomplete"}), pytest.raises(TypeError, match="num_averaged"):
+        Accelerator(cpu=True)
+
+
+def test_everything_is_asked_of_the_inner_engine() -> None:
+    left = {name for name in vars(Engine) if not name.startswith("_")} - set(vars(DelegatingEngine))
+    assert not left
+    assert not DelegatingEngine.__abstractmethods__
+
+
+@ranks(2)
+def test_ranks_train_one_model_and_save_it(rank: int, world: int, tmp_path: Any) -> None:
+    with mock.patch.dict(ENGINES, {"MULTI_CPU": f"{__name__}:Counting"}):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    engine: Any = accelerator.engine
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 3), float(rank + step))).mean())
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert engine.num_steps == 2
+    assert (engine.is_replicated, engine.num_averaged, engine.accumulates_in_grad) == (True, 2, True)
+    first, second = gather(model.module.weight.detach()).chunk(2)
+    assert torch.equal(first, second)
+    accelerator.save_state(tmp_path / "state")
+    before = model.module.weight.detach().clone()
+    nn.init.zeros_(model.module.weight)
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model.module.weight, before)
