@@ -114,7 +114,12 @@ def test_unprepared_optimizers_that_are_right_are_not_warned_of() -> None:
                 if accelerator.sync_gradients:
                     optimizer.step()
                     optimizer.zero_grad()
-    assert pickle.loads(pickle.dumps(accelerator._stepping.first_step._unprepared)) is None
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+    watching = accelerator._stepping.first_step._unprepared
+    assert watching is not None
+    assert pickle.loads(pickle.dumps(watching)) is None
 
 
 def test_an_optimizer_inside_a_prepared_one_is_not_warned_of() -> None:

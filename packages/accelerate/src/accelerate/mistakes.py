@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accelerate.checkpoint.run import Run
 
+NUM_WATCHED = 3
+"""Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""
 _latest: weakref.ref[Run] | None = None
 
 
@@ -48,23 +50,41 @@ class FirstStepCheck:
 
     Args:
         engine: The training engine, whose context has the record of prepared objects.
-
-    Attributes:
-        has_gone_backward: Whether `accelerator.backward` was called.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.has_gone_backward = False
+        self._num_backward = 0
         self._watched: Notes[Any, bool] = Notes()
         self._forwards: Notes[nn.Module, ForwardNote] = Notes()
         self._unprepared: UnpreparedOptimizers | None = None
 
-    def before_first_backward(self) -> None:
-        """Warn if several ranks train a model that was not prepared; watch for optimizers that were not."""
-        self.has_gone_backward = True
-        if self._unprepared is None and self._engine.steps_torch_optimizers:
-            self._unprepared = UnpreparedOptimizers(self._engine)
+    @property
+    def has_gone_backward(self) -> bool:
+        """Whether `accelerator.backward` was called."""
+        return self._num_backward > 0
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether `before_backward` wants to be called before the next backward pass."""
+        return self._unprepared is not None
+
+    def forget(self) -> None:
+        """Begin anew: what was prepared is gone."""
+        self._num_backward = 0
+
+    def before_backward(self) -> None:
+        """Look at the run before the first backward passes, and at optimizers that step between them."""
+        self._num_backward += 1
+        if self._num_backward == 1:
+            self._warn_of_unprepared_models()
+            if self._engine.steps_torch_optimizers:
+                self._unprepared = UnpreparedOptimizers(self._engine)
+        elif self._num_backward == NUM_WATCHED and self._unprepared is not None:
+            self._unprepared.close()
+            self._unprepared = None
+
+    def _warn_of_unprepared_models(self) -> None:
         world, prepared = PartialState().num_processes, self._engine.context.prepared
         if not self._engine.accumulates_in_grad:
             return
@@ -161,7 +181,7 @@ class UnpreparedOptimizers:
                     check._look_at(optimizer)
 
         # a hook that removes itself would break the step that it is called in
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        self.close = weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copy of a run watches anew

@@ -127,10 +127,9 @@ class StepController:
     def _is_done_by_lomo(
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]
     ) -> bool:
-        """Look at the run before its first backward pass; whether a LOMO optimizer has done this one."""
-        self._asks_before_backward = self.has_lomo_optimizer
-        if not self.first_step.has_gone_backward:
-            self.first_step.before_first_backward()
+        """Look at the run before its first backward passes; whether a LOMO optimizer has done this one."""
+        self.first_step.before_backward()
+        self._asks_before_backward = self.has_lomo_optimizer or self.first_step.is_watching
         if not self.has_lomo_optimizer or "learning_rate" not in kwargs:
             return False
         self.lomo_backward(self.engine.averaging.add(loss, weight), kwargs["learning_rate"])
@@ -189,7 +188,7 @@ class StepController:
         self.step = 0
         self.has_lomo_optimizer = False
         self._asks_before_backward = True
-        self.first_step.has_gone_backward = False
+        self.first_step.forget()
         self._checked = ()
         self._was_freed = True
 

@@ -26,11 +26,11 @@ class SingleEngine(Engine):
         return move_model(model, self.context.state.device) if device_placement else model
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Without effect."""
+        """No context is needed: there are no other ranks."""
         return nullcontext()
 
     def sync_next_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Without effect."""
+        """No context is needed, as for `no_sync`."""
         return nullcontext()
 
     def join(self, joinables: Sequence[Any], *, even_batches: bool | None) -> AbstractContextManager[None]:
@@ -42,7 +42,7 @@ class SingleEngine(Engine):
 
     @property
     def num_averaged(self) -> int:
-        """One."""
+        """The one process."""
         return 1
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
