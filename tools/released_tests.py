@@ -27,7 +27,15 @@ NEEDED = (
 FILE_SECONDS, TEST_SECONDS = 1200, 120
 
 THE_WORDS = "it compares a whole message, and ours are in our own words"
+THE_ORDER = "it compares the state dict with torchdata's, and ours also holds what the order was drawn from"
+STATEFUL = "test_data_loader.StatefulDataLoaderTester.test_"
 DIFFERENT = {
+    "test_data_loader.DataLoaderTester.test_split_batches_validates_non_divisible_batch_size": THE_WORDS,
+    **{
+        f"{STATEFUL}{kind}_equivalent_to_torchdata_stateful_dataloader_num_workers_{workers}": THE_ORDER
+        for kind in ("stateful_dataloader_adapter", "decoupled_stateful_dataloader_adapter")
+        for workers in (0, 2)
+    },
     "test_dataclasses.TestParallelismConfig.test_cp_torch_handler": THE_WORDS,
     "test_modeling_utils.ModelingUtilsTester.test_set_module_tensor_checks_shape": THE_WORDS,
     "test_utils.UtilsTester.test_honor_type": THE_WORDS,

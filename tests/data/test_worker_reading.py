@@ -210,3 +210,25 @@ def test_workers_that_are_spawned(tmp_path: Path) -> None:
     loader = accelerator.prepare(make())
     accelerator.load_state(tmp_path / "state")
     assert read(accelerator.skip_first_batches(loader, 3)) == rest
+
+
+class Slow(Noisy):
+    """Whose first sample of all takes long."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 0:
+            time.sleep(0.5)
+        return super().__getitem__(index)
+
+
+@pytest.mark.takes_turns
+@pytest.mark.parametrize(("seconds", "is_told"), [(0.05, True), (60.0, False)])
+def test_workers_that_deliver_no_first_batch_are_named(
+    seconds: float, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("accel_data.worker_states.SILENT_SECONDS", seconds)
+    loader = Accelerator(cpu=True).prepare(DataLoader(Slow(), batch_size=2, num_workers=2))
+    assert len(read(loader)) == NUM_SAMPLES // 2
+    told = [record.getMessage() for record in caplog.records if "have delivered no batch" in record.getMessage()]
+    assert len(told) == is_told
+    assert all("pid " in message and "forkserver" in message for message in told)

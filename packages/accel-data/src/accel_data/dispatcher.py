@@ -81,19 +81,19 @@ class DataLoaderDispatcher(PreparedLoader):
         self._first_indices: SkipBatchSampler | None = None
         self._is_mid_epoch = False
 
-    def _made_with(self, arguments: dict[str, Any]) -> DataLoaderDispatcher:
-        made = DataLoaderDispatcher(
+    def _rest_with(self, arguments: dict[str, Any]) -> DataLoaderDispatcher:
+        rest = DataLoaderDispatcher(
             self.dataset,
             split_batches=self.split_batches,
             slice_fn=self.slice_fn,
             torch_device_mesh=self.torch_device_mesh,
             **arguments,
         )
-        made.keeps_first, sampler = self.keeps_first, batch_sampler_of(made)
-        if made.keeps_first is None and isinstance(sampler, SkipBatchSampler):
+        rest.keeps_first, sampler = self.keeps_first, batch_sampler_of(rest)
+        if rest.keeps_first is None and isinstance(sampler, SkipBatchSampler):
             sampler.keep_first(self.reads_per_batch)
-            made.keeps_first = sampler
-        return made
+            rest.keeps_first = sampler
+        return rest
 
     def _synchronize(self) -> Callable[[], object] | None:
         # synchronize the generator state, because each process may draw its own numbers in between

@@ -64,16 +64,16 @@ class DataLoaderShard(PreparedLoader):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
 
-    def _made_with(self, arguments: dict[str, Any]) -> DataLoaderShard:
-        made = DataLoaderShard(
+    def _rest_with(self, arguments: dict[str, Any]) -> DataLoaderShard:
+        rest = DataLoaderShard(
             self.dataset,
             device=self.device,
             rng_types=self.rng_types,
             synchronized_generator=self.synchronized_generator,
             **arguments,
         )
-        made.draws_together = self.draws_together
-        return made
+        rest.draws_together = self.draws_together
+        return rest
 
     def _synchronize(self) -> Callable[[], object] | None:
         if self.rng_types:

@@ -325,7 +325,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             arguments |= without_first(self, skipped)[1]
         if self.reads_what_it_skips:
             arguments["skip_batches"] = num_batches + self.skip_batches
-        rest = self._made_with(
+        rest = self._rest_with(
             arguments | {"_non_blocking": self._non_blocking, "use_stateful_dataloader": self.use_stateful_dataloader}
         )
         if is_derived(self.base_dataloader):
@@ -334,12 +334,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         rest.epoch = self.epoch
         rest.num_skipped = self.num_skipped + num_batches
         rest.rest_of = self if num_batches > 0 else self.rest_of
-        draws_own = num_batches > 0 and _draws_for_itself(self.get_sampler())
-        rest.leaves_random_numbers = self.leaves_random_numbers or draws_own
+        draws_for_itself = num_batches > 0 and _draws_for_itself(self.get_sampler())
+        rest.leaves_random_numbers = self.leaves_random_numbers or draws_for_itself
         self._leave_to(rest, num_batches)
         return rest
 
-    def _made_with(self, arguments: dict[str, Any]) -> PreparedLoader:
+    def _rest_with(self, arguments: dict[str, Any]) -> PreparedLoader:
         """A loader of the same kind and settings.
 
         Args:

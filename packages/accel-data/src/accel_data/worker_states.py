@@ -7,7 +7,9 @@ resumed epoch begin with them, in the same turn. A stream is read again from its
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +20,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from accel_data.look_ahead import IndicesAhead
 from accel_data.torchdata_state import reads_from_start
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state, same_rng_states
+from accel_state.logging import get_logger
+
+logger = get_logger(__name__)
 
 RAISED_IN_WORKER = "in DataLoader worker process"
 """What torch writes into errors of datasets and collators."""
+SILENT_SECONDS = 60.0
+"""How long workers may take to their first batch before a warning."""
 STATES_KEY = "workers"
 """Of the random states that a batch is read from, as a checkpoint has them."""
 
@@ -148,13 +155,40 @@ class WorkerStates:
         return self._told_batches(batches, turns, runs_ahead)
 
     def _told_batches(self, batches: Iterator[Any], turns: int, runs_ahead: bool) -> Iterator[Any]:
-        for _ in range(turns):
-            _drop_empty(batches)
-        for batch, worker, told in batches:
+        with _warning_of_silence():
+            for _ in range(turns):
+                _drop_empty(batches)
+            item = next(batches, None)
+        while item is not None:
+            batch, worker, told = item
             self.note(worker, told)
             if not runs_ahead:
                 self.settle()
             yield batch
+            item = next(batches, None)
+
+
+@contextmanager
+def _warning_of_silence() -> Iterator[None]:
+    """A context in which workers are to deliver their first batch; if it lasts too long, a warning names their processes."""
+    workers = [f"{process.name} (pid {process.pid})" for process in multiprocessing.active_children()]
+    timer = threading.Timer(SILENT_SECONDS, _warn_of_silence, (workers,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _warn_of_silence(workers: list[str]) -> None:
+    logger.warning(
+        "The workers of a data loader have delivered no batch for %g s. They are among %s; `py-spy dump --pid PID` shows where one stands. A "
+        "worker that hangs at its start has often inherited a lock that a thread held: start workers with "
+        "DataLoader(multiprocessing_context='forkserver'), or load in the dataset's __getitem__ what uses threads.",
+        SILENT_SECONDS,
+        ", ".join(workers) or "processes that have ended",
+    )
 
 
 def _drop_empty(batches: Iterator[Any]) -> None:

@@ -118,6 +118,15 @@ _OPEN: WeakValueDictionary[tuple[Any, ...], MappedShard] = WeakValueDictionary()
 _OPENING = threading.Lock()
 
 
+def _renew_lock() -> None:
+    global _OPENING
+    _OPENING = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not there
+
+
 def mapped_shard(path: StrPath) -> MappedShard:
     """A memory-mapped file for reading; the same object for every caller while one holds it and the file has not changed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from typing import Any
@@ -12,6 +13,15 @@ from accel_state.warning import warn_user
 
 _lock = threading.RLock()  # a finalizer may run while its own thread counts
 _held_bytes = 0  # of this process
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)  # the thread that held it is not there
 
 
 def may_pin(num_bytes: int) -> bool:
