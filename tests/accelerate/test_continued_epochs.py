@@ -131,13 +131,13 @@ def test_a_loop_that_skips_by_hand_gets_the_batches_it_counts_on(left: int, tmp_
         if index + 1 == left:
             whole.accelerator.save_state(whole.folder)
     run = Training(tmp_path, seed=2, continues=False).loaded()
-    found = []
+    seen = []
     for step, batch in enumerate(run.loader):
         if step < left:  # as programs for accelerate 1.15 do
             continue
-        found.append((run.step(batch), run.accelerator.gradient_state.end_of_dataloader))
-    assert [numbers for numbers, _ in found] == order[left:]
-    assert [is_last for _, is_last in found] == [False] * (len(found) - 1) + [True]
+        seen.append((run.step(batch), run.accelerator.gradient_state.end_of_dataloader))
+    assert [numbers for numbers, _ in seen] == order[left:]
+    assert [is_last for _, is_last in seen] == [False] * (len(seen) - 1) + [True]
 
 
 @pytest.mark.parametrize("continues", [False, True])
@@ -146,14 +146,14 @@ def test_a_loop_that_drops_batches_without_a_forward_pass(
 ) -> None:
     run = Training(saved[0], seed=2, continues=continues).loaded()
     loader = run.loader if continues else run.accelerator.skip_first_batches(run.loader, SAVED_AFTER)
-    found = []
+    seen = []
     for number, batch in enumerate(loader):
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         if number in (0, 1, 2, 5):  # too long
             del batch
             continue
         run.step(batch)
-    assert found == saved[1]
+    assert seen == saved[1]
 
 
 class LateNoise(torch.utils.data.Dataset[torch.Tensor]):
@@ -194,19 +194,19 @@ def test_numbers_that_reading_draws_late(data: type, continues: bool, tmp_path: 
     resumed_data.count = NUM_SAMPLES
     run = Training(tmp_path, resumed_data, seed=2, batch=1, continues=continues).loaded()
     loader = run.loader if continues else run.accelerator.skip_first_batches(run.loader, 6)
-    found = []
+    seen = []
     for batch in loader:
-        found.append(batch.tolist())
+        seen.append(batch.tolist())
         np.random.rand()
-    assert found == rest
+    assert seen == rest
 
 
 def test_a_program_that_reads_ahead(saved: tuple[Path, list[list[int]]]) -> None:
     run = Training(saved[0], seed=2).loaded()
-    batches, found = iter(run.loader), []
+    batches, seen = iter(run.loader), []
     while window := list(itertools.islice(batches, 4)):  # as Trainer does for an accumulation window
-        found += [run.step(batch) for batch in window]
-    assert found == saved[1]
+        seen += [run.step(batch) for batch in window]
+    assert seen == saved[1]
 
 
 def test_a_dataset_is_read_when_a_program_asks_for_it() -> None:
@@ -222,12 +222,12 @@ def test_the_switch_reads_states_saved_without_it_and_the_other_way_round(saves:
     rest = Training(tmp_path, continues=saves).save_within_epoch()
     run = Training(tmp_path, seed=2, continues=not saves).loaded()
     loader = run.accelerator.skip_first_batches(run.loader, SAVED_AFTER) if saves else run.loader
-    found = []
+    seen = []
     for batch in loader:
-        found.append(run.step(batch))
-        if len(found) == 2:
+        seen.append(run.step(batch))
+        if len(seen) == 2:
             run.accelerator.save_state(tmp_path / "again")
-    assert found == rest
+    assert seen == rest
     run = Training(tmp_path, seed=3, continues=True)
     run.accelerator.load_state(tmp_path / "again")
     assert [run.step(batch) for batch in run.loader] == rest[2:]
@@ -256,8 +256,8 @@ def test_a_loader_without_torchdata_has_a_state_dict() -> None:
 def test_other_data_begin_at_their_start(saved: tuple[Path, list[list[int]]]) -> None:
     run = Training(saved[0], data=range(NUM_SAMPLES + 4), seed=2).loaded()
     with pytest.warns(UserWarning, match="epoch of 40 samples, and this data loader has 44"):
-        found = [number for batch in run.loader for number in run.step(batch)]
-    assert sorted(found) == list(range(NUM_SAMPLES + 4))
+        seen = [number for batch in run.loader for number in run.step(batch)]
+    assert sorted(seen) == list(range(NUM_SAMPLES + 4))
 
 
 class SharedOut(IterableDataset[int]):
@@ -278,8 +278,8 @@ def test_a_stream_that_workers_share_out_otherwise_is_told_of(
     before, now = workers
     rest = Training(tmp_path, SharedOut(), workers=before).save_within_epoch()
     run = Training(tmp_path, SharedOut(), batch=batch, workers=now).loaded()
-    found = [run.step(batch) for batch in run.loader]
-    assert (list(itertools.chain(*found)) != list(itertools.chain(*rest))) is is_told
+    seen = [run.step(batch) for batch in run.loader]
+    assert (list(itertools.chain(*seen)) != list(itertools.chain(*rest))) is is_told
     told = [str(one.message) for one in recwarn if "num_workers" in str(one.message)]
     assert len(told) == is_told
     if is_told:
@@ -308,8 +308,8 @@ def test_another_epoch_is_read_from_its_start(saved: tuple[Path, list[list[int]]
 def test_a_global_batch_that_does_not_fit_repeats_and_loses_nothing(saved: tuple[Path, list[list[int]]]) -> None:
     run = Training(saved[0], seed=2, batch=5).loaded()
     with pytest.warns(UserWarning, match="after 12 samples of an epoch.*the last 2 of them come again"):
-        found = [number for batch in run.loader for number in run.step(batch)]
-    assert found[2:] == [number for batch in saved[1] for number in batch]
+        seen = [number for batch in run.loader for number in run.step(batch)]
+    assert seen[2:] == [number for batch in saved[1] for number in batch]
 
 
 def test_a_loader_that_waits_to_continue_can_be_pickled(saved: tuple[Path, list[list[int]]]) -> None:
@@ -347,18 +347,18 @@ def read_elastically(world: int, folder: str, begins: bool, ends: bool, dispatch
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(range(96), 12 // world, shuffle=True))
     if not begins:
         accelerator.load_state(folder)
-    found = []
+    seen = []
     for index, batch in enumerate(loader):
         accelerator.backward(model(batch.float().unsqueeze(1) / 96).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        found.append(gather_object(batch.tolist()))
+        seen.append(gather_object(batch.tolist()))
         if index + 1 == STEPS and not ends:
             accelerator.save_state(folder)
             break
     if accelerator.is_main_process:
         weights = [parameter.item() for parameter in model.parameters()]
-        Path(folder, f"{seed}.json").write_text(json.dumps({"batches": found, "weights": weights}))
+        Path(folder, f"{seed}.json").write_text(json.dumps({"batches": seen, "weights": weights}))
 
 
 read_elastically.body = read_elastically  # type: ignore[attr-defined]
@@ -375,7 +375,7 @@ def test_the_number_of_processes_changes_and_the_global_order_does_not(
     for worlds in (changing, (changing[0],) * 4):
         folder = tmp_path / str(worlds[1])
         folder.mkdir()
-        found: list[list[int]] = []
+        seen: list[list[int]] = []
         for index, world in enumerate(worlds):
             values = {
                 "folder": str(folder),
@@ -386,8 +386,8 @@ def test_the_number_of_processes_changes_and_the_global_order_does_not(
             }
             POOL.run(read_elastically, world, values, 60)
             run = json.loads((folder / f"{1 + index}.json").read_text())
-            found += run["batches"]
-        orders.append(found)
+            seen += run["batches"]
+        orders.append(seen)
         weights.append(run["weights"])
     assert orders[0] == orders[1]
     assert weights[0] == pytest.approx(weights[1], rel=1e-6, abs=1e-6)
@@ -405,7 +405,7 @@ def skip_by_hand(rank: int, folder: str, dispatch: bool) -> None:
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(range(42), 2, shuffle=True))
         if seed == 2:
             accelerator.load_state(folder)
-        found = []
+        seen = []
         for step, batch in enumerate(loader):
             if seed == 2 and step < SAVED_AFTER:
                 continue
@@ -413,10 +413,10 @@ def skip_by_hand(rank: int, folder: str, dispatch: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
             if step >= SAVED_AFTER:
-                found.append(batch.tolist())
+                seen.append(batch.tolist())
             elif step + 1 == SAVED_AFTER:
                 accelerator.save_state(folder)
-        orders.append(found)
+        orders.append(seen)
     Path(folder, f"order_{rank}.json").write_text(json.dumps(orders))
 
 

@@ -216,12 +216,14 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _first_of_epoch(self, first: Any) -> Any:
         """The first samples of the epoch, if this iteration started after them; `first` otherwise."""
-        kept = self._first_indices.kept if self._is_mid_epoch and self._first_indices is not None else []
-        if not kept or self.epoch.first_samples is not None:
+        first_batches = self._first_indices.kept if self._is_mid_epoch and self._first_indices is not None else []
+        if not first_batches or self.epoch.first_samples is not None:
             return first
         collate, dataset = self.collate_fn, self.dataset
         are_lists = self.base_dataloader.batch_sampler is None  # of a sampler that yields batches
-        read = [collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in kept]
+        read = [
+            collate(dataset[batch] if are_lists else [dataset[index] for index in batch]) for batch in first_batches
+        ]
         if self._columns is not None:
             read = self._columns.take_apart(read)
         return self._slice_of_first(concatenate(read) if len(read) > 1 else read[0])
