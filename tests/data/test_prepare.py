@@ -245,3 +245,12 @@ def test_a_dataset_that_is_sharded_twice_is_warned_of() -> None:
     with pytest.warns(UserWarning, match="DistributedSampler with num_replicas=2.*without this sampler"):
         prepare_data_loader(plain, num_processes=2, process_index=0)
     prepare_data_loader(plain, num_processes=1, process_index=0)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_last_batch_is_known_where_persistent_workers_were_started_before() -> None:
+    plain = DataLoader(range(8), batch_size=2, num_workers=1, persistent_workers=True)
+    loader = prepare_data_loader(plain)
+    assert len(list(loader.base_dataloader)) == 4  # type: ignore[attr-defined] # by the program
+    for _ in range(2):
+        assert [loader.end_of_dataloader for _ in loader] == [False, False, False, True]  # type: ignore[attr-defined]

@@ -239,9 +239,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if reading.skipped:
             restore_rng_state(reading.states)
         batches = start(batches)
-        if indices is not None and indices.end is not None and not runs_ahead:
-            return zip(batches, indices.end.are_last(), strict=False)
-        return self._one_ahead(batches, None if indices is not None else reading.order_drawn)
+        end = None if indices is None else indices.end  # none, too, for persistent workers that were started elsewhere
+        if end is not None and not runs_ahead:
+            return zip(batches, end.are_last(), strict=False)
+        return self._one_ahead(batches, None if end is not None else reading.order_drawn)
 
     def _indices_of(self, source: Any) -> IndicesAhead | None:
         """What tells where the epoch ends; None for streams, and for classes whose batches are no matter of indices alone."""
@@ -259,7 +260,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """An iterator over the source, noting the random states of workers that read it."""
         if indices is None:
             return self._started(reading, None, runs_ahead)
-        indices.order_drawn = reading.order_drawn
+        indices.end, indices.order_drawn = None, reading.order_drawn
         with indices.installed(reading.source):
             return self._started(reading, indices, runs_ahead)
 
