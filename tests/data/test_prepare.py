@@ -3,12 +3,22 @@
 import copy
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from accel_data.batch_shard import BatchSamplerShard
 from accel_data.dispatcher import DataLoaderDispatcher
@@ -254,3 +264,25 @@ def test_the_last_batch_is_known_where_persistent_workers_were_started_before() 
     assert len(list(loader.base_dataloader)) == 4  # type: ignore[attr-defined] # by the program
     for _ in range(2):
         assert [loader.end_of_dataloader for _ in loader] == [False, False, False, True]  # type: ignore[attr-defined]
+
+
+class Reusing(Sampler[Any]):
+    """Yields one container again and again, with other indices in it."""
+
+    def __init__(self, kind: Callable[[list[int]], Any]) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        container = self.kind([0, 0])
+        for first in (0, 2, 4):
+            container[0], container[1] = first, first + 1
+            yield container
+
+
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_a_sampler_may_yield_the_same_container_again(kind: Callable[[list[int]], Any]) -> None:
+    loader = prepare_data_loader(DataLoader(torch.arange(6), batch_sampler=Reusing(kind)))  # type: ignore[arg-type]
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

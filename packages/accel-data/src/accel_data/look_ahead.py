@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import count, islice
 from typing import Any
+
+import torch
 
 
 class IndicesAhead:
@@ -40,7 +43,7 @@ class IndicesAhead:
         return len(self.sampler)
 
     def _items(self, end: End) -> Iterator[Any]:
-        following = iter(self.sampler)
+        following = map(_copied, self.sampler)
         ahead = deque(islice(following, self.per_batch))
         order_drawn, self.order_drawn = self.order_drawn, None
         if order_drawn is not None:
@@ -67,6 +70,13 @@ class IndicesAhead:
             yield
         finally:
             vars(loader)[name] = self.sampler
+
+
+def _copied(item: Any) -> Any:
+    """An item that stays as it is when the next one is drawn: samplers may yield one list again and again, with other indices."""
+    if type(item) is list:
+        return item[:]
+    return item.clone() if isinstance(item, torch.Tensor) else copy(item)
 
 
 class End:
