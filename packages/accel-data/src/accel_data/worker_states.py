@@ -149,7 +149,7 @@ class WorkerStates:
         if reads_again:  # and sends what it read from there on
             self.states = self._at_start
         self.num_workers = source.num_workers
-        if not self.are_alive and getattr(source, "_iterator", None) is not None:
+        if indices is not None and not self.are_alive and getattr(source, "_iterator", None) is not None:
             source._iterator = (
                 None  # persistent workers that a program has started itself tell nothing: others take their place
             )
