@@ -26,7 +26,7 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, Pa
 
 # library -> at least so many different names are found in it
 LIBRARIES = {
-    "datasets": 0, "deepspeed": 0, "diffusers": 15, "peft": 10, "sentence_transformers": 5, "timm": 0,
+    "datasets": 0, "deepspeed": 0, "diffusers": 15, "peft": 10, "sentence_transformers": 3, "timm": 0,
     "transformers": 60, "trl": 30,
 }  # fmt: skip
 DEEPSPEED = "state.deepspeed_plugin."

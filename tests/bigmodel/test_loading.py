@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
 import os
@@ -671,7 +672,6 @@ def test_bytes_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
         source: Any = contents.byte_source(name)
         assert isinstance(source, FileBytes)
         read = torch.zeros(tensor.nbytes - 2, dtype=torch.uint8)
-        source.read_ahead(2, read.numel())
         source.read_into(read, 2)
         assert torch.equal(read, bytes_of(tensor)[2:])
     with pytest.raises(OSError, match="truncated"):
@@ -682,6 +682,28 @@ def test_bytes_come_from_the_file_whose_header_was_read(tmp_path: Path) -> None:
     read = torch.zeros(state["a"].nbytes, dtype=torch.uint8)
     source.read_into(read, 0)
     assert torch.equal(read, bytes_of(state["a"]))
+
+
+@pytest.mark.parametrize("num_cached", [0, 10, None])
+def test_what_is_not_in_the_page_cache_is_read_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cached: int | None
+) -> None:
+    tensor = torch.randn(100)
+    source: Any = CheckpointContents(find_checkpoint(save(tmp_path, {"a": tensor}))).byte_source("a")
+    preadv = os.preadv
+
+    def as_cached(descriptor: int, buffers: Any, position: int, flags: int = 0) -> int:
+        """As the system answers when so many bytes are in memory; None: when it cannot tell."""
+        if not flags:
+            return preadv(descriptor, buffers, position)
+        if not num_cached:
+            raise OSError(errno.EAGAIN if num_cached == 0 else errno.EOPNOTSUPP, "")
+        return preadv(descriptor, [buffers[0][:num_cached]], position)
+
+    monkeypatch.setattr(os, "preadv", as_cached)
+    read = torch.zeros(tensor.nbytes - 4, dtype=torch.uint8)
+    source.read_into(read, 4)
+    assert torch.equal(read, bytes_of(tensor)[4:])
 
 
 @pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # torch 2.15

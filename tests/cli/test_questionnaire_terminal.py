@@ -12,6 +12,7 @@ import yaml
 from tests.cli.pretended import settings_of, value_in
 from tests.cli.terminal import BACKSPACE, CONTROL_C, CONTROL_D, DOWN, ENTER, UP, Terminal
 
+pytest.importorskip("questionary")  # without it, all terminals are asked in plain lines
 pytestmark = pytest.mark.launch
 
 Start = Callable[..., Terminal]

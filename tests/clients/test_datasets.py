@@ -116,10 +116,10 @@ def test_epochs_shuffle_a_stream_anew(rank: int, world: int, shards: int) -> Non
     assert numbers(loader) == first
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torchdata") is None, reason="needs torchdata")
 @ranks(2)
 @pytest.mark.parametrize("shards", [None, 4, 3])
 def test_a_stateful_loader_goes_on_where_it_was(rank: int, world: int, shards: int | None) -> None:
-    pytest.importorskip("torchdata")
     data = table(24).remove_columns(["text"])
     data = (
         data.with_format("torch")

@@ -32,7 +32,7 @@ def test_the_library_accepts_this_accelerate_for_training() -> None:
 
 def make_trainer(folder: Path, base: Path, **options: Any) -> Any:
     """A trainer on pairs of sentences, each pair with how alike they are."""
-    from datasets import Dataset
+    Dataset = pytest.importorskip("datasets").Dataset
     from sentence_transformers import (
         SentenceTransformer,
         SentenceTransformerTrainer,

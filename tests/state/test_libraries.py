@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -101,9 +102,10 @@ def test_every_question_has_an_answer_here() -> None:
     assert len(names) > 55
     for name in names:
         assert isinstance(questions[name](), bool), name
-    for name in ("numpy", "pytest", "tqdm", "torchdata"):
+    for name in ("numpy", "pytest", "tqdm"):
         assert getattr(libraries, f"is_{name}_available")(), name
-    assert libraries.is_torchdata_stateful_dataloader_available()
+    assert libraries.is_torchdata_available() == (importlib.util.find_spec("torchdata") is not None)
+    assert libraries.is_torchdata_stateful_dataloader_available() == libraries.is_torchdata_available()
     assert libraries.is_torch_distributed_available()
     assert libraries.is_pippy_available()
     assert not libraries.is_xccl_available()

@@ -101,9 +101,6 @@ def _is_safetensors(path: str | os.PathLike[str]) -> bool:
 class ByteSource(Protocol):
     """The bytes of one tensor, read by several threads."""
 
-    def read_ahead(self, begin: int, num_bytes: int) -> None:
-        """Have the system start reading a range, where it can."""
-
     def read_into(self, buffer: torch.Tensor, begin: int) -> None:
         """Fill a buffer (uint8, one dimension) with the bytes from `begin` on."""
 
@@ -120,11 +117,6 @@ class FileBytes:
     descriptor: int
     offset: int
 
-    def read_ahead(self, begin: int, num_bytes: int) -> None:
-        """Have the system start reading a range."""
-        if hasattr(os, "posix_fadvise"):  # not on macOS
-            os.posix_fadvise(self.descriptor, self.offset + begin, num_bytes, os.POSIX_FADV_WILLNEED)
-
     def read_into(self, buffer: torch.Tensor, begin: int) -> None:
         """Fill a buffer (uint8, one dimension) with the bytes from `begin` on.
 
@@ -132,11 +124,23 @@ class FileBytes:
             OSError: The file cannot be read, or has been truncated.
         """
         left = memoryview((ctypes.c_ubyte * buffer.numel()).from_address(buffer.data_ptr()))  # torch may lack numpy
-        while left:
-            num_read = os.preadv(self.descriptor, [left], self.offset + begin)
-            if num_read == 0:
+        position = self.offset + begin
+        num_read = self._read_cached(left, position)
+        if num_read < len(left) and hasattr(os, "posix_fadvise"):  # not on macOS
+            # No more than what is read now: memory may be short.
+            os.posix_fadvise(self.descriptor, position + num_read, len(left) - num_read, os.POSIX_FADV_WILLNEED)
+        while num_read < len(left):
+            num_more = os.preadv(self.descriptor, [left[num_read:]], position + num_read)
+            if num_more == 0:
                 raise OSError("A file of the checkpoint was truncated while it was being read.")
-            left, begin = left[num_read:], begin + num_read
+            num_read += num_more
+
+    def _read_cached(self, buffer: memoryview, position: int) -> int:
+        """Read what is in the page cache, up to the first byte that is not; returns how many bytes these are."""
+        try:
+            return os.preadv(self.descriptor, [buffer], position, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # nothing is there; the file system, or the system, cannot tell
+            return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,6 @@ class MemoryBytes:
     """
 
     content: torch.Tensor
-
-    def read_ahead(self, begin: int, num_bytes: int) -> None:
-        """Nothing to do."""
 
     def read_into(self, buffer: torch.Tensor, begin: int) -> None:
         """Fill a buffer (uint8, one dimension) with the bytes from `begin` on."""

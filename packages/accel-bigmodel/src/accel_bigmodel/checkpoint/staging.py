@@ -44,7 +44,7 @@ class DeviceCopier:
         self._readers = readers
         self._slice_bytes = max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, num_bytes // NUM_READERS))
         self._here = threading.local()
-        self._streams: list[Any] = []  # of all threads
+        self._streams: dict[torch.device, Any] = {}
 
     def start(self, source: ByteSource, target: torch.Tensor) -> Sequence[Future[Any]]:
         """Start copying a tensor.
@@ -56,28 +56,31 @@ class DeviceCopier:
         Returns:
             Futures of CUDA events; the target has its values when they have completed.
         """
+        stream = self._stream(target.device)
+        stream.wait_stream(torch.cuda.current_stream(target.device))  # on which this memory was used before
         flat = target.detach().reshape(-1).view(torch.uint8)
-        free = torch.cuda.current_stream(target.device).record_event()  # what used this memory before has ended then
         slices = range(0, flat.numel(), self._slice_bytes)
         return [
-            self._readers.submit(self._copy, source, begin, flat[begin : begin + self._slice_bytes], free)
+            self._readers.submit(self._copy, source, begin, flat[begin : begin + self._slice_bytes], stream)
             for begin in slices
         ]
 
-    def _copy(self, source: ByteSource, begin: int, target: torch.Tensor, free: Any) -> Any:
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        return self._streams[device]
+
+    def _copy(self, source: ByteSource, begin: int, target: torch.Tensor, stream: Any) -> Any:
         """In a thread: copy the bytes from `begin` on; returns an event."""
-        source.read_ahead(begin, target.numel())  # no more than the slices that are read now: memory may be short
-        with torch.cuda.device(target.device):  # also for pinned memory: the thread's own device is GPU 0
+        # the device is set for pinned memory, too: the thread's own device is GPU 0
+        with torch.cuda.device(target.device), torch.cuda.stream(stream):
             buffer = self._own_buffer()
             if buffer.sent is not None:
                 buffer.sent.synchronize()
             filled = buffer.memory[: target.numel()]
             source.read_into(filled, begin)
-            stream = self._stream(target.device)
-            with torch.cuda.stream(stream):
-                stream.wait_event(free)
-                target.copy_(filled, non_blocking=True)
-                buffer.sent = stream.record_event()
+            target.copy_(filled, non_blocking=True)
+            buffer.sent = stream.record_event()
             return buffer.sent
 
     def _own_buffer(self) -> _Buffer:
@@ -86,16 +89,9 @@ class DeviceCopier:
         buffer: _Buffer = self._here.buffer
         return buffer
 
-    def _stream(self, device: torch.device) -> Any:
-        streams: dict[torch.device, Any] = self._here.__dict__.setdefault("streams", {})
-        if device not in streams:
-            streams[device] = torch.cuda.Stream(device)
-            self._streams.append(streams[device])
-        return streams[device]
-
     def synchronize(self) -> None:
         """Wait until all copies that were started have ended; no thread may be starting more."""
-        for stream in self._streams:
+        for stream in self._streams.values():
             stream.synchronize()
 
 

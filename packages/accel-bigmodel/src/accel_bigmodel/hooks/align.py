@@ -212,10 +212,8 @@ class AlignDevicesHook(ModelHook):
                 self._fill(module, slot)
         if self.execution_device is None:
             return args, kwargs
-        return (
-            send_to_device(args, self.execution_device),
-            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
-        )
+        device = torch.device(self.execution_device)  # which tensors that are there already can be compared with
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
 
     def forget_weights(self) -> None:
         """Make nothing of what was made of weights before: their dtypes have changed (`module.half()`)."""

@@ -181,6 +181,11 @@ class StreamLane(Lane):
         return torch.get_device_module(self.device)
 
     @cached_property
+    def _index(self) -> Any:
+        """What torch's functions understand faster than a device."""
+        return self.device if self.device.index is None else self.device.index
+
+    @cached_property
     def _stream(self) -> Any:
         """Created by the first copy, so that a model can be unpickled where its device is missing."""
         return self._module.Stream(device=self.device)
@@ -261,7 +266,7 @@ class StreamLane(Lane):
         self, source: torch.Tensor, block: Block, target: torch.Tensor, marks: list[Any], arrival: _Copying
     ) -> None:
         # the device is set first: a helper thread that leaves a stream's context returns to GPU 0, and so takes memory there
-        with self._module.device(self.device), self._module.stream(self._stream), torch.no_grad():
+        with self._module.device(self._index), self._module.stream(self._stream), torch.no_grad():
             for mark in marks:
                 self._stream.wait_event(mark)
             if arrival.clock is not None:
@@ -280,7 +285,7 @@ class StreamLane(Lane):
     def wait(self, arrival: _Copying) -> None:
         """Make the compute stream wait for the copy."""
         self.settle(arrival)
-        computing = self._module.current_stream(self.device)
+        computing = self._module.current_stream(self._index)
         if arrival.clock is None:
             computing.wait_event(arrival.ended)
             return
@@ -291,7 +296,7 @@ class StreamLane(Lane):
     def mark(self, before: list[Any]) -> list[Any]:
         """One event, recorded after all that is enqueued on the compute stream."""
         event = before[0] if before else self._event()
-        event.record(self._module.current_stream(self.device))
+        event.record(self._module.current_stream(self._index))
         return [event]
 
     def start_timing(self) -> None:

@@ -69,7 +69,7 @@ class WeightStream:
                 self._enter(block)
             elif self._is_behind:
                 self._prefetch(block)
-            for weight, tensor in zip(unit.weights, self._tensors(block, unit), strict=True):
+            for weight, tensor in zip(unit.weights, self._tensors(block)[unit], strict=True):
                 weight.slot.tensors[weight.slot.key] = tensor
             block.in_use.add(unit)
             return True
@@ -232,14 +232,17 @@ class WeightStream:
         if block.region is not None and block.region.begin is None and not block.in_use:
             self._drop(block)
 
-    def _tensors(self, block: Block, unit: Unit) -> list[torch.Tensor]:
-        """The tensors for the slots of a unit, views of the block's memory."""
-        if unit not in block.ready:
+    def _tensors(self, block: Block) -> dict[Unit, list[torch.Tensor]]:
+        """The tensors for the slots of each unit, views of the block's memory."""
+        if not block.ready:
             assert block.region is not None
             memory = block.region.memory
             with torch.inference_mode(False), torch.no_grad():
-                block.ready[unit] = [_like(weight.slot.empty, weight.view(memory)) for weight in unit.weights]
-        return block.ready[unit]
+                block.ready = {
+                    unit: [_like(weight.slot.empty, weight.view(memory)) for weight in unit.weights]
+                    for unit in block.units
+                }
+        return block.ready
 
     # ---- copies -----------------------------------------------------------------------------------------------------
 
