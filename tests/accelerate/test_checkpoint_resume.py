@@ -101,7 +101,9 @@ def test_resuming_on_ranks(rank: int, stateful: bool, tmp_path: Path) -> None:
     assert sorted(read_tensors(folder / "model.safetensors")) == ["0.bias", "0.weight", "2.bias", "2.weight"]
     positions = ["dl_state_dict.bin", "dl_state_dict_rank1.bin"]
     has_positions = stateful and is_torchdata_stateful_dataloader_available()
-    assert sorted(name for name in os.listdir(folder) if name.startswith("dl_")) == (positions if has_positions else [])
+    assert sorted(name for name in os.listdir(folder) if name.startswith("dl_")) == (
+        positions if has_positions else []
+    )
     run.epoch()
     resumed = Run(tmp_path, seed=7, dropout=dropout, use_stateful_dataloader=stateful)
     resumed.accelerator.load_state()

@@ -689,7 +689,8 @@ def test_what_is_not_in_the_page_cache_is_read_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_cached: int | None
 ) -> None:
     tensor = torch.randn(100)
-    source: Any = CheckpointContents(find_checkpoint(save(tmp_path, {"a": tensor}))).byte_source("a")
+    contents = CheckpointContents(find_checkpoint(save(tmp_path, {"a": tensor})))
+    source: Any = contents.byte_source("a")
     preadv = os.preadv
 
     def as_cached(descriptor: int, buffers: Any, position: int, flags: int = 0) -> int:

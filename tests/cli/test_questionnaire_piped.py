@@ -303,7 +303,10 @@ def test_answers_that_end_too_early(tmp_path: Path, answers: bytes | None) -> No
     path = tmp_path / "a.yaml"
     command = [sys.executable, "-c", PROGRAM, "config", "--config_file", str(path)]
     shell = ["sh", "-c", 'exec "$@" <&-', "sh"] if answers is None else []
-    environ = {**os.environ, "PYTHONIOENCODING": "utf-8:surrogateescape"}  # as in the C locale; others refuse all answers at once
+    environ = {
+        **os.environ,
+        "PYTHONIOENCODING": "utf-8:surrogateescape",
+    }  # as in the C locale; others refuse all answers at once
     done = subprocess.run(
         [*shell, *command], input=answers, capture_output=True, timeout=300, check=False, env=environ
     )
