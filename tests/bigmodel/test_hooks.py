@@ -188,6 +188,10 @@ def test_modules_that_use_the_weights_of_others_get_them_at_once() -> None:
     attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["Direct"])
     assert torch.equal(model(torch.ones(1, 2)), expected)
     assert not hasattr(model[0].inner, "_hf_hook")
+    model = nn.Sequential(Direct())
+    attach_align_device_hook(model, "cpu", preload_module_classes=["Direct"])
+    assert not hasattr(model[0], "_hf_hook"), "nothing is loaded, so nothing is loaded at once"
+    assert hasattr(model[0].inner, "_hf_hook")
 
 
 def test_inputs_and_outputs_travel() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel.dispatch import cpu_offload
@@ -109,6 +110,25 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
         OffloadedWeightsLoader(index={"w": {"dtype": "float32", "shape": [1]}})["w"]
     with pytest.raises(ValueError, match="not a plain path inside"):
         offload_weight(torch.ones(1), "../w", tmp_path)
+
+
+def test_an_index_names_files_of_its_folder_or_a_checkpoint_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("folder", "elsewhere"):
+        (tmp_path / place).mkdir()
+        save_file({"w": torch.full((2,), float(len(place)))}, tmp_path / place / "model.safetensors")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def weight_of(file: str) -> list[float]:
+        index = {"w": {"safetensors_file": file, "dtype": "float32", "shape": [2]}}
+        (tmp_path / "folder" / "index.json").write_text(json.dumps(index))
+        return OffloadedWeightsLoader(save_folder=tmp_path / "folder")["w"].tolist()
+
+    assert weight_of("model.safetensors") == [6.0, 6.0], "beside the index, not in the working folder"
+    assert weight_of(str(tmp_path / "elsewhere" / "model.safetensors")) == [9.0, 9.0]
+    with pytest.raises(ValueError, match="not a plain path inside"):
+        weight_of("../elsewhere/model.safetensors")
 
 
 def test_weights_from_several_places(tmp_path: Path) -> None:

@@ -103,7 +103,9 @@ def test_the_first_error_is_told_once_and_first(agent: list[str]) -> None:
     done = launch(*agent, SCRIPT, "raises")
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
-    assert done.stderr.index("rank 1 failed") < done.stderr.index("only this process has a problem")
+    assert done.stderr.index("\naccelerate launch: rank 1 failed") < done.stderr.index(
+        "only this process has a problem"
+    )
     assert done.stderr.count("only this process has a problem") == 2, "once in the source line, once as the message"
     assert "process 1 (pid" in done.stderr.splitlines()[-1]
 
@@ -357,8 +359,8 @@ def test_what_follows_from_an_error_is_folded(watch: Watch, said: Said) -> None:
     leave(watch, 0, "Traceback\nValueError: mine\n")
     for _ in range(2):
         watch.look()
-    assert str(said).startswith("accelerate launch: rank 0 failed:\nTraceback\nValueError: mine\n")
-    assert str(said).count("\n") == 4
+    assert str(said).startswith("\naccelerate launch: rank 0 failed:\nTraceback\nValueError: mine\n")
+    assert str(said).count("\n") == 5
     assert "rank 1 ended after it: RuntimeError: Connection closed by peer" in said[1]
 
 
@@ -379,7 +381,7 @@ def test_nothing_is_lost_at_the_end(said: Said) -> None:
 def test_errors_that_follow_from_a_killed_process(watch: Watch, said: Said) -> None:
     leave(watch, 1, LOST)
     watch.look({0: -signal.SIGKILL})
-    assert said[0].startswith("accelerate launch: rank 0 was killed by SIGKILL")
+    assert said[0].startswith("\naccelerate launch: rank 0 was killed by SIGKILL")
     assert "rank 1 ended after it" in said[1]
 
 

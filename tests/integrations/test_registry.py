@@ -11,11 +11,14 @@ import pytest
 
 import accel_integrations
 from accel_integrations.engines import registry
-from accel_integrations.engines.engine import Engine
+from accel_integrations.engines.ddp import DDPEngine
+from accel_integrations.engines.delegating import DelegatingEngine
+from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.registry import ENGINES, engine_class, make_engine
 from accel_integrations.engines.single import SingleEngine
 from accel_state import shutdown
 from accel_state.enums import DistributedType
+from accelerate import Accelerator
 from tests.integrations.training import new_engine
 
 
@@ -36,6 +39,8 @@ def test_unknown_types_are_named() -> None:
 
 def test_other_packages_bring_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
+        name = "HORSES"
+
         def load(self) -> type:
             return SingleEngine
 
@@ -47,7 +52,26 @@ def test_other_packages_bring_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
     assert engine_class("HORSES") is SingleEngine
-    assert asked == [{"group": "accelerate.engines", "name": "HORSES"}]
+    assert asked == [{"group": "accelerate.engines"}]
+    with pytest.raises(NotImplementedError, match="'PONIES' is not known; there are NO, .*, XLA, HORSES"):
+        engine_class("PONIES")
+
+
+def test_a_program_chooses_its_engine() -> None:
+    class Counting(DelegatingEngine):
+        name = "counting"
+
+        def __init__(self, context: EngineContext) -> None:
+            super().__init__(SingleEngine(context))
+
+    assert isinstance(Accelerator(cpu=True, engine=Counting).engine, Counting)
+    assert isinstance(Accelerator(cpu=True, engine="MULTI_CPU").engine, DDPEngine)
+    assert isinstance(Accelerator(cpu=True).engine, SingleEngine), "others are as before"
+    with pytest.raises(NotImplementedError, match="'HORSES' is not known"):
+        Accelerator(cpu=True, engine="HORSES")
+    for wrong, reason in ((3, "neither a name nor a class"), (lambda context: {}, "made a dict, which is no Engine")):
+        with pytest.raises(TypeError, match=reason):
+            Accelerator(cpu=True, engine=wrong)  # type: ignore[arg-type]
 
 
 def test_engines_are_closed_before_the_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from accel_data.skipping import skip_first_batches
 from accel_integrations.engines import changed_precision
 from accel_integrations.engines.ddp import sync_next_backward
 from accel_integrations.engines.engine import EngineContext
-from accel_integrations.engines.registry import engine_of, make_engine
+from accel_integrations.engines.registry import EngineMaker, engine_of, make_engine
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
@@ -125,6 +125,8 @@ class Accelerator:
         deepspeed_plugins (`DeepSpeedPlugin` or `dict` of them, *optional*): Several DeepSpeed configurations, by name.
         parallelism_config (`ParallelismConfig`, *optional*): The sizes of the device mesh: data, tensor, context, sequence
             and pipeline parallelism.
+        engine (`str` or class, *optional*): A training engine other than the one that the hardware and plugins choose: a name among
+            the `accelerate.engines` entry points of installed packages, or a class derived from `Engine`.
 
     Attributes:
         state (`AcceleratorState`): Processes, devices, precision and plugins of the run.
@@ -171,6 +173,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
+        engine: str | EngineMaker | None = None,
     ) -> None:
         # Settings
         self.project_configuration = resolve_project(project_dir, project_config)
@@ -214,7 +217,8 @@ class Accelerator:
                     device_placement=device_placement,
                     step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                     split_batches=loader_settings.split_batches,
-                )
+                ),
+                engine,
             )
 
         if self.parallelism_config is not None:

@@ -69,7 +69,7 @@ def attach_align_device_hook(
             of submodules without calling these.
         tied_params_map: Copies of tied parameters, by `data_ptr()` and device.
     """
-    at_once = type(module).__name__ in (preload_module_classes or ())
+    at_once = offload and type(module).__name__ in (preload_module_classes or ())
     prefix = f"{module_name}." if module_name else ""
     if at_once or next(named_module_tensors(module), None) is not None:
         hook = AlignDevicesHook(

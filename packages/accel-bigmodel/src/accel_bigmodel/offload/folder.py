@@ -125,9 +125,15 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
 def read_index(offload_folder: str | os.PathLike[str]) -> Index:
     """Read the index of a folder.
 
+    Raw files lie in the folder. Safetensors files lie in it, too, where their path is relative; a checkpoint from which weights were
+    left on disk keeps its place, and has an absolute path.
+
+    Returns:
+        The index, with absolute paths of safetensors files.
+
     Raises:
         FileNotFoundError: When there is none.
-        ValueError: When it cannot be read.
+        ValueError: When it cannot be read, or a relative path leads out of the folder.
     """
     path = Path(offload_folder) / INDEX_NAME
     if not path.is_file():
@@ -142,6 +148,9 @@ def read_index(offload_folder: str | os.PathLike[str]) -> Index:
         raise ValueError(f"{str(path)!r} is not an index of offloaded weights: it holds a {type(index).__name__}.")
     for name, entry in index.items():
         check_entry(name, entry, path)
+        file = entry.get("safetensors_file")
+        if file is not None and not os.path.isabs(file):
+            entry["safetensors_file"] = str(path_inside(offload_folder, file))
     return index
 
 

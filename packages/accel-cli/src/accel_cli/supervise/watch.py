@@ -123,7 +123,9 @@ class Watch:
                 self._tell_in_full(waiting[0])
             elif waiting and killed:  # the others have lost it
                 rank, code = next(iter(killed.items()))
-                self._say(f"accelerate launch: rank {rank} {describe_end(code)}{crash_place(self.folder, rank)}.\n")
+                self._announce(
+                    f"accelerate launch: rank {rank} {describe_end(code)}{crash_place(self.folder, rank)}.\n"
+                )
                 self._told[rank] = Failure(rank, 0.0, "")
             else:
                 return
@@ -139,12 +141,16 @@ class Watch:
         if not self._is_reported and os.path.exists(path):
             self._is_reported = True
             with open(path, encoding="utf-8") as file:
-                self._say(f"accelerate launch: the ranks can never go on. {file.read()}")
+                self._announce(f"accelerate launch: the ranks can never go on. {file.read()}")
         return self._is_reported
 
     def _tell_in_full(self, failure: Failure) -> None:
         self._told[failure.rank] = failure
-        self._say(f"accelerate launch: rank {failure.rank} failed:\n{failure.text}")
+        self._announce(f"accelerate launch: rank {failure.rank} failed:\n{failure.text}")
+
+    def _announce(self, text: str) -> None:
+        """Print a report below what the program has printed: a progress bar leaves its line unfinished."""
+        self._say(f"\n{text}")
 
     # ---- progress -----------------------------------------------------------------------------------------------
 
@@ -167,7 +173,7 @@ class Watch:
         seems_to_hang = bool(processes) and all(now - process.moved_at > timeout for process in processes)
         if seems_to_hang and all(process.was_signalled or not process.unanswered for process in processes):
             self.is_hanging = True
-            self._say(self._report(timeout))
+            self._announce(self._report(timeout))
         for rank, process_id in self._ids.items():
             self._ask_for_stacks(rank, process_id, at_once=seems_to_hang)  # read at the next look
         self._asked_at = now

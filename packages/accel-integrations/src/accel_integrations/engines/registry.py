@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import entry_points
 from weakref import WeakKeyDictionary, ref
@@ -37,6 +38,8 @@ points of installed packages.
 
 ENTRY_POINTS = "accelerate.engines"
 
+EngineMaker = Callable[[EngineContext], Engine]
+
 
 def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     """The engine for a distributed type.
@@ -50,12 +53,13 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
         module, _, attribute = where.partition(":")
         found: type[Engine] = getattr(import_module(module), attribute)
         return found
-    for entry in entry_points(group=ENTRY_POINTS, name=name):
-        loaded: type[Engine] = entry.load()
+    installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
+    if name in installed:
+        loaded: type[Engine] = installed[name].load()
         return loaded
     raise NotImplementedError(
-        f"The engine for distributed_type={name!r} is not known; there are engines for {', '.join(ENGINES)}. Leave out the plugin or "
-        f"flag that asks for {name}, or install a package that registers an engine of this name in the entry point "
+        f"The engine {name!r} is not known; there are {', '.join([*ENGINES, *sorted(installed)])}. Leave out the plugin, flag or "
+        f"argument that asks for {name}, or install a package that registers an engine of this name in the entry point "
         f"group {ENTRY_POINTS!r}."
     )
 
@@ -74,16 +78,29 @@ def engine_of(model: nn.Module) -> Engine | None:
     return None if found is None else found()
 
 
-def make_engine(context: EngineContext) -> Engine:
+def make_engine(context: EngineContext, chosen: str | EngineMaker | None = None) -> Engine:
     """Create the engine of a run and check its settings; it is closed before the process group is destroyed.
 
+    Args:
+        context: What engines work with.
+        chosen: Its name, or its class or another function that makes it; by the distributed type when None.
+
     Raises:
-        NotImplementedError: When there is none for the run's distributed type.
+        NotImplementedError: When there is none of this name, or for the run's distributed type.
+        TypeError: When `chosen` is neither a name nor callable, or makes something else than an engine.
         ValueError: For settings that it cannot combine.
     """
+    if chosen is not None and not isinstance(chosen, str) and not callable(chosen):
+        raise TypeError(
+            f"engine={chosen!r} is neither a name nor a class: give the class, which is called with an EngineContext."
+        )
     config = context.state.parallelism_config
-    pipelined = config is not None and config.pp_enabled
-    engine = _make_pipelined(context) if pipelined else engine_class(_name_of(context))(context)
+    if config is not None and config.pp_enabled:
+        engine = _make_pipelined(context, chosen)
+    else:
+        engine = _maker(_name_of(context) if chosen is None else chosen)(context)
+    if not isinstance(engine, Engine):
+        raise TypeError(f"engine={chosen!r} made a {type(engine).__name__}, which is no Engine.")
     engine.check()
     shutdown.on_close(engine.close)
     return engine
@@ -100,12 +117,17 @@ def _name_of(context: EngineContext) -> str:
     return "NO" if trains_alone and ENGINES.get(state.engine_name) == DATA_PARALLEL else state.engine_name
 
 
-def _make_pipelined(context: EngineContext) -> Engine:
+def _maker(chosen: str | EngineMaker) -> EngineMaker:
+    return engine_class(chosen) if isinstance(chosen, str) else chosen
+
+
+def _make_pipelined(context: EngineContext, chosen: str | EngineMaker | None) -> Engine:
     from accel_integrations.engines.pipelined import PipelinedEngine
     from accel_integrations.engines.single import SingleEngine
 
     replicated = ENGINES.get(context.state.distributed_type.value) == DATA_PARALLEL
+    by_type = SingleEngine if replicated else engine_class(context.state.engine_name)
     inner = (
-        SingleEngine if replicated else engine_class(context.state.engine_name)
+        by_type if chosen is None else _maker(chosen)
     )  # the pipelined engine averages gradients over replicas itself
     return PipelinedEngine(inner(context))
