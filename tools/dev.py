@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from shutil import which
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
@@ -168,6 +169,13 @@ def megatron(arguments: list[str]) -> int:
     return apart("megatron", ["tests/megatron"], arguments)
 
 
+def clusters(arguments: list[str]) -> int:
+    """Run jobs on a real SLURM of two nodes on this machine, installed first where that can be done without asking."""
+    if which("slurmctld") is None and os.geteuid() == 0 and which("apt-get"):
+        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "slurm-wlm", "munge")
+    return run("uv", "run", "pytest", "-n", "1", "tests/clusters", *arguments)
+
+
 def xla(arguments: list[str]) -> int:
     """Try training through the real torch_xla, on its CPU runtime, in an environment of its own.
 
@@ -252,6 +260,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         trackers,
         quantization,
         megatron,
+        clusters,
         xla,
         sagemaker,
         docs,

@@ -109,7 +109,7 @@ def test_modules_and_programs() -> None:
 
 
 def test_inside_mpirun_each_copy_runs_the_script() -> None:
-    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in (("SIZE", "2"), ("RANK", "1"), ("LOCAL_SIZE", "2"))}
     plan = plan_of("--cpu", "--num_processes", "2", "train.py", environ=environ, machine=Pretended(cores=8))
     assert plan.runner == "simple"
     assert plan.environment["MASTER_ADDR"] == "127.0.0.1"

@@ -1,15 +1,11 @@
-"""`accelerate slurm`: the batch script, and real jobs where SLURM can be run."""
+"""`accelerate slurm`: the batch script. Real jobs are in tests/clusters."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ import pytest
 from accel_cli.main import COMMANDS, main
 from accel_cli.slurm.job import Job, make_job
 from accel_cli.slurm.script import batch_script, sbatch_quoted
-from tests.support.ports import free_ports
 
 GOLDEN = Path(__file__).parent / "golden"
 GPUS = ["--nodes", "2", "--gpus_per_node", "a100:8"]
@@ -222,170 +217,3 @@ def test_printing_writing_and_submitting(capsys: pytest.CaptureFixture[str], mon
 def test_quoting_for_sbatch() -> None:
     assert sbatch_quoted("/a/b-1.2") == "/a/b-1.2"
     assert sbatch_quoted('a "b" \\ c') == '"a \\"b\\" \\\\ c"'
-
-
-# ---- a cluster of one machine -------------------------------------------------------------------------------------
-
-DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
-PATHS = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-MISSING = [name for name in DAEMONS if shutil.which(name, path=PATHS) is None]
-needs_slurm = pytest.mark.skipif(
-    bool(MISSING) or os.geteuid() != 0,
-    reason=f"needs root, and the programs {', '.join(DAEMONS)} (Debian: munge slurm-client slurmctld slurmd)",
-)
-
-CONFIGURATION = """
-ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldLogFile={folder}/controller.log
-SlurmdLogFile={folder}/machine.log
-SlurmctldPidFile={folder}/controller.pid
-SlurmdPidFile={folder}/machine.pid
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-ReturnToService=2
-SchedulerParameters=sched_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cores}
-PartitionName=low Nodes=localhost Default=YES PriorityTier=1 GraceTime=20
-PartitionName=high Nodes=localhost PriorityTier=2
-"""
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """SLURM on this machine; the environment with which its programs find it."""
-    folder = tmp_path_factory.mktemp("slurm")
-    for name in ("munge", "state", "spool"):
-        (folder / name).mkdir(mode=0o755)
-    (folder / "munge" / "key").write_bytes(os.urandom(128))
-    (folder / "munge" / "key").chmod(0o600)
-    configuration = folder / "slurm.conf"
-    configuration.write_text(
-        CONFIGURATION.format(
-            folder=folder, host=socket.gethostname().partition(".")[0], ports=free_ports(2),
-            cores=os.cpu_count(),
-        )
-    )  # fmt: skip
-    environ = {
-        "PATH": f"{Path(sys.executable).parent}:{PATHS}", "SLURM_CONF": str(configuration), "OMP_NUM_THREADS": "1",
-        "HF_HOME": str(folder), "LC_ALL": "C.UTF-8",
-    }  # fmt: skip
-    munge = [f"--{name}-file={folder}/munge/{name}" for name in ("key", "pid", "log", "seed")]
-    commands = [
-        ["munged", "--foreground", "--force", f"--socket={folder}/munge/socket", *munge],
-        ["slurmctld", "-D", "-c", "-f", str(configuration)],
-        ["slurmd", "-D", "-N", "localhost", "-f", str(configuration)],
-    ]
-    with open(folder / "out", "w") as out:
-        daemons = []
-        try:
-            for command in commands:
-                daemons.append(subprocess.Popen(command, env=environ, stdout=out, stderr=out))
-                soon((folder / "munge" / "socket").exists)
-            soon(lambda: "idle" in ask(environ, "sinfo", "-h", "-p", "low", "-o", "%T"))
-            yield environ
-        finally:
-            for daemon in reversed(daemons):
-                daemon.terminate()
-            for daemon in daemons:
-                daemon.wait(120)
-
-
-def ask(environ: dict[str, str], *words: str) -> str:
-    return subprocess.run(words, env=environ, capture_output=True, text=True, check=False).stdout
-
-
-def soon(condition: Callable[[], object], seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.1)
-
-
-def submit(environ: dict[str, str], *words: str) -> str:
-    """Submit a job with `accelerate slurm`, and return its number."""
-    done = subprocess.run(
-        ["accelerate", "slurm", "--submit", *words], env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1]
-
-
-def state(environ: dict[str, str], job: str) -> str:
-    said = ask(environ, "scontrol", "show", "job", job).split()
-    return next(word.partition("=")[2] for word in said if word.startswith("JobState="))
-
-
-@needs_slurm
-@pytest.mark.launch
-def test_slurm_accepts_every_option(cluster: dict[str, str]) -> None:
-    words = ["--cpu", "--time", "1-0:10", "--partition", "low", "--job_name", "a.b", "--requeue",
-             "--sbatch_option=--mem=1", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
-    done = subprocess.run(
-        ["accelerate", "slurm", "--submit", "--dry_run", *words],
-        env=cluster,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "to start at" in done.stderr
-
-
-@needs_slurm
-@pytest.mark.launch
-def test_a_job_runs_on_two_processes(cluster: dict[str, str]) -> None:
-    shutil.copy(Path(__file__).parent / "launched.py", "train.py")
-    job = submit(cluster, "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "train.py", "a b", "$HOME")
-    soon(lambda: state(cluster, job) in ("COMPLETED", "FAILED"), 120)
-    said = Path(f"train-{job}.out").read_text()
-    assert state(cluster, job) == "COMPLETED", said
-    found = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
-    assert found == {"places": [[0, "cpu", "0"], [1, "cpu", "1"]], "precision": "no", "argv": ["a b", "$HOME"]}
-
-
-@needs_slurm
-@pytest.mark.launch
-def test_a_preempted_job_starts_again_and_resumes(cluster: dict[str, str]) -> None:
-    Path("train.py").write_text(
-        "import sys, time\n"
-        "open(f'run{len(sys.argv)}', 'w').close()\n"
-        "time.sleep(0 if '--resume' in sys.argv else 100)\n"
-    )
-    everything = ["--cpu", "--cpus_per_task", str(os.cpu_count())]
-    job = submit(cluster, *everything, "--requeue", "--resume_args=--resume", "train.py")
-    soon(lambda: Path("run1").exists())
-    submit(cluster, *everything, "--partition", "high", "train.py", "--resume", "now")
-    soon(lambda: state(cluster, job) == "PENDING", 60)
-    assert "is requeued after 0 restarts" in Path(f"train-{job}.out").read_text()
-    ask(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
-    soon(lambda: state(cluster, job) == "COMPLETED", 60)
-    assert Path("run2").exists()
-
-
-@needs_slurm
-@pytest.mark.launch
-def test_a_cancelled_or_failed_job_does_not_start_again(cluster: dict[str, str]) -> None:
-    Path("train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
-    job = submit(cluster, "--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
-    soon(lambda: Path("started").exists())
-    ask(cluster, "scancel", job)
-    soon(lambda: state(cluster, job) == "CANCELLED")
-    Path("train.py").write_text("import sys; sys.exit(3)")
-    job = submit(cluster, "--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
-    soon(lambda: state(cluster, job) == "FAILED")
-    assert "ExitCode=3:0" in ask(cluster, "scontrol", "show", "job", job)

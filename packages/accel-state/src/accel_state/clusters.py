@@ -1,4 +1,7 @@
-"""Rank and world size from the environment variables of launchers: torchrun, MPI launchers, SLURM."""
+"""Rank and world size from the environment variables of launchers, and the nodes of a job from those of schedulers.
+
+Launchers (torchrun, MPI launchers, `srun`) start a command once for each process; Kubeflow, SkyPilot and dstack once on each node.
+"""
 
 from __future__ import annotations
 
@@ -112,6 +115,123 @@ CLUSTERS: tuple[ClusterRow, ...] = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """The nodes of a job, and which of them this is: its command runs once on each."""
+
+    cluster: str
+    """The name of a `NodeRow`, or SLURM."""
+    num_nodes: int
+    node_rank: int
+    master_addr: str | None = None
+    """The address of node 0."""
+    master_port: int = DEFAULT_PORT
+    processes_per_node: int | None = None
+    """None where the job leaves it open."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """The environment variables in which one scheduler passes the nodes of a job. Without `num_nodes`, it did not start this one."""
+
+    name: str
+    num_nodes: str
+    node_rank: str
+    processes_per_node: str
+    master_addr: str | None = None
+    addresses: str | None = None
+    """Of all nodes, one a line."""
+    master_port: str | None = None
+
+    @property
+    def variables(self) -> str:
+        """The variables, for messages."""
+        names = (self.num_nodes, self.node_rank, self.master_addr or self.addresses, self.processes_per_node)
+        return ", ".join(name for name in names if name)
+
+
+NODE_CLUSTERS: tuple[NodeRow, ...] = (
+    NodeRow(
+        "Kubeflow",
+        num_nodes="PET_NNODES",
+        node_rank="PET_NODE_RANK",
+        processes_per_node="PET_NPROC_PER_NODE",
+        master_addr="PET_MASTER_ADDR",
+        master_port="PET_MASTER_PORT",
+    ),
+    NodeRow(
+        "SkyPilot",
+        num_nodes="SKYPILOT_NUM_NODES",
+        node_rank="SKYPILOT_NODE_RANK",
+        processes_per_node="SKYPILOT_NUM_GPUS_PER_NODE",
+        addresses="SKYPILOT_NODE_IPS",
+    ),
+    NodeRow(
+        "dstack",
+        num_nodes="DSTACK_NODES_NUM",
+        node_rank="DSTACK_NODE_RANK",
+        processes_per_node="DSTACK_GPUS_PER_NODE",
+        master_addr="DSTACK_MASTER_NODE_IP",
+    ),
+)
+
+
+def detect_nodes(environ: Mapping[str, str]) -> NodePlace | None:
+    """Find the nodes of the job in which this command runs, once on each of them.
+
+    Args:
+        environ: The environment, usually `os.environ`.
+
+    Returns:
+        The nodes, or None where no scheduler of the tables has started this, or SLURM several times on one node.
+
+    Raises:
+        ValueError: When the variables contradict one another or do not hold integers.
+    """
+    for row in NODE_CLUSTERS:
+        if environ.get(row.num_nodes):
+            return _node_place(row, environ)
+    place = detect_cluster(environ)
+    if place is None or place.cluster != "SLURM" or _most_tasks_per_node(environ) != 1:
+        return None
+    port = place.master_port or DEFAULT_PORT
+    return NodePlace("SLURM", place.world_size, place.rank, place.master_addr, port)
+
+
+def _node_place(row: NodeRow, environ: Mapping[str, str]) -> NodePlace:
+    if ":" in environ[row.num_nodes]:
+        raise ValueError(
+            f"{row.num_nodes}={environ[row.num_nodes]} leaves the number of nodes open, and the world size of a run here is fixed: "
+            "set one number."
+        )
+    num_nodes = _find_number(environ, (row.num_nodes,)) or 1
+    node_rank = _find_number(environ, (row.node_rank,))
+    if node_rank is None and num_nodes > 1:
+        raise ValueError(f"{row.num_nodes}={num_nodes} is set, and {row.node_rank} is not: set both, or neither.")
+    if (node_rank or 0) >= num_nodes:
+        raise ValueError(f"{row.node_rank}={node_rank} is not the rank of one of {num_nodes} nodes ({row.num_nodes}).")
+    count = environ.get(row.processes_per_node, "")
+    return NodePlace(
+        cluster=row.name,
+        num_nodes=num_nodes,
+        node_rank=node_rank or 0,
+        master_addr=_address_of_node_0(row, num_nodes, environ),
+        master_port=_find_number(environ, (row.master_port or "MASTER_PORT",)) or DEFAULT_PORT,
+        processes_per_node=int(count) if count.isdigit() and int(count) > 0 else None,
+    )
+
+
+def _address_of_node_0(row: NodeRow, num_nodes: int, environ: Mapping[str, str]) -> str | None:
+    if row.addresses is None:
+        return environ.get(row.master_addr or "") or None
+    addresses = environ.get(row.addresses, "").split()
+    if addresses and len(addresses) != num_nodes:
+        raise ValueError(
+            f"{row.addresses} has {len(addresses)} addresses for {num_nodes} nodes ({row.num_nodes}): {', '.join(addresses)}."
+        )
+    return addresses[0] if addresses else None
+
+
 def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:
     """Find rank and world size of this process in the variables of the first launcher of the table that has set them.
 
@@ -130,7 +250,16 @@ def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:
         if rank is None or world_size is None or (world_size == 1 and not row.counts_alone):
             continue
         return _rank_info(row, rank, world_size, environ)
-    return None
+    return _single_process_of_node(environ)
+
+
+def _single_process_of_node(environ: Mapping[str, str]) -> ClusterPlace | None:
+    """The place of a process that a scheduler started as the only one of its node; None for all others."""
+    row = next((row for row in NODE_CLUSTERS if environ.get(row.num_nodes)), None)
+    nodes = None if row is None else _node_place(row, environ)
+    if nodes is None or nodes.num_nodes == 1 or nodes.processes_per_node != 1:
+        return None
+    return ClusterPlace(nodes.cluster, nodes.node_rank, nodes.num_nodes, 0, 1, nodes.master_addr, nodes.master_port)
 
 
 def cluster_row(name: str) -> ClusterRow | None:
@@ -189,6 +318,12 @@ def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
         if machine < 0:
             return int(count)
     return None
+
+
+def _most_tasks_per_node(environ: Mapping[str, str]) -> int:
+    """The largest number of tasks that the step has on one node."""
+    tasks = re.findall(r"(\d+)(?:\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max(map(int, tasks), default=0)
 
 
 def _find_number(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:

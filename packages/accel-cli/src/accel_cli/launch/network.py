@@ -5,9 +5,37 @@ from __future__ import annotations
 import socket
 import struct
 import sys
+import time
 from collections.abc import Mapping
 
+from accel_cli.errors import UsageError
+
+RESOLVE_SECONDS, RETRY_SECONDS = 20.0, 0.5
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+
+
+def wait_until_resolved(host: str, seconds: float = RESOLVE_SECONDS) -> None:
+    """Wait until the name of a machine has an address: schedulers may publish it later than they start the first processes.
+
+    Args:
+        host: Name or address.
+        seconds: How long to wait.
+
+    Raises:
+        UsageError: It has none.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"The name of machine 0, {host!r}, has no address on this machine ({error.args[-1]}). Give its address with "
+                    "--main_process_ip, or make the name resolve on all machines."
+                ) from error
+        time.sleep(RETRY_SECONDS)
 
 
 def own_address(towards: str) -> str | None:

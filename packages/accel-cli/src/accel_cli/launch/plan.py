@@ -11,12 +11,12 @@ from importlib import import_module
 from accel_cli.launch.flags.table import groups_of
 from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import ROWS, LaunchSettings
+from accel_state.clusters import DEFAULT_PORT, detect_cluster
 
-DEFAULT_PORT = 29500
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 
 # a value from one of these sources overrides a variable that is set; a default does not
-CHOSEN = ("flag", "file", "guess")
+CHOSEN = ("flag", "file", "cluster", "guess")
 
 # options that torch's launcher has under the same name
 PASSED_ON = ("tee", "log_dir", "role", "rdzv_conf", "max_restarts", "monitor_interval")
@@ -67,7 +67,7 @@ def _plan_single(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
     return Plan(
         "simple",
         tuple(script_command(settings)),
-        environment(settings, environ) | single_environment(settings),
+        environment(settings, environ) | single_environment(settings, environ),
         quiet=bool(settings.quiet),
     )
 
@@ -152,14 +152,15 @@ def deepspeed_environment(settings: LaunchSettings, environ: Mapping[str, str]) 
     return variables
 
 
-def single_environment(settings: LaunchSettings) -> dict[str, str]:
+def single_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
     """Return further variables for a single process that is not started by torch's agent."""
     variables = {"ACCELERATE_USE_CPU": str(settings.use_cpu)}
     if settings.use_cpu:
         variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
-    if settings.inside_mpi:
-        variables["MASTER_ADDR"] = settings.main_process_ip or "127.0.0.1"
-        variables["MASTER_PORT"] = str(settings.main_process_port or DEFAULT_PORT)
+    place = detect_cluster(environ) if settings.started_by else None
+    if place is not None:
+        variables["MASTER_ADDR"] = settings.main_process_ip or place.master_addr or "127.0.0.1"
+        variables["MASTER_PORT"] = str(settings.main_process_port or place.master_port or DEFAULT_PORT)
     return variables
 
 

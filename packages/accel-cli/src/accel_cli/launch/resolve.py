@@ -1,4 +1,4 @@
-"""Resolving launch settings: flag, then config file, then environment variable, then a guess."""
+"""Resolving launch settings: flag, then config file, then environment variable, then the cluster's job, then a guess."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from accel_cli.launch.cluster import take_cluster
 from accel_cli.launch.flags.table import GROUPS, find, value_of
 from accel_cli.launch.from_environment import take_environment
 from accel_cli.launch.from_file import take_file
@@ -19,9 +20,8 @@ if TYPE_CHECKING:
 
 NO_OPTIONS = ("nondefault", "func")  # entries of a parsed command line that are not options
 
-# the numbers of processes on this machine, and on all, when mpirun started this one
+# the number of processes on this machine when mpirun started this one
 MPI_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
-MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 STANDARD = "standard"  # this command is run on each machine, with torch's agents
@@ -70,7 +70,7 @@ def resolve(
 
 
 def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings:
-    """Read all flags, the config file and the environment variables; the first half of `resolve`.
+    """Read all flags, the config file, the environment variables and the cluster's job; the first half of `resolve`.
 
     Raises:
         ValueError: For values that are not allowed.
@@ -78,7 +78,7 @@ def read_settings(args: Namespace, environ: Mapping[str, str]) -> LaunchSettings
     """
     settings = from_namespace(args)
     settings = settings.but(sources=dict.fromkeys(_given(args, settings), "flag"), use_cpu=settings.cpu)
-    return take_environment(take_file(settings, environ), environ)
+    return take_cluster(take_environment(take_file(settings, environ), environ), environ)
 
 
 def from_namespace(args: Namespace) -> LaunchSettings:
@@ -100,7 +100,6 @@ def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Mach
     Returns:
         The settings, with every field resolved.
     """
-    settings = settings.but(inside_mpi=settings.use_cpu and first_number(environ, MPI_SIZES, 1) > 1)
     settings = _guess_machines(settings, machine)
     settings = _guess_processes(settings, machine)
     settings = _guess_threads(settings, environ, machine)
@@ -129,7 +128,7 @@ def _guess_machines(settings: LaunchSettings, machine: Machine) -> LaunchSetting
     )
     hostfile = settings.deepspeed_hostfile if settings.use_deepspeed else settings.mpirun_hostfile
     wanted = hostfile if settings.use_deepspeed or settings.use_cpu else None
-    hosts = machine.hosts(wanted) if wanted and not settings.inside_mpi else {}
+    hosts = machine.hosts(wanted) if wanted and not settings.started_by else {}
     guesses = {"num_machines": max(1, len(hosts)), "machine_rank": 0}
     return settings.but(hosts=hosts).with_values(
         {name: value for name, value in guesses.items() if getattr(settings, name) is None}, "guess"
@@ -300,7 +299,7 @@ RUNNERS: dict[str, Callable[[LaunchSettings], bool]] = {
     "sagemaker": lambda settings: settings.sagemaker is not None,
     "tpu_pod": lambda settings: settings.tpu and settings.tpu_use_cluster,
     "tpu": lambda settings: settings.tpu,
-    "simple": lambda settings: settings.inside_mpi or (_is_single(settings) and not settings.hosts),
+    "simple": lambda settings: bool(settings.started_by) or (_is_single(settings) and not settings.hosts),
     "mpi": lambda settings: settings.use_cpu and bool(settings.mpirun_hostfile) and not settings.use_deepspeed,
     "deepspeed": _has_deepspeed_launcher,
     "local": _needs_no_agent,

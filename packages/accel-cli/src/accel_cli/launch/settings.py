@@ -14,7 +14,7 @@ from accel_cli.arguments import Option, only_if_on, switch
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.settings.option import BOOLEAN, INTEGER, NUMBER, one_of
 
-PRECEDENCE = ("flag", "file", "environment", "guess")
+PRECEDENCE = ("flag", "file", "environment", "cluster", "guess")
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 COMMAND, HARDWARE, RESOURCES = "", "Hardware Selection Arguments", "Resource Selection Arguments"
@@ -44,14 +44,15 @@ class LaunchSettings:
         use_cpu: Whether processes run on the CPU.
         options: Name -> value of the options that settings classes declare; `flags.table.value_of` adds their
             defaults.
-        sources: Option name -> `"flag"`, `"file"`, `"environment"` or `"guess"`; an option that is not in it has its
+        sources: Option name -> `"flag"`, `"file"`, `"environment"`, `"cluster"` or `"guess"`; an option that is not in it has its
             default.
         notes: Lines to print for the user.
         runner: Which runner starts the processes, a key of `accel_cli.launch.plan.PLANNERS`.
         settings_file: Path of the config file that was read.
         sagemaker: Its content, a `SageMakerConfig`, if it is for Amazon.
         deepspeed_fields: Fields of the file that a DeepSpeed configuration file would contain, too.
-        inside_mpi: Whether mpirun has started this process.
+        cluster: Whose job this command is a part of; empty outside of one.
+        started_by: The launcher that started this command once for each process; empty if this command starts them.
         hosts: Machines of the hostfile, with the number of slots of each if it is given.
         has_default_hostfile: Whether DeepSpeed's default hostfile exists.
         visible_devices_variable: The variable that limits which accelerators a process sees.
@@ -308,7 +309,8 @@ class LaunchSettings:
     settings_file: str | None = None
     sagemaker: Any = None
     deepspeed_fields: tuple[str, ...] = ()
-    inside_mpi: bool = False
+    cluster: str = ""
+    started_by: str = ""
     hosts: Mapping[str, int | None] = field(default_factory=dict)
     has_default_hostfile: bool = False
     visible_devices_variable: str = "CUDA_VISIBLE_DEVICES"

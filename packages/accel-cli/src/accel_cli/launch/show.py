@@ -69,6 +69,7 @@ def _origin(option: Option, source: str | None, settings: LaunchSettings) -> str
         "flag": "flag",
         "file": f"config file {settings.settings_file}",
         "environment": f"environment variable {_variable(option)}",
+        "cluster": settings.cluster,
         "guess": "guess",
     }
     return words.get(source or "", "default")

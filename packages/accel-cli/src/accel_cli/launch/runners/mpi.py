@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import MissingFileError, UsageError
-from accel_cli.launch.plan import DEFAULT_PORT, Plan, environment, script_command, single_environment
+from accel_cli.launch.plan import Plan, environment, script_command, single_environment
 from accel_cli.launch.settings import LaunchSettings
+from accel_state.clusters import DEFAULT_PORT
 
 # beginnings of variables that a script may need on the other machines
 FORWARDED = ("ACCELERATE_", "CCL_", "FI_", "FSDP_", "GLOO_", "HF_", "I_MPI_", "KMP_", "MKL_", "OMP_", "PARALLELISM_CONFIG_",
@@ -79,7 +80,7 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
         environ: The variables that are set already; those that a script may need are sent to the other machines.
     """
     kind = kind_of(settings.mpi_version)
-    variables = environment(settings, environ) | single_environment(settings) | _rendezvous_address(settings)
+    variables = environment(settings, environ) | single_environment(settings, environ) | _rendezvous_address(settings)
     per_machine = str(settings.num_processes // settings.num_machines)
     argv = ["mpirun", kind.hostfile, settings.mpirun_hostfile or "", kind.per_machine, per_machine]
     argv += ["-n", str(settings.num_processes), *kind.always]

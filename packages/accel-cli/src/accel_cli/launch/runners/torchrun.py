@@ -17,7 +17,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
-from accel_cli.launch.network import gloo_interface, own_address
+from accel_cli.launch.network import gloo_interface, own_address, wait_until_resolved
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
@@ -73,6 +73,7 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
         Variables for gloo, for the same reason.
     """
     host = arguments.rdzv_endpoint.rpartition(":")[0] or arguments.master_addr
+    wait_until_resolved(host)
     address = own_address(host)
     if address is None:
         return {}

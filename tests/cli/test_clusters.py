@@ -1,0 +1,221 @@
+"""Launches inside the jobs of schedulers: which nodes they join, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.errors import UsageError
+from accel_cli.launch import network
+from accel_cli.launch.show import show
+from tests.cli.pretended import Pretended, settings_of, settled
+from tests.support.hidden_devices import NO_DEVICES
+
+KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "trainer-0", "PET_MASTER_PORT": "1234"}
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "4",
+}  # fmt: skip
+DSTACK = {
+    "DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.1", "DSTACK_GPUS_PER_NODE": "4",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that exists."""
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+
+
+def step(nodes: int, tasks_per_node: int = 1, node: int = 1, local: int = 0) -> dict[str, str]:
+    """The variables of a step that `srun` started."""
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node * tasks_per_node + local), "SLURM_LOCALID": str(local),
+        "SLURM_STEP_NUM_TASKS": str(nodes * tasks_per_node), "SLURM_STEP_NODELIST": "gpu[07-09]",
+        "SLURM_STEP_TASKS_PER_NODE": f"{tasks_per_node}(x{nodes})",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "cluster", "address", "port", "count"),
+    [
+        (KUBEFLOW, "Kubeflow", "trainer-0", 1234, 2),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "3"}, "Kubeflow", "trainer-0", 1234, 6),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "auto"}, "Kubeflow", "trainer-0", 1234, 2),
+        (SKYPILOT, "SkyPilot", "10.0.0.1", 29500, 8),
+        (SKYPILOT | {"SKYPILOT_NUM_GPUS_PER_NODE": "0"}, "SkyPilot", "10.0.0.1", 29500, 2),
+        (DSTACK, "dstack", "10.0.0.1", 29500, 8),
+        (step(2), "SLURM", "gpu07", 15007, 2),
+    ],
+)
+def test_the_nodes_of_a_job_are_defaults(
+    environ: dict[str, str], cluster: str, address: str, port: int, count: int
+) -> None:
+    settings, plan = settled("--cpu", "train.py", environ=environ)
+    assert (settings.num_machines, settings.machine_rank, settings.num_processes) == (2, 1, count)
+    assert (settings.main_process_ip, settings.main_process_port) == (address, port)
+    assert plan.runner == "torchrun"
+    assert "--nnodes=2" in plan.argv
+    assert "--node_rank=1" in plan.argv
+    line = next(line for line in show(settings, plan).splitlines() if line.startswith("num_machines"))
+    assert line.split() == ["num_machines", "2", cluster]
+    given, _ = settled("--cpu", "--num_processes", "4", "--main_process_ip", "head", "train.py", environ=environ)
+    assert (given.num_processes, given.main_process_ip, given.num_machines) == (4, "head", 2)
+
+
+def test_each_node_starts_as_many_as_it_has_accelerators() -> None:
+    settings = settings_of("train.py", environ=step(2), machine=Pretended(devices=8))
+    assert settings.num_processes == 16
+
+
+def test_one_node_is_no_cluster() -> None:
+    for environ in (step(1, node=0), KUBEFLOW | {"PET_NNODES": "1", "PET_NODE_RANK": "0"}):
+        settings = settings_of("--cpu", "train.py", environ=environ)
+        assert (settings.num_machines, settings.num_processes, settings.runner) == (1, 1, "simple")
+    four = settings_of("--cpu", "train.py", environ={"PET_NNODES": "1", "PET_NPROC_PER_NODE": "4"})
+    assert (four.num_processes, four.sources["num_processes"]) == (4, "cluster")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--num_machines", "1"], "--num_machines is 1"),
+        (["--num_machines", "2", "--machine_rank", "0"], "--machine_rank is 0"),
+        (["--num_processes", "3"], "num_processes is 3"),
+    ],
+)
+@pytest.mark.parametrize(
+    "environ", [KUBEFLOW, SKYPILOT, DSTACK, step(2)], ids=["Kubeflow", "SkyPilot", "dstack", "SLURM"]
+)
+def test_what_would_train_apart_is_refused(environ: dict[str, str], words: list[str], reason: str) -> None:
+    with pytest.raises(UsageError, match=f"runs this command on 2 nodes.*{reason}"):
+        settings_of("--cpu", *words, "train.py", environ=environ)
+
+
+def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_machines: 1\nmachine_rank: 0\nnum_processes: 2\nuse_cpu: true\n")
+    with pytest.raises(
+        UsageError, match=rf"{file} has num_machines: 1 and {file} has machine_rank: 0.*--num_machines 2"
+    ):
+        settings_of("--config_file", str(file), "train.py", environ=step(2))
+    words = ["--config_file", str(file), "--num_machines", "2", "--machine_rank", "1", "train.py"]
+    assert settings_of(*words, environ=step(2)).num_processes == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"PET_NNODES": "1:3"}, "leaves the number of nodes open"),
+        ({"PET_NODE_RANK": ""}, "PET_NODE_RANK is not"),
+        ({"PET_NODE_RANK": "2"}, "PET_NODE_RANK=2 is not the rank of one of 2 nodes"),
+        ({"PET_NNODES": "two"}, "PET_NNODES is 'two'"),
+        (
+            SKYPILOT | {"PET_NNODES": "", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+            "SKYPILOT_NODE_IPS has 1 addresses for 2 nodes",
+        ),
+    ],
+)
+def test_variables_that_contradict_one_another(changes: dict[str, str], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        settings_of("--cpu", "train.py", environ=KUBEFLOW | changes)
+
+
+def test_a_launch_for_each_process_runs_the_script() -> None:
+    environ = step(2, tasks_per_node=2, local=1)
+    settings, plan = settled("--cpu", "train.py", environ=environ)
+    assert (settings.runner, settings.num_processes, settings.started_by) == ("simple", 4, "SLURM")
+    assert (plan.environment["MASTER_ADDR"], plan.environment["MASTER_PORT"]) == ("gpu07", "15007")
+    mpi = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    assert settings_of("train.py", environ=mpi, machine=Pretended(devices=8)).runner == "simple"
+    for variables in (environ, mpi):
+        with pytest.raises(UsageError, match="started this command 4 times, and num_processes is 8.*4 separate runs"):
+            settings_of("--num_processes", "8", "train.py", environ=variables, machine=Pretended(devices=8))
+    words = ["--num_machines", "4", "--machine_rank", "1", "--num_processes", "32", "--main_process_ip", "head"]
+    agents = settings_of(*words, "train.py", environ=mpi, machine=Pretended(devices=8))
+    assert (agents.runner, agents.num_machines) == ("torchrun", 4), "mpirun started one on each of four machines"
+
+
+def test_ranks_of_pods() -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    with pytest.raises(UsageError, match="RANK is 1 and WORLD_SIZE 2, but no flag says how many machines"):
+        settings_of("--cpu", "train.py", environ=pod)
+    assert settings_of("--cpu", "--num_machines", "1", "train.py", environ=pod).runner == "simple"
+    words = ["--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "head", "--main_process_port", "1"]
+    assert settings_of("--cpu", *words, "train.py", environ=pod).num_machines == 2
+    inside_a_worker = pod | {"LOCAL_RANK": "1", "GROUP_RANK": "0"}
+    assert settings_of("--cpu", "train.py", environ=inside_a_worker).num_machines == 1
+
+
+def test_a_batch_script_without_srun_is_told() -> None:
+    script = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    (note,) = settings_of("--cpu", "train.py", environ=script).notes
+    assert "this SLURM job has 2 nodes, and the run uses this one alone" in note
+    assert not settings_of("--cpu", "train.py", environ=script | {"SLURM_JOB_NUM_NODES": "1"}).notes
+
+
+def test_a_name_without_an_address_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(-2, "Name or service not known")
+        return []
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(network, "RETRY_SECONDS", 0.0)
+    network.wait_until_resolved("trainer-0", 30)
+    assert asked == ["trainer-0"] * 3
+    asked.clear()
+    with pytest.raises(UsageError, match="'trainer-0', has no address on this machine .Name or service not known."):
+        network.wait_until_resolved("trainer-0", -1)
+
+
+PROGRAM = """
+from accelerate import Accelerator
+state = Accelerator(cpu=True)
+print("rank", state.process_index, "of", state.num_processes, "local", state.local_process_index, flush=True)
+"""
+
+
+@pytest.mark.takes_turns
+@pytest.mark.launch
+@pytest.mark.parametrize("command", [["-m", "accel_cli", "launch", "--cpu"], []], ids=["launch", "python"])
+@pytest.mark.parametrize("cluster", ["Kubeflow", "SLURM"])
+def test_two_nodes_make_one_world(tmp_path: Path, command: list[str], cluster: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    running = []
+    for node in (0, 1):
+        variables = {
+            "Kubeflow": KUBEFLOW
+            | {"PET_NODE_RANK": str(node), "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"},
+            "SLURM": step(2, node=node) | {"MASTER_ADDR": "127.0.0.1"},
+        }[cluster] | {"PET_MASTER_PORT" if cluster == "Kubeflow" else "MASTER_PORT": port}
+        environ = {**os.environ, **NO_DEVICES, **variables, "OMP_NUM_THREADS": "1"}
+        running.append(
+            subprocess.Popen(
+                [sys.executable, *command, str(script)],
+                env=environ,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=tmp_path,
+            )  # fmt: skip
+        )
+    printed = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0], printed
+    assert "rank 0 of 2 local 0" in printed[0]
+    assert "rank 1 of 2 local 0" in printed[1]

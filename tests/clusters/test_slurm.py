@@ -1,0 +1,139 @@
+"""Real jobs on a SLURM of two nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.slurm import Slurm, slurm, wait_for, why_not
+
+pytestmark = [pytest.mark.launch, pytest.mark.skipif(bool(why_not()), reason=why_not() or "a cluster can be started")]
+
+WORLD = """
+import os
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+accelerator = Accelerator(cpu=True)
+ranks = gather_object([(accelerator.process_index, accelerator.local_process_index, os.uname().nodename)])
+if accelerator.is_main_process:
+    print("world", ranks)
+"""
+TWO_NODES = "world [(0, 0, 'n1'), (1, 0, 'n2')]"
+FOUR = "world [(0, 0, 'n1'), (1, 1, 'n1'), (2, 0, 'n2'), (3, 1, 'n2')]"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Slurm]:
+    with slurm() as started:
+        yield started
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "world"),
+    [
+        ("-N2 -n2 accelerate launch --cpu --num_processes 2 train.py", TWO_NODES),
+        ("-N2 --ntasks-per-node=1 accelerate launch --cpu --num_processes 4 train.py", FOUR),
+        ("-N2 --ntasks-per-node=2 accelerate launch --cpu train.py", FOUR),
+        ("-N2 --ntasks-per-node=2 python train.py", FOUR),
+        ("-N1 -n1 accelerate launch --cpu train.py", "world [(0, 0, 'n1')]"),
+    ],
+)
+def test_a_step_is_one_world(cluster: Slurm, words: str, world: str) -> None:
+    Path("train.py").write_text(WORLD)
+    done = cluster.run("srun", *words.split())
+    assert (done.returncode, [line for line in done.stdout.splitlines() if line.startswith("world")]) == (
+        0,
+        [world],
+    ), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (
+            "-N2 -n2 accelerate launch --cpu --num_machines 1 --num_processes 2",
+            "--num_machines is 1: the nodes would train apart",
+        ),
+        ("-N2 --ntasks-per-node=2 accelerate launch --cpu --num_processes 2", "that would be 4 separate runs"),
+        (
+            "-N2 -n2 accelerate launch --cpu --main_process_ip nowhere.invalid",
+            "'nowhere.invalid', has no address on this machine",
+        ),
+    ],
+)
+def test_what_would_train_apart_or_wait_for_ever_is_refused(cluster: Slurm, words: str, reason: str) -> None:
+    Path("train.py").write_text(WORLD)
+    done = cluster.run("srun", *words.split(), "train.py")
+    assert done.returncode != 0
+    assert "world" not in done.stdout
+    assert reason in done.stderr
+
+
+def test_two_jobs_on_one_node_have_ports_of_their_own(cluster: Slurm) -> None:
+    Path("train.py").write_text(WORLD)
+    words = ["--nodes", "1", "--cpu", "--num_processes", "1", "--cpus_per_task", "1", "train.py"]
+    jobs = [cluster.submit(*words), cluster.submit(*words)]
+    for job in jobs:
+        wait_for(lambda job=job: cluster.state(job) in ("COMPLETED", "FAILED"))  # type: ignore[misc]
+        assert cluster.state(job) == "COMPLETED", Path(f"train-{job}.out").read_text()
+
+
+def test_slurm_accepts_every_option(cluster: Slurm) -> None:
+    Path("train.py").touch()
+    words = ["--cpu", "--time", "1-0:10", "--partition", "low", "--job_name", "a.b", "--requeue",
+             "--sbatch_option=--mem=1", "--sbatch_option=--comment='two words'", "train.py"]  # fmt: skip
+    done = cluster.run("accelerate", "slurm", "--submit", "--dry_run", *words)
+    assert done.returncode == 0, done.stderr
+    assert "to start at" in done.stderr
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_runs_on_two_processes(cluster: Slurm, nodes: int) -> None:
+    shutil.copy(Path(__file__).parents[1] / "cli" / "launched.py", "train.py")
+    words = ["--nodes", str(nodes), "--cpu", "--num_processes", "2", "--cpus_per_task", "1"]
+    job = cluster.submit(*words, "train.py", "a b", "$HOME")
+    wait_for(lambda: cluster.state(job) in ("COMPLETED", "FAILED"))
+    said = Path(f"train-{job}.out").read_text()
+    assert cluster.state(job) == "COMPLETED", said
+    printed = json.loads(next(line for line in said.splitlines() if line.startswith("{")))
+    local_ranks = ["0", "1"] if nodes == 1 else ["0", "0"]
+    places = [[rank, "cpu", local_rank] for rank, local_rank in enumerate(local_ranks)]
+    assert printed == {"places": places, "precision": "no", "argv": ["a b", "$HOME"]}
+
+
+def test_a_preempted_job_starts_again_and_resumes(cluster: Slurm) -> None:
+    Path("train.py").write_text(
+        "import sys, time\n"
+        "open(f'run{len(sys.argv)}', 'w').close()\n"
+        "time.sleep(0 if '--resume' in sys.argv else 100)\n"
+    )
+    everything = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "2"]
+    job = cluster.submit(*everything, "--requeue", "--resume_args=--resume", "train.py")
+    wait_for(Path("run1").exists)
+    cluster.submit(*everything, "--partition", "high", "train.py", "--resume", "now")
+    wait_for(lambda: cluster.state(job) == "PENDING")
+    assert "is requeued after 0 restarts" in Path(f"train-{job}.out").read_text()
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+    wait_for(lambda: cluster.state(job) == "COMPLETED")
+    assert Path("run2").exists()
+
+
+def test_a_cancelled_or_failed_job_does_not_start_again(cluster: Slurm) -> None:
+    Path("train.py").write_text("import time\nopen('started', 'w').close()\ntime.sleep(100)\n")
+    job = cluster.submit("--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
+    wait_for(Path("started").exists)
+    cluster.run("scancel", job)
+    wait_for(lambda: cluster.state(job) == "CANCELLED")
+    Path("train.py").write_text("import sys; sys.exit(3)")
+    job = cluster.submit("--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
+    wait_for(lambda: cluster.state(job) == "FAILED")
+    assert cluster.about(job)["ExitCode"] == "3:0"
