@@ -83,7 +83,7 @@ def test_a_settings_file() -> None:
 
 
 def test_under_mpirun_the_hostfile_has_been_used_already() -> None:
-    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    environ = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "nowhere", "train.py"]
     assert plan_of(*words, environ=environ).runner == "simple"
 

@@ -137,3 +137,58 @@ def test_a_cancelled_or_failed_job_does_not_start_again(cluster: Slurm) -> None:
     job = cluster.submit("--cpu", "--cpus_per_task", "1", "--requeue", "train.py")
     wait_for(lambda: cluster.state(job) == "FAILED")
     assert cluster.about(job)["ExitCode"] == "3:0"
+
+
+SAVING = """
+import sys, time
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed
+set_seed(0)
+folders = ProjectConfiguration("run", automatic_checkpoint_naming=True, save_on_signals="SIGTERM")
+loaders = DataLoaderConfiguration(use_stateful_dataloader=True)
+accelerator = Accelerator(cpu=True, project_config=folders, dataloader_config=loaders)
+model = torch.nn.Linear(1, 1)
+numbers = torch.utils.data.DataLoader(torch.rand(40, 1), batch_size=1, shuffle=True)
+model, optimizer, numbers = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), numbers)
+if "--resume" in sys.argv:
+    accelerator.load_state()
+for number in numbers:
+    accelerator.backward(model(number).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.print("step", flush=True)
+    time.sleep(0.3 if "--slowly" in sys.argv else 0)
+if accelerator.is_main_process:
+    print("weight", accelerator.unwrap_model(model).weight.item())
+"""
+
+
+def test_a_job_that_is_signalled_saves_and_the_next_one_goes_on_where_it_was(cluster: Slurm) -> None:
+    Path("train.py").write_text(SAVING)
+    undisturbed = cluster.run("srun", "-N2", "-n2", "python", "train.py").stdout.splitlines()[-1]
+    assert undisturbed.startswith("weight")
+    shutil.rmtree("run", ignore_errors=True)
+    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "train.py"]
+    for number, to_whom in enumerate(([], ["--batch"])):  # the processes, or the shell that runs the script
+        job = cluster.submit(*words, "--slowly", *(["--resume"] if number else []))
+        output = Path(f"train-{job}.out")
+        wait_for(lambda output=output: output.exists() and output.read_text().count("step") >= 3)  # type: ignore[misc]
+        cluster.run("scancel", "--signal=TERM", *to_whom, job)
+        wait_for(lambda job=job: cluster.state(job) == "FAILED")  # type: ignore[misc]
+        assert len(list(Path("run/checkpoints").iterdir())) == number + 1
+    job = cluster.submit(*words, "--resume")
+    wait_for(lambda: cluster.state(job) == "COMPLETED")
+    assert undisturbed in Path(f"train-{job}.out").read_text().splitlines()
+
+
+def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
+    Path("train.py").write_text(SAVING)
+    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1"]
+    job = cluster.submit(*words, "train.py", "--slowly")
+    output = Path(f"train-{job}.out")
+    wait_for(lambda: output.exists() and output.read_text().count("step") >= 3)
+    cluster.run("scancel", job)
+    wait_for(lambda: cluster.state(job) == "CANCELLED")
+    wait_for(lambda: cluster.run("squeue", "-h", "-j", job).stdout == "")
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["checkpoint_0"]

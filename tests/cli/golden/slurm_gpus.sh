@@ -29,5 +29,16 @@ words=(
     train.py --name 'it'"'"'s' '$HOME'
 )
 
+# a signal for this shell alone is passed on to the processes, which may save before they end
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+
 srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}"
+    bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" &
+step=$!
+wait "$step"
+status=$?
+while kill -0 "$step" 2>/dev/null; do
+    wait "$step"
+    status=$?
+done
+exit "$status"

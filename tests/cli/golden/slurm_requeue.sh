@@ -24,6 +24,9 @@ if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then
     words+=(--resume 'the latest')
 fi
 
+# a signal for this shell alone is passed on to the processes, which may save before they end
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+
 # before the time limit, SLURM signals this shell; the job is then ended and requeued
 trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 

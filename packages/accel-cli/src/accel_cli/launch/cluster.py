@@ -26,12 +26,14 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
     Raises:
         ValueError: When flags or file contradict the job, so that parts of it would train separate worlds.
     """
-    if settings.sagemaker or settings.tpu or settings.mpirun_hostfile or settings.deepspeed_hostfile:
+    if settings.sagemaker or settings.tpu or settings.deepspeed_hostfile:
         return settings  # which start the processes on all machines themselves
+    place = detect_cluster(environ)
+    if settings.mpirun_hostfile and (place is None or not _is_by_mpi(place)):
+        return settings
     nodes = detect_nodes(environ)
     if nodes is not None:
         return _on_each_node(settings, nodes)
-    place = detect_cluster(environ)
     if place is None or place.world_size == 1:
         return settings.noting(*_unused_nodes(settings, environ))
     if place.cluster == "torchrun":
@@ -77,9 +79,7 @@ def _for_each_process(settings: LaunchSettings, place: ClusterPlace) -> LaunchSe
     if settings.num_machines == place.world_size:
         return settings
     count = settings.num_processes
-    row = cluster_row(place.cluster)
-    is_for_cpus = settings.use_cpu and row is not None and row.collective_backend == "mpi"
-    if count not in (None, place.world_size) and not is_for_cpus:
+    if count not in (None, place.world_size) and not (settings.use_cpu and _is_by_mpi(place)):
         raise UsageError(
             f"{place.cluster} started this command {place.world_size} times, and num_processes is {count}: that would be "
             f"{place.world_size} separate runs. Start it once on each machine with --num_machines and --machine_rank (under SLURM: srun "
@@ -87,6 +87,11 @@ def _for_each_process(settings: LaunchSettings, place: ClusterPlace) -> LaunchSe
         )
     settings = settings.but(cluster=place.cluster, started_by=place.cluster)
     return settings.with_values({"num_processes": place.world_size}, "cluster")
+
+
+def _is_by_mpi(place: ClusterPlace) -> bool:
+    row = cluster_row(place.cluster)
+    return row is not None and row.collective_backend == "mpi"
 
 
 def _check_not_alone(settings: LaunchSettings, place: ClusterPlace, environ: Mapping[str, str]) -> None:

@@ -20,6 +20,11 @@ SRUN = 'srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM
 # the rank of the machine is known in the task only
 TASK = """'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" """.strip()
 
+SIGNALS = """
+# a signal for this shell alone is passed on to the processes, which may save before they end
+trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
+""".strip()
+
 REQUEUE = """
 # before the time limit, SLURM signals this shell; the job is then ended and requeued
 trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
@@ -31,7 +36,7 @@ was_preempted() {
 """.strip()
 
 # a signal ends a wait, but not the step
-WAIT = f"""
+WAIT = """
 step=$!
 wait "$step"
 status=$?
@@ -39,11 +44,13 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     status=$?
 done
+""".strip()
+
+REQUEUE_OR_NOT = f"""
 if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted; }}; then
     echo "job $SLURM_JOB_ID is requeued after ${{{RESTARTS}:-0}} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
-exit "$status"
 """.strip()
 
 
@@ -62,6 +69,7 @@ def batch_script(job: Job) -> str:
         *_meeting(job),
         "\n".join(_words(job)),
         *([_resume(job)] if job.resume_words else []),
+        SIGNALS,
         *([REQUEUE] if job.requeue else []),
         _start(job),
     ]
@@ -133,6 +141,6 @@ def _resume(job: Job) -> str:
 
 
 def _start(job: Job) -> str:
-    command = f"{SRUN} \\\n    bash -c {TASK}"
     # bash handles signals only while it waits for a background process
-    return f"{command} &\n{WAIT}" if job.requeue else command
+    lines = [f"{SRUN} \\\n    bash -c {TASK} &", WAIT, *([REQUEUE_OR_NOT] if job.requeue else []), 'exit "$status"']
+    return "\n".join(lines)
