@@ -42,8 +42,8 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
         )
     sizes = {device: _limit(device, size) for device, size in max_memory.items()}
     numbers = sorted(device for device in sizes if isinstance(device, int) and device >= 0)
-    known: list[Device] = [*numbers, *(name for name in ("mps", *NOT_ACCELERATORS) if name in sizes)]
-    unknown = [device for device in sizes if device not in known]
+    devices: list[Device] = [*numbers, *(name for name in ("mps", *NOT_ACCELERATORS) if name in sizes)]
+    unknown = [device for device in sizes if device not in devices]
     if unknown:
         raise ValueError(
             f"max_memory has the unknown device {unknown[0]!r}: use the index of an accelerator, 'mps', 'cpu' or 'disk'."
@@ -55,7 +55,7 @@ def get_max_memory(max_memory: Mapping[Device, float | str] | None = None) -> di
     for number in numbers:
         if number >= present:
             logger.warning("max_memory names device %d, but this machine has %d accelerators.", number, present)
-    return {device: sizes[device] for device in known}
+    return {device: sizes[device] for device in devices}
 
 
 def _limit(device: Device, size: Any) -> int:
@@ -150,9 +150,11 @@ def get_balanced_memory(
 
 def _largest_of(model: nn.Module, sizes: Mapping[str, int], classes: Sequence[str] | str | None) -> int:
     """The bytes of the largest module of these classes."""
-    wanted = {classes} if isinstance(classes, str) else set(classes or ())
-    found = (sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in wanted)
-    return max(found, default=0)
+    class_names = {classes} if isinstance(classes, str) else set(classes or ())
+    module_sizes = (
+        sizes.get(name, 0) for name, module in model.named_modules() if type(module).__name__ in class_names
+    )
+    return max(module_sizes, default=0)
 
 
 def _mean_module(sizes: Mapping[str, int]) -> int:

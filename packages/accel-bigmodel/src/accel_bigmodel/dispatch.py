@@ -62,8 +62,8 @@ def cpu_offload(
     """
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
-    given = model.state_dict() if state_dict is None else state_dict
-    state_dict = {name: tensor.to("cpu") for name, tensor in given.items()}
+    weights = model.state_dict() if state_dict is None else state_dict
+    state_dict = {name: tensor.to("cpu") for name, tensor in weights.items()}
     return _offload_all(model, execution_device, offload_buffers, state_dict, preload_module_classes, streaming)
 
 

@@ -13,7 +13,7 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         ValueError: torch has no dtype of that name.
     """
-    found: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    torch_dtype: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(torch_dtype, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch dtype: use one such as torch.float16 or 'float16'.")
-    return found
+    return torch_dtype

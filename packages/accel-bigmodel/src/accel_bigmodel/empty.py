@@ -114,8 +114,8 @@ _REGISTRATION = _Registration()
 
 def on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """A parameter of the same class, with the same attributes, on a device."""
-    made: Any = type(parameter)
+    parameter_class: Any = type(parameter)
     attributes = dict(parameter.__dict__)
-    moved = made(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+    moved = parameter_class(parameter.detach().to(device), requires_grad=parameter.requires_grad)
     moved.__dict__.update(attributes)
     return moved

@@ -45,10 +45,10 @@ def convert_file_size_to_int(size: float | str) -> int:
     """
     if not isinstance(size, str):
         return int(size)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
-    if found and found[2].upper() in UNITS:
-        bits = found[2].endswith("b") and not found[2].upper().endswith("IB")
-        return int(float(found[1]) * UNITS[found[2].upper()]) // (8 if bits else 1)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size)
+    if match and match[2].upper() in UNITS:
+        bits = match[2].endswith("b") and not match[2].upper().endswith("IB")
+        return int(float(match[1]) * UNITS[match[2].upper()]) // (8 if bits else 1)
     raise ValueError(f"{size!r} is not a size: use a number of bytes, or one with a unit, such as '5GB' or '200MiB'.")
 
 
@@ -106,7 +106,7 @@ def compute_module_sizes(
         Bytes by name; `""` is the model. A tensor with several names counts once. Unknown names give 0.
     """
     target = _element_size(dtype) if dtype is not None else None
-    special = {name: _element_size(wanted) for name, wanted in (special_dtypes or {}).items()}
+    special = {name: _element_size(tensor_dtype) for name, tensor_dtype in (special_dtypes or {}).items()}
     sizes: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
     paths = []
@@ -118,13 +118,13 @@ def compute_module_sizes(
                 continue
             seen.add(id(tensor))
             name = prefix + key
-            own = dtype_byte_size(tensor.dtype)
+            dtype_size = dtype_byte_size(tensor.dtype)
             if name in special:
                 element = special[name]
             elif target is None or not (tensor.is_floating_point() or tensor.is_complex()):
-                element = own
+                element = dtype_size
             else:
-                element = min(own, target)
+                element = min(dtype_size, target)
             sizes[name] = size = int(tensor.numel() * element)
             sizes[path] += size
     for path in reversed(paths):  # submodules come after their parents

@@ -63,13 +63,13 @@ def set_module_tensor_to_device(
         value = _checked(old, old, tensor_name, dtype)
     shared = _shared(value if value is not None else old, device, tied_params_map)
     if shared is None:
-        made = _moved(old, value, device, non_blocking)
-        _remember(value if value is not None else old, made, device, tied_params_map)
+        tensor = _moved(old, value, device, non_blocking)
+        _remember(value if value is not None else old, tensor, device, tied_params_map)
     else:
-        made = shared
+        tensor = shared
     if fp16_statistics is not None:
-        made.SCB = fp16_statistics.to(made.device)  # type: ignore[attr-defined]
-    _put(module, name, made)
+        tensor.SCB = fp16_statistics.to(tensor.device)  # type: ignore[attr-defined]
+    _put(module, name, tensor)
 
 
 def _existing(module: nn.Module, name: str) -> torch.Tensor:
@@ -105,8 +105,8 @@ def _moved(old: torch.Tensor, value: torch.Tensor | None, device: Device, non_bl
         return old
     kind: Any = type(old)
     if kind is nn.Parameter or not _is_quantised(old):
-        made = nn.Parameter(moved, requires_grad=old.requires_grad)
-        return made if kind is nn.Parameter else _like(made, old)
+        parameter = nn.Parameter(moved, requires_grad=old.requires_grad)
+        return parameter if kind is nn.Parameter else _like(parameter, old)
     return kind(moved, requires_grad=old.requires_grad, **old.__dict__).to(device)
 
 
@@ -114,11 +114,11 @@ def _like(parameter: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     """A parameter of the same class as another, with its attributes, if the class can be made from a tensor."""
     kind: Any = type(old)
     try:
-        made: nn.Parameter = kind(parameter.data, requires_grad=old.requires_grad)
+        new_parameter: nn.Parameter = kind(parameter.data, requires_grad=old.requires_grad)
     except TypeError:
         return parameter
-    made.__dict__.update(old.__dict__)
-    return made
+    new_parameter.__dict__.update(old.__dict__)
+    return new_parameter
 
 
 def _is_quantised(tensor: torch.Tensor) -> bool:
@@ -149,9 +149,9 @@ def tied_copy_on(device: Device, copies: Mapping[Any, torch.Tensor]) -> torch.Te
     return next((tensor for name, tensor in copies.items() if resolve_device(name) == resolved), None)
 
 
-def _remember(source: torch.Tensor, made: torch.Tensor, device: Device, tied: TiedTensors | None) -> None:
+def _remember(source: torch.Tensor, tensor: torch.Tensor, device: Device, tied: TiedTensors | None) -> None:
     if tied is not None and source.device.type != "meta" and not _is_meta(device) and source.data_ptr() in tied:
-        tied[source.data_ptr()][device] = made
+        tied[source.data_ptr()][device] = tensor
 
 
 @contextmanager

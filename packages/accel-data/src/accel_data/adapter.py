@@ -215,8 +215,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     # ---- copies -------------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
-        kept = {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
-        return _restore, (type(self), kept)
+        attributes = {name: value for name, value in self.__dict__.items() if name != "gradient_state"}
+        return _restore, (type(self), attributes)
 
 
 @known_as("accelerate.data_loader.DataLoaderStateMixin")

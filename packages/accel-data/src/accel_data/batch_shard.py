@@ -85,7 +85,7 @@ class BatchSamplerShard(BatchSampler):
         """This process's slice of every batch."""
         assert self.batch_size is not None
         width = self.batch_size // self.num_processes
-        own = slice(width * self.process_index, width * (self.process_index + 1))
+        local_slice = slice(width * self.process_index, width * (self.process_index + 1))
         first: list[int] | None = None
         for batch in self.batch_sampler:
             first = list(batch) if first is None else first
@@ -94,7 +94,7 @@ class BatchSamplerShard(BatchSampler):
                     continue
                 if self.even_batches:
                     batch = _padded(list(batch), self.batch_size, cycle(first))
-            local_batch = batch[own]
+            local_batch = batch[local_slice]
             if local_batch:
                 yield local_batch
 

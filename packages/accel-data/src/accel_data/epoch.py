@@ -197,7 +197,7 @@ def generator_states(loader: Any) -> dict[str, torch.Tensor | None]:
 def _owners(loader: Any) -> dict[str, Any]:
     """The samplers and datasets that draw the order of a loader's samples, and may have a generator of their own."""
     batches = innermost(batch_sampler_of(loader))
-    found = {
+    candidates = {
         "sampler": index_sampler(loader),
         "batch_sampler": batches,
         "loader": loader.base_dataloader,
@@ -205,7 +205,7 @@ def _owners(loader: Any) -> dict[str, Any]:
     }
     return {
         name: owner
-        for name, owner in found.items()
+        for name, owner in candidates.items()
         if isinstance(getattr(owner, "generator", ""), (torch.Generator, type(None)))
     }
 

@@ -83,14 +83,14 @@ class IterableDatasetShard(IterableDataset[Any]):
             generator.manual_seed(self.epoch)
         global_size = self.batch_size if self.split_batches else self.batch_size * self.num_processes
         size = global_size // self.num_processes
-        own = slice(size * self.process_index, size * (self.process_index + 1))
+        local_slice = slice(size * self.process_index, size * (self.process_index + 1))
         first: list[Any] | None = None
         current: list[Any] = []
         self.last_batch_size = -1
         for sample in self.dataset:
             current.append(sample)
             if len(current) == global_size:
-                yield from current[own]
+                yield from current[local_slice]
                 first = current if first is None else first
                 current = []
         self.last_batch_size = len(current)
@@ -98,4 +98,4 @@ class IterableDatasetShard(IterableDataset[Any]):
             first = list(current) if first is None else first
             while len(current) < global_size:
                 current += first
-            yield from current[own]
+            yield from current[local_slice]

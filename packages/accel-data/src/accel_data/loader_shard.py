@@ -80,9 +80,9 @@ class DataLoaderShard(PreparedLoader):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         if not self.draws_together:
             return None
-        own = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         synchronize_rng_states(["torch"])
-        return None if torch.equal(own, torch.get_rng_state()) else partial(torch.set_rng_state, own)
+        return None if torch.equal(rng_state, torch.get_rng_state()) else partial(torch.set_rng_state, rng_state)
 
     def _batches(self, reading: Reading) -> Iterator[Any]:
         copies = make_copies(self.device, self._non_blocking)

@@ -112,8 +112,8 @@ def with_last_worker_states(state: dict[str, Any], loader: Any) -> dict[str, Any
     """
     if not loader.num_workers or not loader.persistent_workers or SNAPSHOT not in state:
         return state
-    found = {name: worker.get_state() for name, worker in loader._iterator._worker_snapshots.items()}
-    return {**state, SNAPSHOT: {**state[SNAPSHOT], WORKERS: found}}
+    states = {name: worker.get_state() for name, worker in loader._iterator._worker_snapshots.items()}
+    return {**state, SNAPSHOT: {**state[SNAPSHOT], WORKERS: states}}
 
 
 def next_epoch_state(state: dict[str, Any], dataset: Any) -> dict[str, Any]:
@@ -143,7 +143,10 @@ def _before_iterating(worker: dict[str, Any], dataset: Any) -> dict[str, Any]:
     fetcher = worker.get("fetcher_state")
     if fetcher is None:
         return worker
-    own = worker.get("dataset_state")
-    if own is None and callable(getattr(dataset, "load_state_dict", None)):
-        own = fetcher["dataset_iter_state"]
-    return worker | {"dataset_state": own, "fetcher_state": {"dataset_iter_state": None, "fetcher_ended": False}}
+    dataset_state = worker.get("dataset_state")
+    if dataset_state is None and callable(getattr(dataset, "load_state_dict", None)):
+        dataset_state = fetcher["dataset_iter_state"]
+    return worker | {
+        "dataset_state": dataset_state,
+        "fetcher_state": {"dataset_iter_state": None, "fetcher_ended": False},
+    }

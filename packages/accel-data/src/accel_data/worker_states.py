@@ -119,14 +119,14 @@ class WorkerStates:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> WorkerStates:
         """What `state_dict` described, for workers that are to be started."""
-        found = cls()
-        found.states = dict(state["states"])
-        found._is_stream = "at_start" in state
-        found._at_start = dict(state.get("at_start", found.states))
-        found.next_worker, found.num_workers = state["next_worker"], state["num_workers"]
-        found.were_alive = found.are_alive = state["were_alive"]
-        found._batches = state["batches"]
-        return found
+        workers = cls()
+        workers.states = dict(state["states"])
+        workers._is_stream = "at_start" in state
+        workers._at_start = dict(state.get("at_start", workers.states))
+        workers.next_worker, workers.num_workers = state["next_worker"], state["num_workers"]
+        workers.were_alive = workers.are_alive = state["were_alive"]
+        workers._batches = state["batches"]
+        return workers
 
     def read(self, source: Any, indices: IndicesAhead | None, *, runs_ahead: bool) -> Iterator[Any]:
         """Iterate a loader with workers, and note what they send with each batch.
@@ -258,12 +258,12 @@ def _telling_workers(source: Any, states: dict[int, dict[str, Any]], *, draws_no
         draws_no_seed: Leave the random numbers of this process alone: in the run that is continued these workers were alive,
             and torch draws a seed whenever it starts some.
     """
-    own = source.collate_fn, source.worker_init_fn, source.generator
-    worker = TellingWorker(own[0], own[1], states)
+    originals = source.collate_fn, source.worker_init_fn, source.generator
+    worker = TellingWorker(originals[0], originals[1], states)
     source.collate_fn, source.worker_init_fn = worker.collate, worker.begin
     if draws_no_seed and getattr(source, "_iterator", None) is None:
         source.generator = torch.Generator()
     try:
         yield
     finally:
-        source.collate_fn, source.worker_init_fn, source.generator = own
+        source.collate_fn, source.worker_init_fn, source.generator = originals

@@ -244,11 +244,11 @@ class WindowAverage(StepAverage):
 
     def _by_device(self, factor: Any) -> Iterator[tuple[list[torch.Tensor], Any]]:
         """The gradients of each device, each one once, with the factor on that device."""
-        found: dict[torch.device, dict[int, torch.Tensor]] = {}
+        by_device: dict[torch.device, dict[int, torch.Tensor]] = {}
         for optimizer in self._run.prepared.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:
-                        found.setdefault(parameter.grad.device, {})[id(parameter)] = to_local(parameter.grad)
-        for device, gradients in found.items():
+                        by_device.setdefault(parameter.grad.device, {})[id(parameter)] = to_local(parameter.grad)
+        for device, gradients in by_device.items():
             yield list(gradients.values()), factor.to(device) if isinstance(factor, torch.Tensor) else factor

@@ -130,7 +130,7 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _by_device(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    yield from found.values()
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    yield from groups.values()

@@ -28,12 +28,12 @@ def lomo_backward(loss: torch.Tensor, learning_rate: float | None, optimizers: I
         MissingLibraryError: When `lomo_optim` is not installed.
         ValueError: Without a learning rate, or without a LOMO optimizer.
     """
-    given = list(optimizers)
-    chosen = [optimizer for optimizer in given if is_lomo_optimizer(optimizer)]
+    candidates = list(optimizers)
+    chosen = [optimizer for optimizer in candidates if is_lomo_optimizer(optimizer)]
     if not chosen:
         if not is_lomo_available():
             raise missing_library("lomo-optim", why="lomo_backward()")
-        kinds = ", ".join(type(optimizer).__name__ for optimizer in given) or "none"
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in candidates) or "none"
         raise ValueError(
             f"lomo_backward() needs a prepared Lomo or AdaLomo optimizer; those prepared are: {kinds}. Prepare one, or "
             "call backward()."

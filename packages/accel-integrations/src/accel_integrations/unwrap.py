@@ -55,8 +55,8 @@ def extract_model_from_parallel(
 
 
 def _wrapper_classes() -> tuple[type, ...]:
-    found = (getattr(sys.modules.get(module), name, None) for module, name in WRAPPERS.items())
-    return tuple(kind for kind in found if kind is not None)
+    candidates = (getattr(sys.modules.get(module), name, None) for module, name in WRAPPERS.items())
+    return tuple(kind for kind in candidates if kind is not None)
 
 
 def _is_compiled(model: Any) -> bool:

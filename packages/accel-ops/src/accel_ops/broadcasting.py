@@ -42,11 +42,11 @@ def broadcast_leaves(
     if wire.type == "cpu":
         layout = layout_of(signature)
         sends_now = rank == source and layout.num_bytes <= SLOT_BYTES
-        own = (
+        buffer = (
             pack(_on(leaves, wire), layout) if sends_now and leaves else torch.empty(0, dtype=torch.uint8, device=wire)
         )
-        message = payload_of((operation.name, source, agreed, signature), signature_of([own]))
-        announced = announce([own], message, operation, transport, world, wire)
+        message = payload_of((operation.name, source, agreed, signature), signature_of([buffer]))
+        announced = announce([buffer], message, operation, transport, world, wire)
         if layout.num_bytes <= SLOT_BYTES and announced.is_complete:
             if rank != source:
                 _write(leaves, unpack(announced.data(message)[source, : layout.num_bytes], layout))

@@ -174,7 +174,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 
 def _find_holder(tensor: torch.Tensor | None) -> tuple[int, Sequence[int], torch.dtype]:
     offered = gather_object([None if tensor is None else (tuple(tensor.shape), tensor.dtype)])
-    holders = [rank for rank, found in enumerate(offered) if found is not None]
+    holders = [rank for rank, spec in enumerate(offered) if spec is not None]
     if len(holders) != 1:
         raise ValueError(
             f"copy_tensor_to_devices: ranks {holders} passed a tensor. One rank must pass the tensor and all others None."
@@ -212,13 +212,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         )
     if state.num_processes == 1:
         return tensor
-    own = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
-    largest = iter(_largest_sizes(own, tuple([leaf.dim() for leaf in leaves]), tensor, state))
+    local_sizes = [0 if leaf.is_nested or not -leaf.ndim <= dim < leaf.ndim else leaf.shape[dim] for leaf in leaves]
+    largest = iter(_largest_sizes(local_sizes, tuple([leaf.dim() for leaf in leaves]), tensor, state))
     return recursively_apply(lambda leaf: _padded(leaf, dim, *next(largest), pad_index, pad_first), tensor)
 
 
 def _largest_sizes(
-    own: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState
+    local_sizes: list[int], dimensions: tuple[int, ...], tensor: Any, state: PartialState
 ) -> list[tuple[int, bool]]:
     """The largest of each size on any rank, and whether others are smaller.
 
@@ -226,7 +226,7 @@ def _largest_sizes(
     """
     transport = transport_of(state).between_hosts(state)
     operation = Operation("pad_across_processes", tensor, SAME_DIMENSIONS)
-    payload = payload_of((operation.name, dimensions), tuple([(torch.uint8, (size,)) for size in own]), True)
+    payload = payload_of((operation.name, dimensions), tuple([(torch.uint8, (size,)) for size in local_sizes]), True)
     wire = transport.collective_device(state)
     announced = announce([], payload, operation, transport, state.num_processes, wire)
     return [(max(sizes), min(sizes) != max(sizes)) for sizes in zip(*announced.sizes, strict=True)]

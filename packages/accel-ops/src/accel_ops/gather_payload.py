@@ -124,12 +124,12 @@ def join_small(slots: torch.Tensor, payload: GatherPayload, sizes: Sizes) -> lis
         sizes: The size of each leaf in dimension 0, per rank.
     """
     flat = slots.view(-1)
-    found: list[torch.Tensor] = [flat] * payload.num_leaves
+    leaves: list[torch.Tensor] = [flat] * payload.num_leaves
     for join in _joins(payload, sizes, slots.device):
         elements = flat.view(join.dtype).index_select(0, join.order)
         for index, leaf in zip(join.leaves, split_into(elements, join.counts, join.shapes), strict=True):
-            found[index] = leaf
-    return found
+            leaves[index] = leaf
+    return leaves
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,11 +77,11 @@ def _interface_to_rank_0() -> Iterator[None]:
 
     Of its own it uses the address of the host's name, which on many machines is that of the loopback interface.
     """
-    found = None if INTERFACE_VARIABLE in os.environ else interface_to(os.environ.get("MASTER_ADDR"))
-    if found is None:
+    interface = None if INTERFACE_VARIABLE in os.environ else interface_to(os.environ.get("MASTER_ADDR"))
+    if interface is None:
         yield
         return
-    os.environ[INTERFACE_VARIABLE] = found
+    os.environ[INTERFACE_VARIABLE] = interface
     try:
         yield
     finally:
@@ -106,12 +106,12 @@ def interface_to(host: str | None) -> str | None:
             connection.connect((host, 1))  # of a datagram socket: nothing is sent
         except OSError:
             return None
-        own = socket.inet_aton(connection.getsockname()[0])
-        if own[0] == LOOPBACK:
+        address = socket.inet_aton(connection.getsockname()[0])
+        if address[0] == LOOPBACK:
             return None
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an address
                 answer = fcntl.ioctl(connection, GET_ADDRESS, struct.pack("256s", name.encode()))
-                if answer[20:24] == own:
+                if answer[20:24] == address:
                     return name
     return None

@@ -137,8 +137,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
         model: The model.
         return_fqns (`bool`): Return pairs of dotted name and module.
     """
-    found = list(_bottom_up(model, ""))
-    return found if return_fqns else [module for _, module in found]
+    named_modules = list(_bottom_up(model, ""))
+    return named_modules if return_fqns else [module for _, module in named_modules]
 
 
 def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -48,8 +48,8 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
 def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Make a mapping of the type of `obj`, a `defaultdict` with its factory, of `items`."""
-    made: Any = type(obj)
-    return made(obj.default_factory, items) if isinstance(obj, defaultdict) else made(items)
+    mapping_type: Any = type(obj)
+    return mapping_type(obj.default_factory, items) if isinstance(obj, defaultdict) else mapping_type(items)
 
 
 def recursively_apply(

@@ -42,11 +42,11 @@ def exchange_outcomes(outcome: str) -> list[str]:
     store = dist.distributed_c10d._get_default_store()
     timeout = group_timeout(group)
     deadline = time.monotonic() + timeout
-    found = [_wait_for(store, prefix, rank, outcome, deadline, timeout) for rank in range(group.size())]
+    outcomes = [_wait_for(store, prefix, rank, outcome, deadline, timeout) for rank in range(group.size())]
     if store.add(f"{prefix}/readers", 1) == group.size():  # a later group may have the same store
         for name in ("readers", *range(group.size())):
             store.delete_key(f"{prefix}/{name}")
-    return found
+    return outcomes
 
 
 def note_outcome(outcome: str) -> str | None:
@@ -64,13 +64,13 @@ def note_outcome(outcome: str) -> str | None:
     return prefix
 
 
-def _wait_for(store: Any, prefix: str, rank: int, own: str, deadline: float, timeout: float) -> str:
+def _wait_for(store: Any, prefix: str, rank: int, outcome: str, deadline: float, timeout: float) -> str:
     pause = FIRST_PAUSE_SECONDS
     while not store.check([f"{prefix}/{rank}"]):
         if time.monotonic() > deadline:
             raise RuntimeError(
                 f"Rank {rank} has not finished its attempt within {timeout:g} s, the timeout of the process group; "
-                f"that of this rank came to {own!r}. Rank {rank} may wait in a collective for this one. Choose a smaller "
+                f"that of this rank came to {outcome!r}. Rank {rank} may wait in a collective for this one. Choose a smaller "
                 "starting_batch_size, or let all ranks run out of memory at the same batch."
             )
         time.sleep(pause)

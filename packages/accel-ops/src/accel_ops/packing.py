@@ -142,17 +142,17 @@ def unpack(buffer: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         The leaves; with rows, each concatenated over rows along dimension 0 (a 0-dim leaf becomes 1-dim).
     """
     rows = buffer.shape[0] if buffer.ndim == 2 else None
-    found: list[torch.Tensor] = [buffer] * len(layout.shapes)
+    leaves: list[torch.Tensor] = [buffer] * len(layout.shapes)
     for group in layout.groups:
         if not group.num_bytes:  # an empty buffer cannot be viewed in another dtype
             for index in group.leaves:
-                found[index] = buffer.new_empty(_joined(layout.shapes[index], rows), dtype=group.dtype)
+                leaves[index] = buffer.new_empty(_joined(layout.shapes[index], rows), dtype=group.dtype)
             continue
         part = buffer[..., group.start : group.start + group.num_bytes].view(group.dtype)
         with torch.enable_grad():  # see split_into
             for index, copy in zip(group.leaves, split_copy(part, group.counts, dim=-1), strict=True):
-                found[index] = copy.view(_joined(layout.shapes[index], rows))
-    return found
+                leaves[index] = copy.view(_joined(layout.shapes[index], rows))
+    return leaves
 
 
 def _joined(shape: tuple[int, ...], rows: int | None) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ class _OwnTerm(torch.autograd.Function):
     """What was reduced, with the gradient of this rank's term of the sum: that of the others is theirs to take."""
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, reduced: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx: Any, term: torch.Tensor, reduced: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
         return reduced.clone()  # results of one dtype are parts of one tensor, and only some may need gradients
 

@@ -150,11 +150,11 @@ def raise_damaged(path: str, problem: str) -> NoReturn:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
-    return found
+    return entries
 
 
 def _tensor_header(path: str, name: str, entry: Any, data_begin: int) -> TensorHeader:

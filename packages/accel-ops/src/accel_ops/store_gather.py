@@ -89,8 +89,8 @@ class StoreGather:
                 )
             time.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
-        found: bytes = self._store.get(key)
-        return found
+        value: bytes = self._store.get(key)
+        return value
 
 
 def has_store() -> bool:

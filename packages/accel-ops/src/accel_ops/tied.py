@@ -53,15 +53,19 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
         tied_params: What `find_tied_parameters` gave.
     """
     for group in tied_params:
-        found = {name: _find(model, name) for name in group}
-        values = [parameter for parameter in found.values() if parameter is not None]
+        parameters = {name: _find(model, name) for name in group}
+        values = [parameter for parameter in parameters.values() if parameter is not None]
         if not values:
             continue
-        kept = next((value for value in values if value.device.type != "meta"), values[0])
-        for name, parameter in found.items():
-            if parameter is not None and parameter is not kept and parameter.device in (kept.device, META):
+        shared_parameter = next((value for value in values if value.device.type != "meta"), values[0])
+        for name, parameter in parameters.items():
+            if (
+                parameter is not None
+                and parameter is not shared_parameter
+                and parameter.device in (shared_parameter.device, META)
+            ):
                 owner, _, last = name.rpartition(".")
-                setattr(model.get_submodule(owner), last, kept)
+                setattr(model.get_submodule(owner), last, shared_parameter)
 
 
 def ensure_weights_retied(
@@ -91,10 +95,10 @@ def ensure_weights_retied(
         for places in ties:
             if not any(owner is module for owner, _ in places):
                 continue
-            made = [getattr(owner, name) for owner, name in places]
-            kept = next((one for one in made if not one.is_meta), made[0])
+            parameters = [getattr(owner, name) for owner, name in places]
+            shared_parameter = next((one for one in parameters if not one.is_meta), parameters[0])
             for owner, name in places:
-                setattr(owner, name, kept)
+                setattr(owner, name, shared_parameter)
         return result
 
     return init_and_tie

@@ -57,6 +57,6 @@ def record_profile(settings: ProfileKwargs, summary: bool = False) -> Iterator[t
 def _print_summary(profiler: torch.profiler.profile) -> None:
     from accel_tracking.profiling_summary import summarize
 
-    found = summarize(profiler)
-    if found is not None:
-        sys.stderr.write(f"{found}\n")
+    summary = summarize(profiler)
+    if summary is not None:
+        sys.stderr.write(f"{summary}\n")

@@ -226,8 +226,8 @@ def _device_shares(host: Sequence[Any], device: Sequence[Any], length: float) ->
     times: dict[Phase, float] = {phase: 0.0 for phase in LABELS if phase is not Phase.DATA}
     for event, phase in _phases([event for event in host if event.cpu_parent is None]):
         for kernel in _kernels(event):
-            known = phase_of(kernel.name.lower())
-            times[known or (phase if phase in times else Phase.OTHER)] += kernel.duration
+            kernel_phase = phase_of(kernel.name.lower())
+            times[kernel_phase or (phase if phase in times else Phase.OTHER)] += kernel.duration
     return {phase: time / length for phase, time in times.items()}
 
 
@@ -255,7 +255,7 @@ def _operators(profiler: torch.profiler.profile, on_device: bool) -> list[Operat
     rows = [row for row in rows if row.device_type.name == "CPU"]
     time_of = {id(row): getattr(row, f"self_{side}_time_total") for row in rows}
     total = sum(time_of.values()) or 1.0
-    found = [
+    operators = [
         Operator(
             name=row.key,
             calls=row.count,
@@ -266,7 +266,7 @@ def _operators(profiler: torch.profiler.profile, on_device: bool) -> list[Operat
         )
         for row in rows
     ]
-    return sorted(found, key=lambda operator: operator.seconds, reverse=True)
+    return sorted(operators, key=lambda operator: operator.seconds, reverse=True)
 
 
 # ---- as text --------------------------------------------------------------------------------------------------------

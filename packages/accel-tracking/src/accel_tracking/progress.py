@@ -162,7 +162,7 @@ class ProgressBar(Generic[Item]):
 
         values, self._to_show, self._shown_at = self._to_show, {}, time.monotonic()
         if values:
-            plain = {name: value if (found := number(value)) is None else found for name, value in values.items()}
+            plain = {name: value if (scalar := number(value)) is None else scalar for name, value in values.items()}
             self.bar.set_postfix(plain, refresh=False)
 
     def write(self, text: str) -> None:

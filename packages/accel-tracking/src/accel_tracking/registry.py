@@ -112,8 +112,8 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 def service_class(name: str) -> type[GeneralTracker]:
     """The class of one of this package's trackers, its library installed or not."""
     service = SERVICES[name]
-    found: type[GeneralTracker] = getattr(import_module(service.module), service.class_name)
-    return found
+    implementation: type[GeneralTracker] = getattr(import_module(service.module), service.class_name)
+    return implementation
 
 
 def load_services() -> None:
@@ -139,8 +139,8 @@ def get_available_trackers() -> list[str]:
 def _entry_points(name: str | None = None) -> Sequence[Any]:
     from importlib.metadata import entry_points
 
-    found = entry_points(group=ENTRY_POINTS)
-    return list(found if name is None else found.select(name=name))
+    entries = entry_points(group=ENTRY_POINTS)
+    return list(entries if name is None else entries.select(name=name))
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[GeneralTracker | str]:
@@ -195,13 +195,13 @@ def _needs_folder(name: str) -> bool:
 def _unknown(name: Any) -> ValueError:
     """The error for an unknown tracker, with a suggestion."""
     hint = f" Pass an instance: {name.__name__}(...)." if isinstance(name, type) else ""
-    known = [LoggerType.ALL.value, *SERVICES, *(entry.name for entry in _entry_points()), *LOGGER_TYPE_TO_CLASS]
+    names = [LoggerType.ALL.value, *SERVICES, *(entry.name for entry in _entry_points()), *LOGGER_TYPE_TO_CLASS]
     if isinstance(name, str):
         from difflib import get_close_matches
 
-        close = get_close_matches(name.lower(), known, n=1)
+        close = get_close_matches(name.lower(), names, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
     return ValueError(
         f"log_with={name!r} is not a tracker.{hint} It takes instances of GeneralTracker subclasses and these "
-        f"names: {', '.join(map(repr, dict.fromkeys(known)))}."
+        f"names: {', '.join(map(repr, dict.fromkeys(names)))}."
     )

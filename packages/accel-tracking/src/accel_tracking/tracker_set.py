@@ -179,15 +179,15 @@ class TrackerSet:
                 )
 
 
-def _arguments_by_name(given: Any, argument: str, method: str) -> Mapping[str, Mapping[str, Any]]:
-    if given is None:
+def _arguments_by_name(arguments: Any, argument: str, method: str) -> Mapping[str, Mapping[str, Any]]:
+    if arguments is None:
         return {}
-    if not isinstance(given, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in given.values()):
+    if not isinstance(arguments, Mapping) or not all(isinstance(kwargs, Mapping) for kwargs in arguments.values()):
         raise TypeError(
-            f"{argument}={given!r} of {method}() is not of the form "
+            f"{argument}={arguments!r} of {method}() is not of the form "
             '{"name of a tracker": {"argument": value}}. Pass a dictionary of dictionaries.'
         )
-    return given
+    return arguments
 
 
 def _as_integer(step: Any) -> int | None:

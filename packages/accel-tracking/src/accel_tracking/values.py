@@ -70,14 +70,14 @@ def sort_values(values: Mapping[Any, Any]) -> Logged:
         if isinstance(value, Mapping):
             group = {}
             for inner, item in flatten(value, separator="/"):
-                if (found := number(item)) is not None:
-                    group[inner] = found
+                if (scalar := number(item)) is not None:
+                    group[inner] = scalar
                 else:
                     sorted_.texts[f"{name}/{inner}"] = text(item)
             if group:
                 sorted_.groups[name] = group
-        elif (found := number(value)) is not None:
-            sorted_.numbers[name] = found
+        elif (scalar := number(value)) is not None:
+            sorted_.numbers[name] = scalar
         else:
             sorted_.texts[name] = text(value)
     return sorted_
@@ -94,8 +94,8 @@ def presentable(value: Any, libraries: frozenset[str]) -> Any:
         value: What was logged.
         libraries: Top-level packages whose objects the service displays.
     """
-    if (found := number(value)) is not None:
-        return found
+    if (scalar := number(value)) is not None:
+        return scalar
     if isinstance(value, Mapping):
         return {str(name): presentable(item, libraries) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -125,8 +125,8 @@ def plain(value: Any, depth: int = 0) -> Any:
         return value
     if isinstance(value, Enum):
         return plain(value.value, depth)
-    if (found := number(value)) is not None:
-        return found if math.isfinite(found) else non_finite(found)
+    if (scalar := number(value)) is not None:
+        return scalar if math.isfinite(scalar) else non_finite(scalar)
     if depth >= MAX_DEPTH:
         return text(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

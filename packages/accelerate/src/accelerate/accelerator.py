@@ -653,9 +653,9 @@ class Accelerator:
         if self.is_fsdp2 and replaced is None:
             warn_of_uncalled()
         shard = None if replaced is None else partial(replaced, self)
-        known = self._preparer.prepared_model(model)
-        if known is not None:
-            return known
+        wrapper = self._preparer.prepared_model(model)
+        if wrapper is not None:
+            return wrapper
         self._check_device_map(model)
         prepared = self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
         self._stepping.first_step.watch_model(prepared)
@@ -913,9 +913,9 @@ class Accelerator:
         return self.engine.precision.name != "no"
 
     @native_amp.setter
-    def native_amp(self, wanted: bool) -> None:
-        if wanted != self.native_amp:
-            changed_precision.autocast(self.engine, wanted)
+    def native_amp(self, enabled: bool) -> None:
+        if enabled != self.native_amp:
+            changed_precision.autocast(self.engine, enabled)
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -1230,11 +1230,11 @@ class Accelerator:
         Raises:
             ValueError: Some lack these methods; then none is registered.
         """
-        wanted = ("state_dict", "load_state_dict")
+        methods = ("state_dict", "load_state_dict")
         wrong = [
             f"Item at index {index}, {shorten(item)} ({type(item).__name__})"
             for index, item in enumerate(objects)
-            if not all(callable(getattr(item, name, None)) for name in wanted)
+            if not all(callable(getattr(item, name, None)) for name in methods)
         ]
         if wrong:
             raise ValueError(

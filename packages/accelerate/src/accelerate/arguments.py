@@ -54,8 +54,8 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
     resolved = dict(given)
     for argument, (variable, where) in PLUGINS.items():
         value = given.get(argument)
-        wanted = variable is not None and parse_flag_from_env(variable)
-        if value is None and not wanted:
+        is_enabled = variable is not None and parse_flag_from_env(variable)
+        if value is None and not is_enabled:
             continue
         plugin_class = _plugin_class(where, argument if value is not None else f"{variable}=true")
         resolved[argument] = plugin_class() if value is None else _checked_plugin(argument, value, plugin_class)
@@ -66,11 +66,11 @@ def resolve_plugins(given: dict[str, Any]) -> dict[str, Any]:
     return resolved
 
 
-def _checked_plugin(argument: str, value: Any, wanted: type) -> Any:
+def _checked_plugin(argument: str, value: Any, plugin_class: type) -> Any:
     """One plugin, or for DeepSpeed several by name."""
     if argument != "deepspeed_plugin" or not isinstance(value, dict) or not value:
-        return _checked(argument, value, wanted)
-    return {name: _checked(f"deepspeed_plugins[{name!r}]", plugin, wanted) for name, plugin in value.items()}
+        return _checked(argument, value, plugin_class)
+    return {name: _checked(f"deepspeed_plugins[{name!r}]", plugin, plugin_class) for name, plugin in value.items()}
 
 
 def _plugin_class(where: str, asked_by: str) -> Any:
@@ -187,9 +187,9 @@ def resolve_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGTy
     return list(given)
 
 
-def _checked(argument: str, value: Any, wanted: type) -> Any:
-    if not isinstance(value, wanted):
+def _checked(argument: str, value: Any, expected_type: type) -> Any:
+    if not isinstance(value, expected_type):
         raise TypeError(
-            f"{argument}={value!r} is of type {type(value).__name__}. Pass an object of {wanted.__name__}."
+            f"{argument}={value!r} is of type {type(value).__name__}. Pass an object of {expected_type.__name__}."
         )
     return value

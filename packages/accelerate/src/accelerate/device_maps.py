@@ -36,10 +36,10 @@ def check_quantized(model: nn.Module, device: torch.device) -> None:
     if not bits or len(places) != 1 or (device.type == "cpu" and computes_on_cpu):
         return
     (place,) = places
-    found = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
-    if resolve_device(found) != resolve_device(device):
+    model_device = torch.device(device.type, place) if isinstance(place, int) else torch.device(place)
+    if resolve_device(model_device) != resolve_device(device):
         raise ValueError(
-            f"{type(model).__name__} was loaded in {bits} bits on {str(found)!r}, but this process trains on "
+            f"{type(model).__name__} was loaded in {bits} bits on {str(model_device)!r}, but this process trains on "
             f"{str(device)!r}. Load it there, for example with "
             'device_map={"": PartialState().device}.'
         )

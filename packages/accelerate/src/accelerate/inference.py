@@ -76,10 +76,10 @@ def prepare_pippy(
     example = (tuple(example_args or ()), dict(example_kwargs or {})) if example_args or example_kwargs else None
     group = _pipeline_group(state)
     chunks = num_chunks or count
-    found, names = _split_or_trace(
+    forward, names = _split_or_trace(
         model, split_points, no_split_module_classes, group, chunks, bool(gather_output), example
     )
-    model.forward = found
+    model.forward = forward
     model.hf_split_points = names  # type: ignore[assignment]
     return model
 

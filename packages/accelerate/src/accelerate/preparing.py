@@ -90,9 +90,9 @@ class Preparer:
             evaluation: Whether it will not be trained.
             shard: Shards the model before the engine does; then nothing is left for the engine to shard.
         """
-        known = self.prepared_model(model)
-        if known is not None:
-            return known
+        wrapper = self.prepared_model(model)
+        if wrapper is not None:
+            return wrapper
         place = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
@@ -118,22 +118,22 @@ class Preparer:
             TypeError: It is not a module.
         """
         _check_type("prepare_model", model, nn.Module)
-        known: nn.Module | None = find(self.prepared.wrapped, model, _inner_model)
-        return known if known is not None or not is_prepared(model) else self._keep_model(model)
+        wrapper: nn.Module | None = find(self.prepared.wrapped, model, _inner_model)
+        return wrapper if wrapper is not None or not is_prepared(model) else self._keep_model(model)
 
     def _keep_model(self, model: nn.Module) -> nn.Module:
         note_engine(model, self.engine)
-        kept: nn.Module = self.prepared.keep_model(_inner_model(model), model)
-        return kept
+        wrapper: nn.Module = self.prepared.keep_model(_inner_model(model), model)
+        return wrapper
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None
     ) -> AcceleratedOptimizer:
         """Wrap an optimizer once."""
         _check_type("prepare_optimizer", optimizer, torch.optim.Optimizer)
-        known = find(self.prepared.optimizers, optimizer, lambda known: known.optimizer)
-        if known is not None:
-            return known
+        wrapper = find(self.prepared.optimizers, optimizer, lambda wrapper: wrapper.optimizer)
+        if wrapper is not None:
+            return wrapper
         self.replaced.rebind(optimizer)
         if not is_prepared(optimizer):
             optimizer = self.engine.prepare_optimizer(optimizer, device_placement=self._placed(device_placement))
@@ -141,9 +141,9 @@ class Preparer:
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler once."""
-        known = find(self.prepared.schedulers, scheduler, lambda known: known.scheduler)
-        if known is not None:
-            return known
+        wrapper = find(self.prepared.schedulers, scheduler, lambda wrapper: wrapper.scheduler)
+        if wrapper is not None:
+            return wrapper
         if not is_prepared(scheduler):
             scheduler = self.engine.prepare_scheduler(scheduler)
         return keep(self.prepared.schedulers, scheduler)
@@ -212,10 +212,10 @@ def check_placement(placement: Sequence[bool | None] | None, objects: Sequence[A
     return placement
 
 
-def _check_type(method: str, item: Any, wanted: type) -> None:
-    if not isinstance(item, wanted):
+def _check_type(method: str, item: Any, expected_type: type) -> None:
+    if not isinstance(item, expected_type):
         raise TypeError(
-            f"{method}() got {shorten(item)} of type {type(item).__name__}. Pass an object of {wanted.__qualname__}."
+            f"{method}() got {shorten(item)} of type {type(item).__name__}. Pass an object of {expected_type.__qualname__}."
         )
 
 

@@ -78,24 +78,24 @@ class StepController:
         """
         if given == self._checked:
             return given
-        found = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else (entry,)))
-        if found == self._checked:
-            return found
-        for model in found:
+        models = tuple(model for entry in given for model in (entry if isinstance(entry, (list, tuple)) else (entry,)))
+        if models == self._checked:
+            return models
+        for model in models:
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"accumulate() got {shorten(model)} of type {type(model).__name__}. Pass the prepared models, as in "
                     "`with accelerator.accumulate(model):`."
                 )
-        known = self.prepared
-        is_known = bool(known.models or known.optimizers or known.dataloaders)
-        if not (is_known or self._was_freed or any(map(is_prepared, found))):
+        record = self.prepared
+        is_known = bool(record.models or record.optimizers or record.dataloaders)
+        if not (is_known or self._was_freed or any(map(is_prepared, models))):
             raise RuntimeError(
-                f"accumulate() got {', '.join(type(model).__name__ for model in found)}, but this accelerator has not "
+                f"accumulate() got {', '.join(type(model).__name__ for model in models)}, but this accelerator has not "
                 "prepared anything. Call `model, optimizer, ... = accelerator.prepare(model, optimizer, ...)` first."
             )
-        self._checked = found
-        return found
+        self._checked = models
+        return models
 
     def no_sync(
         self, models: tuple[nn.Module, ...], of_one: Callable[[nn.Module], AbstractContextManager[Any]] | None

@@ -60,7 +60,10 @@ class Difference:
             logger.warning("The checkpoint %s does not fully match %s:\n%s", self.source, self.model, report)
 
     def _report(self, about_unexpected: str) -> str:
-        shapes = [f"{name} {found} instead of {wanted}" for name, found, wanted in self.misshapen]
+        shapes = [
+            f"{name} {stored_shape} instead of {expected_shape}"
+            for name, stored_shape, expected_shape in self.misshapen
+        ]
         parts = {
             "missing, and left unchanged in the model": self.missing,
             about_unexpected: self.unexpected,
@@ -71,12 +74,12 @@ class Difference:
 
 def expected_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and buffers that a checkpoint of a model holds, under all their names."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
+                tensors[f"{path}.{name}" if path else name] = buffer
+    return tensors
 
 
 def extra_states(model: nn.Module) -> dict[str, nn.Module]:
@@ -126,9 +129,9 @@ def compare(model: nn.Module, contents: CheckpointContents) -> Difference:
         stored, tensor = contents.dtype_and_shape(source), tensors[name]
         if type(tensor).__name__ in QUANTISED or nn.parameter.is_lazy(tensor):
             continue
-        found = stored[1] if stored is not None else ()
-        if found != tuple(tensor.shape):
-            misshapen.append((name, found, tuple(tensor.shape)))
+        stored_shape = stored[1] if stored is not None else ()
+        if stored_shape != tuple(tensor.shape):
+            misshapen.append((name, stored_shape, tuple(tensor.shape)))
     return Difference(contents.source, type(model).__name__, missing, unexpected, misshapen)
 
 

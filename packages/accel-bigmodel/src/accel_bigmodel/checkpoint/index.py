@@ -77,10 +77,10 @@ def _in_folder(folder: Path, source: str) -> CheckpointFiles:
     if index := _only_index(folder, PLAIN_INDEX_ENDING, source):
         return _read_index(index, source)
     others = sorted(name for name in os.listdir(folder) if name.endswith(FILE_ENDINGS[:-1]))
-    found = f" Give the path of the file itself if one of these is meant: {', '.join(others)}." if others else ""
+    hint = f" Give the path of the file itself if one of these is meant: {', '.join(others)}." if others else ""
     raise ValueError(
         f"The folder {source} holds no checkpoint: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME} nor an index of shards "
-        f"(*{PLAIN_INDEX_ENDING}).{found}"
+        f"(*{PLAIN_INDEX_ENDING}).{hint}"
     )
 
 

@@ -226,11 +226,11 @@ class _Readers:
         value = self._contents.tensor(placement.source).detach()
         with torch.no_grad():
             if placement.in_place:
-                made = self._tensors[placement.name].copy_(value)
+                tensor = self._tensors[placement.name].copy_(value)
             else:
-                made = value.to(placement.device, placement.dtype, copy=True)
+                tensor = value.to(placement.device, placement.dtype, copy=True)
         self._contents.forget(placement.source)
-        return made
+        return tensor
 
     def _start(self, placement: Placement) -> Callable[[], torch.Tensor]:
         """Have threads read a tensor; returns what waits for it."""
@@ -241,9 +241,9 @@ class _Readers:
             return self._threads.submit(self._read, placement).result
         stored = self._contents.dtype_and_shape(placement.source)
         assert stored is not None  # or there was no placement
-        own = self._tensors[placement.name]
-        if placement.in_place and own.dtype == stored[0] and own.is_contiguous() and _is_plain(own):
-            return partial(_arrived, own, self._copier.start(source, own))
+        tensor = self._tensors[placement.name]
+        if placement.in_place and tensor.dtype == stored[0] and tensor.is_contiguous() and _is_plain(tensor):
+            return partial(_arrived, tensor, self._copier.start(source, tensor))
         target = torch.empty(placement.shape, dtype=stored[0], device=placement.device)
         copies = self._copier.start(source, target)
         if placement.dtype == stored[0] and not placement.in_place:
@@ -282,9 +282,9 @@ def _assign(
         owner._buffers[leaf] = value
     elif type(old) is nn.Parameter:
         differentiable = value.is_floating_point() or value.is_complex()
-        made = nn.Parameter(value, requires_grad=old.requires_grad and differentiable)
-        made.__dict__.update(old.__dict__)
-        owner._parameters[leaf] = made
+        parameter = nn.Parameter(value, requires_grad=old.requires_grad and differentiable)
+        parameter.__dict__.update(old.__dict__)
+        owner._parameters[leaf] = parameter
     else:
         scales = _scales_of(placement, contents)
         set_module_tensor_to_device(owner, leaf, value.device, value, dtype=value.dtype, fp16_statistics=scales)

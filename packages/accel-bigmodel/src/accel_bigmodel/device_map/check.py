@@ -29,13 +29,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any], strict: bo
         ValueError: Listing the names.
     """
     tensors = list(model.state_dict())
-    known = {name for name, _ in model.named_modules()} | set(tensors)
-    known |= {name for name, _ in model.named_buffers()}
-    unknown = [name for name in device_map if name not in known]
+    names = {name for name, _ in model.named_modules()} | set(tensors)
+    names |= {name for name, _ in model.named_buffers()}
+    unknown = [name for name in device_map if name not in names]
     if unknown:
         from difflib import get_close_matches
 
-        close = get_close_matches(unknown[0], sorted(known), n=1)
+        close = get_close_matches(unknown[0], sorted(names), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
         message = (
             f"These device_map keys do not match any submodules of {type(model).__name__}: {_listed(unknown)}.{hint}"
@@ -181,7 +181,7 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
         model: The model, in memory.
         devices: Device by module name; modules that are left out are not moved.
     """
-    found: dict[torch.device, int] = {}
+    bytes_by_device: dict[torch.device, int] = {}
     seen: set[tuple[int, torch.device]] = set()
     for name, tensor in named_module_tensors(model, recurse=True):
         place = name
@@ -192,8 +192,8 @@ def bytes_to_move(model: nn.Module, devices: Mapping[str, Any]) -> dict[torch.de
         device = resolve_device(devices[place])
         if device != tensor.device and (tensor.data_ptr(), device) not in seen:
             seen.add((tensor.data_ptr(), device))
-            found[device] = found.get(device, 0) + tensor.nbytes
-    return found
+            bytes_by_device[device] = bytes_by_device.get(device, 0) + tensor.nbytes
+    return bytes_by_device
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:

@@ -62,15 +62,15 @@ class Unplaced:
         self._by_name[name] = module
 
     def _largest_in(self, name: str, module: ModuleOrTensor) -> int:
-        found = self._largest.get(name)
-        if found is None:
+        largest = self._largest.get(name)
+        if largest is None:
             if can_be_split(module, self._no_split):
                 children = module.named_children()  # type: ignore[union-attr]
-                found = max((self._largest_in(f"{name}.{key}", child) for key, child in children), default=0)
+                largest = max((self._largest_in(f"{name}.{key}", child) for key, child in children), default=0)
             else:
-                found = self._sizes.get(name, 0)
-            self._largest[name] = found
-        return found
+                largest = self._sizes.get(name, 0)
+            self._largest[name] = largest
+        return largest
 
     def __bool__(self) -> bool:
         return bool(self._stack)
@@ -116,14 +116,14 @@ class Unplaced:
 
     def holding(self, tensors: list[str]) -> list[str]:
         """The names of the modules that hold these tensors, each once."""
-        found = []
+        names = []
         for tensor in tensors:
             name = tensor
             while name and name not in self._by_name:
                 name = name.rpartition(".")[0]
-            if name and name not in found:
-                found.append(name)
-        return found
+            if name and name not in names:
+                names.append(name)
+        return names
 
 
 def fallback_allocate(
@@ -164,10 +164,10 @@ def fallback_allocate(
                     return [inner[0], *modules[:position], *inner[1:], *modules[position + 1 :]]
         return None
 
-    found = search(modules)
-    if found is None:
+    order = search(modules)
+    if order is None:
         return None, None, list(modules)
-    return (*found[0], found[1:])
+    return (*order[0], order[1:])
 
 
 def clean_device_map(device_map: Map, module_name: str = "") -> Map:

@@ -76,8 +76,8 @@ def infer_auto_device_map(
     _log_empty_devices(filling)
     if not offload_buffers:
         _check_room_for_buffers(model, device_map, sizes, limits, filling.used, dtype, special_dtypes)
-    found = OrderedDict(device_map)
-    result = clean_device_map(found) if clean_result else found
+    full_map = OrderedDict(device_map)
+    result = clean_device_map(full_map) if clean_result else full_map
     check_tied_parameters_on_same_device(tied, result)
     return result
 
@@ -141,10 +141,10 @@ class _Filling:
     def _leave_device(self, name: str, needed: int) -> None:
         """Continue with the next device, because a module of `needed` bytes does not fit on this one."""
         if self.device not in self.used:
-            kept = self.unplaced.largest_later if self.device in self.runs_offloaded else 0
-            beside = f" ({kept} of them for running offloaded modules)" if kept else ""
+            reserve = self.unplaced.largest_later if self.device in self.runs_offloaded else 0
+            beside = f" ({reserve} of them for running offloaded modules)" if reserve else ""
             self.too_small[self.device] = (
-                f"{self.limits[self.device]} bytes, where {name} needs {needed + kept}{beside}"
+                f"{self.limits[self.device]} bytes, where {name} needs {needed + reserve}{beside}"
             )
         self.device = next(self.devices)
 
@@ -201,8 +201,8 @@ def _partners(tied: list[list[str]]) -> Any:
         for member in group:
             prefix = member
             while prefix:
-                known = by_prefix.setdefault(prefix, [])
-                known += [other for other in group if other != member and other not in known]
+                partners = by_prefix.setdefault(prefix, [])
+                partners += [other for other in group if other != member and other not in partners]
                 prefix = prefix.rpartition(".")[0]
     return lambda name: by_prefix.get(name, [])
 
@@ -226,11 +226,11 @@ def get_module_size_with_ties(
     """
     if not tied_params:
         return module_size, [], []
-    found = dict(modules_to_treat)
+    modules = dict(modules_to_treat)
     names = Unplaced(modules_to_treat, module_sizes, set()).holding(list(tied_params))
     extra = sum(module_sizes.get(name, 0) for name in names)
     extra -= sum(module_sizes.get(name, 0) for name in set(tied_params) if any(is_inside(name, one) for one in names))
-    return module_size + extra, names, [found[name] for name in names]
+    return module_size + extra, names, [modules[name] for name in names]
 
 
 def _check_room_for_buffers(

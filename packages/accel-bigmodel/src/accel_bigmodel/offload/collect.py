@@ -28,26 +28,26 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: When a weight is on the meta device and no hook offloads it.
     """
-    found: dict[str, torch.Tensor] = dict(model.state_dict())
+    state_dict: dict[str, torch.Tensor] = dict(model.state_dict())
     left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for hook in _offloading(module):
             for name in hook.original_devices:
-                if prefix + name in found and found[prefix + name].is_meta and prefix + name not in left_out:
-                    found[prefix + name] = hook.weights_map[name]
+                if prefix + name in state_dict and state_dict[prefix + name].is_meta and prefix + name not in left_out:
+                    state_dict[prefix + name] = hook.weights_map[name]
     for group in _same_tensors(model):
-        values = [found[name] for name in group if not found[name].is_meta]
+        values = [state_dict[name] for name in group if not state_dict[name].is_meta]
         for name in group if values else ():
-            found[name] = values[0]
-    empty = [name for name, tensor in found.items() if tensor.is_meta]
+            state_dict[name] = values[0]
+    empty = [name for name, tensor in state_dict.items() if tensor.is_meta]
     if empty:
         raise ValueError(
             f"Weights of {type(model).__name__} are on the meta device, and no hook offloads them: {empty[:5]}. Load a "
             "checkpoint first."
         )
-    on_cpu = {id(tensor): tensor.to("cpu") for tensor in found.values()}  # tied ones once
-    return {name: on_cpu[id(tensor)] for name, tensor in found.items()}
+    on_cpu = {id(tensor): tensor.to("cpu") for tensor in state_dict.values()}  # tied ones once
+    return {name: on_cpu[id(tensor)] for name, tensor in state_dict.items()}
 
 
 def get_state_dict_from_offload(

@@ -65,10 +65,10 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     needed = prod(shape) * dtype.itemsize
     if not needed:
         return torch.empty(shape, dtype=dtype)
-    found = os.path.getsize(weight_file)
-    if found != needed:
+    file_size = os.path.getsize(weight_file)
+    if file_size != needed:
         raise ValueError(
-            f"The offloaded weight {os.fspath(weight_file)!r} has {found} bytes, but {shape} of {dtype} take {needed}: "
+            f"The offloaded weight {os.fspath(weight_file)!r} has {file_size} bytes, but {shape} of {dtype} take {needed}: "
             "it is truncated, or belongs to another model. Offload the model again."
         )
     return torch.from_file(os.fspath(weight_file), shared=False, size=prod(shape), dtype=dtype).view(shape)

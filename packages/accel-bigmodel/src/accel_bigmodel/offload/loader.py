@@ -73,10 +73,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise KeyError(
                 f"There is no offloaded weight {key!r}: the index belongs to another model, or is incomplete."
             )
-        known = self._mapped.get(key)
-        if known is None or known[0] is not info:
-            known = self._mapped[key] = (info, self._open(key, info))
-        return known[1]
+        entry = self._mapped.get(key)
+        if entry is None or entry[0] is not info:
+            entry = self._mapped[key] = (info, self._open(key, info))
+        return entry[1]
 
     def _open(self, key: str, info: Mapping[str, Any]) -> torch.Tensor:
         check_entry(key, info, self.save_folder or "")
@@ -151,10 +151,10 @@ def extract_submodules_state_dict(
     names = list(submodule_names)
     if "" in names:
         return dict(state_dict)
-    found = {}
+    weights = {}
     for name in names:
-        found.update({key: value for key, value in state_dict.items() if key == name or key.startswith(f"{name}.")})
-    return found
+        weights.update({key: value for key, value in state_dict.items() if key == name or key.startswith(f"{name}.")})
+    return weights
 
 
 def check_weights_are_stored(
@@ -172,9 +172,9 @@ def check_weights_are_stored(
         ValueError: Naming a parameter that is missing.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = {id(parameter) for name, parameter in parameters.items() if name in stored}
-    wanted: dict[str, Any] = extract_submodules_state_dict(parameters, modules)
-    missing = [name for name, parameter in wanted.items() if id(parameter) not in found]
+    stored_ids = {id(parameter) for name, parameter in parameters.items() if name in stored}
+    module_parameters: dict[str, Any] = extract_submodules_state_dict(parameters, modules)
+    missing = [name for name, parameter in module_parameters.items() if id(parameter) not in stored_ids]
     if missing:
         more = f" and {len(missing) - 1} more parameters" if len(missing) > 1 else ""
         raise ValueError(

@@ -74,16 +74,16 @@ class Arena:
 
     def _marks_within(self, begin: int, end: int) -> list[Any]:
         """The events that a writer of this range has to wait for; those of other ranges are kept."""
-        found: list[Any] = []
-        kept: list[_Used] = []
+        marks: list[Any] = []
+        uses: list[_Used] = []
         for used in self._used:
             if used.end <= begin or end <= used.begin:
-                kept.append(used)
+                uses.append(used)
                 continue
-            found += used.marks
+            marks += used.marks
             if used.begin < begin:
-                kept.append(_Used(used.begin, begin, used.marks))
+                uses.append(_Used(used.begin, begin, used.marks))
             if end < used.end:
-                kept.append(_Used(end, used.end, used.marks))
-        self._used = kept
-        return found
+                uses.append(_Used(end, used.end, used.marks))
+        self._used = uses
+        return marks

@@ -232,11 +232,11 @@ class StreamLane(Lane):
         tied = [
             weight for weight in block.weights if weight.source.data_ptr() in self._addresses
         ]  # to weights packed before
-        own = [weight for weight in block.weights if weight not in tied]
-        block.lay_out([*own, *tied])
-        block.packed = pinned(sum(weight.room for weight in own), self.device, self._stream)
-        fill(own, block.packed)
-        for weight in own:
+        untied = [weight for weight in block.weights if weight not in tied]
+        block.lay_out([*untied, *tied])
+        block.packed = pinned(sum(weight.room for weight in untied), self.device, self._stream)
+        fill(untied, block.packed)
+        for weight in untied:
             if weight.num_bytes:
                 value = _within(block.packed, weight)
                 self._addresses.add(value.data_ptr())

@@ -60,5 +60,5 @@ class Streaming:
             return 0
         num_held = min(self.depth + 1, len(sizes))
         cycle = [*sizes, *sizes[: num_held - 1]]
-        wanted = max(sum(cycle[begin : begin + num_held]) for begin in range(len(sizes)))
-        return max(max(sizes), min(wanted, self.budget_bytes) if self.budget is not None else wanted)
+        window_bytes = max(sum(cycle[begin : begin + num_held]) for begin in range(len(sizes)))
+        return max(max(sizes), min(window_bytes, self.budget_bytes) if self.budget is not None else window_bytes)

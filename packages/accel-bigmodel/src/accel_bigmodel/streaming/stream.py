@@ -276,6 +276,6 @@ def _like(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """The value as a parameter with the attributes of the old one, if that is a parameter."""
     if not isinstance(old, nn.Parameter):
         return value
-    made = nn.Parameter(value, requires_grad=old.requires_grad)
-    made.__dict__.update(attributes_of(old))
-    return made
+    parameter = nn.Parameter(value, requires_grad=old.requires_grad)
+    parameter.__dict__.update(attributes_of(old))
+    return parameter

@@ -77,10 +77,10 @@ def replace_with_bnb_layers(
         MissingLibraryError: When bitsandbytes is not installed.
     """
     layers = library("Quantizing a model")
-    kept, path = modules_to_not_convert or (), current_key_name or ()
-    found = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and name]
-    for name, linear in found:
-        if not is_among(".".join([*path, name]), kept):
+    exclusions, path = modules_to_not_convert or (), current_key_name or ()
+    linears = [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear and name]
+    for name, linear in linears:
+        if not is_among(".".join([*path, name]), exclusions):
             owner, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(owner), leaf, _quantized_layer(layers, linear, bnb_quantization_config))
     return model
@@ -103,8 +103,8 @@ def _quantized_layer(layers: Any, linear: nn.Linear, config: BnbQuantizationConf
     layer.weight = type(layer.weight)(linear.weight.data, requires_grad=False, **layer.weight.__dict__)
     layer.bias = linear.bias
     layer.requires_grad_(False)
-    made: nn.Module = layer.train(linear.training)
-    return made
+    module: nn.Module = layer.train(linear.training)
+    return module
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
@@ -113,8 +113,8 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     Args:
         model: The model.
     """
-    found: Any = sys.modules.get("bitsandbytes.nn")  # a model cannot have its layers when it is not imported
-    return found is not None and any(isinstance(module, found.Linear4bit) for module in model.modules())
+    layers: Any = sys.modules.get("bitsandbytes.nn")  # a model cannot have its layers when it is not imported
+    return layers is not None and any(isinstance(module, layers.Linear4bit) for module in model.modules())
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:

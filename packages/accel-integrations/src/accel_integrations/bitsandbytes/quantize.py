@@ -325,9 +325,9 @@ def quantize_and_offload_8bit(
         offload_weight(param.data, param_name, offload_folder, offload_index)
         offload_weight(fp16_statistics, scales_name(param_name), offload_folder, offload_index)
     else:
-        made = library("Quantizing a weight").Int8Params(param.data.cpu(), requires_grad=False).to("cpu")
-        offload_weight(made.data, param_name, offload_folder, offload_index)
-        offload_weight(made.SCB, scales_name(param_name), offload_folder, offload_index)
+        weight = library("Quantizing a weight").Int8Params(param.data.cpu(), requires_grad=False).to("cpu")
+        offload_weight(weight.data, param_name, offload_folder, offload_index)
+        offload_weight(weight.SCB, scales_name(param_name), offload_folder, offload_index)
     set_module_tensor_to_device(model, param_name, "meta")
 
 

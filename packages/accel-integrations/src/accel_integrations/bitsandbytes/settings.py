@@ -77,10 +77,10 @@ class BnbQuantizationConfig:
 
     def _dtype(self, name: str) -> torch.dtype:
         value = getattr(self, name)
-        found = COMPUTE_DTYPES.get(value) if isinstance(value, str) else value
-        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+        dtype = COMPUTE_DTYPES.get(value) if isinstance(value, str) else value
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise self._wrong(name, "'fp32', 'fp16', 'bf16' or a floating-point torch.dtype")
-        return found
+        return dtype
 
     def _wrong(self, name: str, expected: str) -> ValueError:
         return wrong_value(f"BnbQuantizationConfig.{name}", getattr(self, name), expected)

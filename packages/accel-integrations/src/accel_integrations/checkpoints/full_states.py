@@ -173,11 +173,11 @@ class FullStatesLoad(PendingLoad):
 
     def check_models(self, models: Sequence[nn.Module]) -> None:
         """Compare names and shapes, except for models that customize loading."""
-        self._models, found = models, len(self._weights)
-        if found < len(models):
+        self._models, count = models, len(self._weights)
+        if count < len(models):
             raise ValueError(
                 f"{len(models)} models are prepared, but the checkpoint {self._checkpoint.folder} holds the weights of "
-                f"{found}: {weights_file(found, True)!r} is missing. Prepare the same models as when it was saved, in "
+                f"{count}: {weights_file(count, True)!r} is missing. Prepare the same models as when it was saved, in "
                 "the same order."
             )
         strict = self._model_kwargs.get("strict", True)
@@ -224,12 +224,12 @@ def read_dict(
         ValueError: The file is damaged, holds more than plain data, or something else than a dict.
     """
     with checkpoint.reading():
-        found = load(checkpoint.path(name), map_location=location, **(load_kwargs or {}))
-    if not isinstance(found, dict):
+        state_dict = load(checkpoint.path(name), map_location=location, **(load_kwargs or {}))
+    if not isinstance(state_dict, dict):
         raise ValueError(
-            f"{checkpoint.path(name)} holds a {type(found).__name__} instead of a state dict. Load another checkpoint."
+            f"{checkpoint.path(name)} holds a {type(state_dict).__name__} instead of a state dict. Load another checkpoint."
         )
-    return found
+    return state_dict
 
 
 def check_count(checkpoint: CheckpointFiles, kind: str, name: str, wanted: int) -> None:
@@ -238,11 +238,11 @@ def check_count(checkpoint: CheckpointFiles, kind: str, name: str, wanted: int) 
     Raises:
         ValueError: There are fewer.
     """
-    found = count_files(checkpoint.names, name)
-    if found < wanted:
+    count = count_files(checkpoint.names, name)
+    if count < wanted:
         raise ValueError(
-            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {found}: "
-            f"{numbered(name, found)!r} is missing. Prepare the same objects as when it was saved, in the same order."
+            f"{wanted} {kind}s are prepared, but the checkpoint {checkpoint.folder} holds {count}: "
+            f"{numbered(name, count)!r} is missing. Prepare the same objects as when it was saved, in the same order."
         )
 
 
@@ -262,10 +262,15 @@ def _read_weights(checkpoint: CheckpointFiles, index: int, load_kwargs: Mapping[
 
 
 def _load_weights(model: nn.Module, weights: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    own = model.state_dict() if model_has_dtensor(model) else {}
+    state_dict = model.state_dict() if model_has_dtensor(model) else {}
     if options.get("assign"):  # else parameters would be views of the memory-mapped file
         weights = {name: value.clone() for name, value in weights.items()}
-    weights = {name: distribute_like(value, own[name]) if name in own else value for name, value in weights.items()}
-    if own and options.get("assign"):
-        weights = {name: value.to(own[name].device) if name in own else value for name, value in weights.items()}
+    weights = {
+        name: distribute_like(value, state_dict[name]) if name in state_dict else value
+        for name, value in weights.items()
+    }
+    if state_dict and options.get("assign"):
+        weights = {
+            name: value.to(state_dict[name].device) if name in state_dict else value for name, value in weights.items()
+        }
     model.load_state_dict(weights, **options)

@@ -54,10 +54,10 @@ class JointFolder:
     def __init__(self, folder: Path, weights: Mapping[str, torch.Tensor], max_shard_size: int | str) -> None:
         local = {name: to_local(value) for name, value in weights.items()}
         check_tensors(local)
-        kept = {name: weights[name] for name in clean_state_dict_for_safetensors(local)}
-        shards = name_shards(kept, parse_size(max_shard_size), SAFETENSORS)
-        self.files = {file_name: _plan({name: kept[name] for name in names}) for file_name, names in shards.items()}
-        self._index = index_content(shards, kept) if len(shards) > 1 else None
+        tensors = {name: weights[name] for name in clean_state_dict_for_safetensors(local)}
+        shards = name_shards(tensors, parse_size(max_shard_size), SAFETENSORS)
+        self.files = {file_name: _plan({name: tensors[name] for name in names}) for file_name, names in shards.items()}
+        self._index = index_content(shards, tensors) if len(shards) > 1 else None
         self._staged = StagedFolder(folder)
         self.path = self._staged.path
         try:

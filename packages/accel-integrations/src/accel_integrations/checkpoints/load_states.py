@@ -101,12 +101,14 @@ def read_model_state(
     Raises:
         ValueError: The state does not fit; all differences are listed.
     """
-    own = model_state(model)
+    state_dict = model_state(model)
     if adapter_only:
-        own = {name: own[name] for name in trainable_names(model) if name in own}
-    sources = match_model(stored, own, model, strict=strict and not adapter_only)
+        state_dict = {name: state_dict[name] for name in trainable_names(model) if name in state_dict}
+    sources = match_model(stored, state_dict, model, strict=strict and not adapter_only)
     return {
-        name: stored.fill(keys, own[name]) if isinstance(own[name], torch.Tensor) else stored.read_object(keys)
+        name: stored.fill(keys, state_dict[name])
+        if isinstance(state_dict[name], torch.Tensor)
+        else stored.read_object(keys)
         for name, keys in sources.items()
     }
 
@@ -128,15 +130,15 @@ def match_model(stored: StoredState, own: Mapping[str, Any], model: nn.Module, *
     return sources
 
 
-def _sources(stored: StoredState, own: Mapping[str, Any], model: nn.Module) -> dict[str, Keys]:
+def _sources(stored: StoredState, state_dict: Mapping[str, Any], model: nn.Module) -> dict[str, Keys]:
     """The stored entry of each name of a model's state; tied parameters may be stored under one of their names."""
     present = {".".join(keys): keys for keys in (*stored.shapes, *stored.objects)}
-    found: dict[str, Keys] = {}
+    sources: dict[str, Keys] = {}
     for names in _names_of_each(model):
         saved = next((name for name in names if name in present), None)
         if saved is not None:
-            found |= {name: present[saved] for name in names if name in own}
-    return found | {name: present[name] for name in own if name in present}
+            sources |= {name: present[saved] for name in names if name in state_dict}
+    return sources | {name: present[name] for name in state_dict if name in present}
 
 
 def _names_of_each(model: nn.Module) -> Iterator[list[str]]:
@@ -152,16 +154,16 @@ def _names_of_each(model: nn.Module) -> Iterator[list[str]]:
 
 
 def _check_model(
-    stored: StoredState, own: Mapping[str, Any], sources: Mapping[str, Keys], model: nn.Module, strict: bool
+    stored: StoredState, state_dict: Mapping[str, Any], sources: Mapping[str, Keys], model: nn.Module, strict: bool
 ) -> None:
     problems = [
-        f"{name!r} is {stored.shapes[keys]}, the model has {tuple(own[name].shape)}"
+        f"{name!r} is {stored.shapes[keys]}, the model has {tuple(state_dict[name].shape)}"
         for name, keys in sources.items()
-        if isinstance(own[name], torch.Tensor) and stored.shapes.get(keys) != tuple(own[name].shape)
+        if isinstance(state_dict[name], torch.Tensor) and stored.shapes.get(keys) != tuple(state_dict[name].shape)
     ]
     if strict:
         used = set(sources.values())
-        problems += [f"{name!r} is missing" for name in own if name not in sources]
+        problems += [f"{name!r} is missing" for name in state_dict if name not in sources]
         problems += [
             f"{'.'.join(keys)!r} is not in the model" for keys in (*stored.shapes, *stored.objects) if keys not in used
         ]
@@ -203,7 +205,7 @@ def read_optimizer_state(
     Raises:
         ValueError: The state does not fit.
     """
-    own = model_state(model)
+    weights = model_state(model)
     groups = read_groups(stored)
     in_place = _is_version_1(model)  # torch gathers its states where the model is
     names = names_by_number(groups, built or _present_names(optimizer, model))
@@ -212,7 +214,7 @@ def read_optimizer_state(
         if keys[0] != "state":
             continue
         name, entry = names.get(keys[1], keys[1]), ".".join(keys[2:])
-        like = own.get(name)
+        like = weights.get(name)
         has_its_shape = isinstance(like, torch.Tensor) and tuple(like.shape) == stored.shapes[keys] and like.dim() > 0
         if not has_its_shape:
             value = stored.read_full(keys)
@@ -223,7 +225,7 @@ def read_optimizer_state(
     for keys in stored.objects:
         if keys[0] == "state" and len(keys) > 2:
             state.setdefault(names.get(keys[1], keys[1]), {})[".".join(keys[2:])] = stored.read_object(keys)
-    _check_names(state, own, stored, type(model).__name__)
+    _check_names(state, weights, stored, type(model).__name__)
     for group in groups:
         group["params"] = [names.get(str(each), str(each)) for each in group["params"]]
     by_name = {"state": state, "param_groups": groups}
@@ -245,13 +247,13 @@ def read_groups(stored: StoredState) -> list[dict[str, Any]]:
             group[keys[2]] = value
         else:
             group.setdefault(keys[2], {})[int(keys[3])] = value
-    found = [groups[index] for index in sorted(groups)]
-    for group in found:
+    param_groups = [groups[index] for index in sorted(groups)]
+    for group in param_groups:
         for key, value in group.items():
             if isinstance(value, dict) and value and all(isinstance(index, int) for index in value):
                 values = [value[index] for index in sorted(value)]
                 group[key] = tuple(values) if key == "betas" else values
-    return found
+    return param_groups
 
 
 def names_by_number(groups: Sequence[Mapping[str, Any]], built: BuiltNames) -> dict[str, str]:
@@ -307,8 +309,8 @@ def number_state(
         number_of |= {name: number for number, name in enumerate(names, len(number_of))}
         saved = next((saved_groups[name] for name in names if name in saved_groups), group)
         options = {key: value for key, value in saved.items() if key != "params"}
-        own = {key: value for key, value in group.items() if key not in options and key != "params"}
-        groups.append({**own, **options, "params": [number_of[name] for name in names]})
+        defaults = {key: value for key, value in group.items() if key not in options and key != "params"}
+        groups.append({**defaults, **options, "params": [number_of[name] for name in names]})
     values = {number_of[name]: value for name, value in state["state"].items() if name in number_of}
     return {"state": values, "param_groups": groups}
 
@@ -345,8 +347,8 @@ def read_full_optimizer_state(
     return number_state(by_name, optimizer.param_groups, built)
 
 
-def _check_names(names: Iterable[str], own: Collection[str], stored: StoredState, model: str) -> None:
-    if unknown := sorted(name for name in names if name not in own):
+def _check_names(names: Iterable[str], parameter_names: Collection[str], stored: StoredState, model: str) -> None:
+    if unknown := sorted(name for name in names if name not in parameter_names):
         raise ValueError(
             f"The optimizer state in {stored.where} is that of another model than {model}, which has no "
             f"{', '.join(map(repr, unknown))}. Prepare the same objects as when it was saved, in the same order."

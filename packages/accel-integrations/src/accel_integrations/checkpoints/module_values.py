@@ -26,16 +26,16 @@ def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, stri
     """
     if loads_itself(model):
         return
-    own = model.state_dict()
+    state_dict = model.state_dict()
     shapes = [
-        f"{name!r} is {_shape_of(values[name])}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if isinstance(own[name], torch.Tensor)
+        f"{name!r} is {_shape_of(values[name])}, the model has {tuple(state_dict[name].shape)}"
+        for name in state_dict
+        if isinstance(state_dict[name], torch.Tensor)
         and name in values
-        and getattr(values[name], "shape", None) != own[name].shape
+        and getattr(values[name], "shape", None) != state_dict[name].shape
     ]
-    missing = [f"{name!r} is missing" for name in own if name not in values] if strict else []
-    surplus = [f"{name!r} is not in the model" for name in values if name not in own] if strict else []
+    missing = [f"{name!r} is missing" for name in state_dict if name not in values] if strict else []
+    surplus = [f"{name!r} is not in the model" for name in values if name not in state_dict] if strict else []
     if problems := [*shapes, *missing, *surplus]:
         more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(

@@ -141,39 +141,39 @@ def _missing_hyperparameters(optimizer: Any, groups: Sequence[Mapping[str, Any]]
     except Exception:  # a state of another class may break it
         copies = [dict(group) for group in groups]
     missing = [name for name in optimizer.defaults if any(name not in group for group in copies)]
-    known = set().union(SET_BY_SCHEDULERS, optimizer.defaults, *optimizer.param_groups)
-    surplus = any(name not in known for group in groups for name in group)
+    hyperparameters = set().union(SET_BY_SCHEDULERS, optimizer.defaults, *optimizer.param_groups)
+    surplus = any(name not in hyperparameters for group in groups for name in group)
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
     return missing if missing and (surplus or is_torchs) else None
 
 
 def _name_of(group: Mapping[str, Any]) -> str:
     """The optimizer class of a parameter group, guessed by its hyperparameters."""
-    name = next((name for name, wanted in HYPERPARAMETERS.items() if wanted <= group.keys()), "")
+    name = next((name for name, hyperparameters in HYPERPARAMETERS.items() if hyperparameters <= group.keys()), "")
     listed = ", ".join(repr(key) for key in group if key != "params")
     return f"{name} ({listed})" if name else f"an optimizer with {listed or 'no hyperparameters'}"
 
 
 def _check_values(optimizer: Any, state: Mapping[str, Any], where: str) -> None:
-    wanted = STATE_OF_A_PARAMETER.get(type(optimizer), set())
+    state_names = STATE_OF_A_PARAMETER.get(type(optimizer), set())
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):
         values = state["state"].get(number)
         if not values:
             continue
-        if missing := sorted(wanted - values.keys()):
+        if missing := sorted(state_names - values.keys()):
             raise ValueError(
                 f"{where} holds {', '.join(map(repr, values))} for parameter {number}, but {type(optimizer).__name__} "
                 f"needs {', '.join(map(repr, missing))}. It is the state of another optimizer: build that one, or load "
                 "another checkpoint."
             )
-        for name in sorted(wanted):
+        for name in sorted(state_names):
             shape = getattr(values[name], "shape", None)
             if shape != parameter.shape:
-                found = f"a {type(values[name]).__name__}" if shape is None else f"of shape {tuple(shape)}"
+                description = f"a {type(values[name]).__name__}" if shape is None else f"of shape {tuple(shape)}"
                 raise ValueError(
-                    f"{where} does not fit the model: {name!r} of parameter {number} is {found}, but the parameter of "
+                    f"{where} does not fit the model: {name!r} of parameter {number} is {description}, but the parameter of "
                     f"this run has shape {tuple(parameter.shape)}. Build the same model as when it was saved."
                 )
 

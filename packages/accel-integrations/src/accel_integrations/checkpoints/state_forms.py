@@ -78,8 +78,8 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 def without_compilation(model: Any) -> nn.Module:
     """The model inside what `torch.compile` returned, or the model itself."""
-    found: nn.Module = model._orig_mod if is_compiled_module(model) else model
-    return found
+    module: nn.Module = model._orig_mod if is_compiled_module(model) else model
+    return module
 
 
 def full_model_state(model: nn.Module) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def model_of(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> n
     Raises:
         ValueError: When its parameters do not all belong to one of the models.
     """
-    wanted = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     for model in models:
-        if wanted <= set(model.parameters()):
+        if parameters <= set(model.parameters()):
             return model
     raise ValueError(
         f"{type(optimizer).__name__} has parameters that do not all belong to one prepared model, so its state cannot "

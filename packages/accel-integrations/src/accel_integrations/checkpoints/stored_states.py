@@ -223,16 +223,16 @@ def open_optimizer_state(folder: Path, index: int) -> StoredState:
 
 def _engine_with_optimizer(folder: Path, index: int) -> ZeroFiles:
     """The engine of DeepSpeed that has the optimizer at `index`: some engines have none."""
-    found = engine = 0
+    num_optimizers = engine = 0
     while holds_engine(path := engine_folder(folder, engine)):
         files = ZeroFiles.read(path)
         if files.has_optimizer:
-            if found == index:
+            if num_optimizers == index:
                 return files
-            found += 1
+            num_optimizers += 1
         engine += 1
     raise ValueError(
-        f"The checkpoint {folder} holds {found} optimizers, but more are prepared. Prepare the same objects as when it was "
+        f"The checkpoint {folder} holds {num_optimizers} optimizers, but more are prepared. Prepare the same objects as when it was "
         "saved, in the same order."
     )
 
@@ -242,10 +242,10 @@ def _open(folder: Path, kind: StateKind, index: int, file_names: Sequence[str]) 
     for candidate in (sharded, folder):  # other libraries pass the inner folder
         if (candidate / METADATA_NAME).is_file():
             return ShardedState(candidate, kind.key)
-    own = folder / kind.rank_file_name(index, dist.get_rank() if dist.is_initialized() else 0)
+    rank_file = folder / kind.rank_file_name(index, dist.get_rank() if dist.is_initialized() else 0)
     first = folder / kind.rank_file_name(index, 0)
-    if own.is_file() or first.is_file():
-        return LocalState(own if own.is_file() else first)
+    if rank_file.is_file() or first.is_file():
+        return LocalState(rank_file if rank_file.is_file() else first)
     for name in file_names:
         if (folder / name).is_file():
             return FileState(folder / name)

@@ -107,11 +107,11 @@ class ZeroFiles:
         if not self.shards:
             return
         counts = self.shards[0].get("partition_count", len(self.shards))
-        wanted = max(counts) if isinstance(counts, (list, tuple)) else counts
+        num_ranks = max(counts) if isinstance(counts, (list, tuple)) else counts
         models = len(self.shards) if self.stage == 3 else 1
-        if wanted != len(self.shards) or len(self.models) != models:
+        if num_ranks != len(self.shards) or len(self.models) != models:
             raise ValueError(
-                f"{self.folder} lacks files: it was saved by {wanted} ranks, but has optimizer states of "
+                f"{self.folder} lacks files: it was saved by {num_ranks} ranks, but has optimizer states of "
                 f"{len(self.shards)} and model states of {len(self.models)} (of {models}). Copy the files of all ranks "
                 "into one folder."
             )
@@ -155,9 +155,9 @@ class ZeroFiles:
             ValueError: It is not in this form.
         """
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        found = [shard.get(key) for shard in self.shards] if self.stage else [self.model.get("optimizer")]
-        states = [state for state in found if isinstance(state, Mapping) and "param_groups" in state]
-        if len(states) != len(found):
+        entries = [shard.get(key) for shard in self.shards] if self.stage else [self.model.get("optimizer")]
+        states = [state for state in entries if isinstance(state, Mapping) and "param_groups" in state]
+        if len(states) != len(entries):
             form = "elastic_checkpoint" if self.stage else "mixed precision without ZeRO"
             raise ValueError(
                 f"The optimizer state in {self.folder} is in the form that DeepSpeed writes with {form}, which is only "
@@ -167,8 +167,8 @@ class ZeroFiles:
 
 
 def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> list[str]:
-    found = [(int(match[1] or 0), name) for name in names if (match := pattern.fullmatch(name))]
-    return [name for _, name in sorted(found)]
+    pairs = [(int(match[1] or 0), name) for name in names if (match := pattern.fullmatch(name))]
+    return [name for _, name in sorted(pairs)]
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -51,8 +51,8 @@ class DDPEngine(Engine):
         if config is None:
             return
         check_no_ulysses(config, self.name)
-        known = set(MESH_AXES) - set(AXES)  # what other axes mean, those know who add them
-        axes = [axis for axis in config.active_mesh_dims if axis in known]
+        other_axes = set(MESH_AXES) - set(AXES)  # what other axes mean, those know who add them
+        axes = [axis for axis in config.active_mesh_dims if axis in other_axes]
         if axes:
             raise ValueError(
                 f"ParallelismConfig uses {', '.join(axes)}, but the 'ddp' engine supports only {', '.join(AXES)}. Pass "

@@ -210,12 +210,12 @@ class FSDP1Engine(Engine):
 
     def _process_groups(self) -> dict[int, Any]:
         """The process group over which a parameter is sharded, by the parameter's id; unsharded ones are left out."""
-        found = {}
+        groups = {}
         for handle in self._handles():
             if handle.uses_sharded_strategy:
                 for parameter in (handle.flat_param, *(handle.flat_param._params or ())):
-                    found[id(parameter)] = handle.process_group
-        return found
+                    groups[id(parameter)] = handle.process_group
+        return groups
 
     def _handles(self) -> Iterator[Any]:
         for model in self.context.prepared.wrapped:

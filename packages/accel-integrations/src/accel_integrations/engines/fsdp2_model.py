@@ -133,9 +133,9 @@ def _release_replaced(parameters: Sequence[nn.Parameter], module: nn.Module) -> 
     An optimizer that was made for them keeps them until it is rebound: together, a whole model on each device. They
     keep their shapes, which programs may have noted and count.
     """
-    kept = {id(parameter) for parameter in module.parameters()}
+    parameter_ids = {id(parameter) for parameter in module.parameters()}
     for parameter in parameters:
-        if id(parameter) not in kept:
+        if id(parameter) not in parameter_ids:
             parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
 
 

@@ -50,9 +50,9 @@ class _HeldStages:
     @property
     def counted_elsewhere(self) -> set[int]:
         """Ids of parameters whose gradients another rank counts in the gradient norm."""
-        own = self.layout.own_parameters(self.model)
+        parameters = self.layout.own_parameters(self.model)
         shared = self.layout.shared_parameters(self.group)
-        return {id(own[name]) for name, ranks in shared.items() if self.group.rank in ranks[1:]}
+        return {id(parameters[name]) for name, ranks in shared.items() if self.group.rank in ranks[1:]}
 
 
 @final
@@ -225,9 +225,9 @@ class PipelinedEngine(Engine):
         layouts = self._layouts
         if optimizer in self._optimizers or not layouts:
             return
-        own = [parameter for held in self._held.values() for parameter in held.model.parameters()]
+        parameters = [parameter for held in self._held.values() for parameter in held.model.parameters()]
         layout = OptimizerLayout(optimizer, layouts, self._group)
-        layout.keep_own(optimizer, own, layouts)
+        layout.keep_own(optimizer, parameters, layouts)
         self._optimizers[optimizer] = layout
 
     # ---- stepping -----------------------------------------------------------------------------------------------
@@ -337,23 +337,26 @@ class PipelinedEngine(Engine):
         """A model's weights; those of other ranks without values, for their names and shapes."""
         stored = open_model_state(checkpoint.folder, index)
         held = self._held.get(self.unwrap(self.context.prepared.models[index]))
-        wanted = {".".join(keys) for keys in stored.shapes}
+        names = {".".join(keys) for keys in stored.shapes}
         if held is not None:
-            own = held.model.state_dict()
-            wanted = {*own, *(held.layout.first_names[name] for name in own if name in held.layout.first_names)}
-        found = {}
+            state_dict = held.model.state_dict()
+            names = {
+                *state_dict,
+                *(held.layout.first_names[name] for name in state_dict if name in held.layout.first_names),
+            }
+        weights = {}
         for keys, shape in stored.shapes.items():
             name = ".".join(keys)
-            found[name] = stored.read_full(keys) if name in wanted else torch.empty(shape, device="meta")
-        return found | {".".join(keys): stored.read_object(keys) for keys in stored.objects}
+            weights[name] = stored.read_full(keys) if name in names else torch.empty(shape, device="meta")
+        return weights | {".".join(keys): stored.read_object(keys) for keys in stored.objects}
 
     def _read_state(self, checkpoint: CheckpointFiles, index: int) -> dict[str, Any]:
         """The state of an optimizer; entries of this rank's parameters only."""
         stored = open_optimizer_state(checkpoint.folder, index)
         plain = _plain(self.context.prepared.optimizers[index])
         built = self.built_names(plain) or ()
-        own = {name for held in self._held.values() for name in held.layout.own_parameters(held.model)}
-        return read_full_optimizer_state(stored, plain, built, own)
+        names = {name for held in self._held.values() for name in held.layout.own_parameters(held.model)}
+        return read_full_optimizer_state(stored, plain, built, names)
 
     def forget(self) -> None:
         """Drop the stages, whose parameters would keep the models that they belong to."""

@@ -72,26 +72,26 @@ class PrepareArguments:
         Raises:
             ValueError: For two of a kind, or for an optimizer without its model.
         """
-        found = cls()
+        arguments = cls()
         is_full = has_model and not rules.takes_several
         for index, item in enumerate(objects):
             kind = rules.kind_of(item)
             if kind is None:
                 continue
-            if getattr(found, kind) is not None or (kind == "model" and is_full):
+            if getattr(arguments, kind) is not None or (kind == "model" and is_full):
                 names = [type(one).__name__ for one in objects if rules.kind_of(one) == kind]
                 many = f"{len(names)} {kind}s" if len(names) > 1 else f"a second {kind}"
                 raise ValueError(
                     f"prepare() got {many} ({', '.join(names)}), but {rules.engine} trains one model with one optimizer "
                     f"and one scheduler. {rules.instead}"
                 )
-            setattr(found, kind, index)
-        if found.model is None and found.optimizer is not None:
+            setattr(arguments, kind, index)
+        if arguments.model is None and arguments.optimizer is not None:
             raise ValueError(
-                f"prepare() got the optimizer {type(objects[found.optimizer]).__name__} without its model, but "
+                f"prepare() got the optimizer {type(objects[arguments.optimizer]).__name__} without its model, but "
                 f"{rules.engine} {rules.reason}. Pass model, optimizer and scheduler to one call of prepare()."
             )
-        return found
+        return arguments
 
     def pick(self, objects: Sequence[Any]) -> tuple[Any, Any, Any]:
         """Model, optimizer and scheduler; None where there is none."""

@@ -51,8 +51,8 @@ def engine_class(distributed_type: DistributedType | str) -> type[Engine]:
     where = ENGINES.get(name)
     if where is not None:
         module, _, attribute = where.partition(":")
-        found: type[Engine] = getattr(import_module(module), attribute)
-        return found
+        engine_type: type[Engine] = getattr(import_module(module), attribute)
+        return engine_type
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if name in installed:
         loaded: type[Engine] = installed[name].load()
@@ -74,8 +74,8 @@ def note_engine(model: nn.Module, engine: Engine) -> None:
 
 def engine_of(model: nn.Module) -> Engine | None:
     """The engine that has prepared a model; None when there is none."""
-    found = _ENGINES.get(model)
-    return None if found is None else found()
+    reference = _ENGINES.get(model)
+    return None if reference is None else reference()
 
 
 def make_engine(context: EngineContext, chosen: str | EngineMaker | None = None) -> Engine:

@@ -316,8 +316,8 @@ class XlaEngine(Engine):
         """The full state dict in CPU memory; tied parameters stay tied."""
         _xla().sync(wait=True)
         moved: dict[int, torch.Tensor] = {}
-        found = self.unwrap(model).state_dict(keep_vars=True)
-        return {name: moved.setdefault(id(value), _to_cpu(value)) for name, value in found.items()}
+        state_dict = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: moved.setdefault(id(value), _to_cpu(value)) for name, value in state_dict.items()}
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state of an optimizer in CPU memory."""
@@ -359,10 +359,10 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         "mixed_precision_policy": plugin.mixed_precision_policy is not None and not plugin.precision_from_run,
         "ignored_modules": plugin.ignored_modules is not None,
     }
-    found = [name for name, is_set in refused.items() if is_set]
-    if found:
+    names = [name for name, is_set in refused.items() if is_set]
+    if names:
         raise ValueError(
-            f"FullyShardedDataParallelPlugin({', '.join(f'{name}=...' for name in found)}) has no effect on XLA devices. "
+            f"FullyShardedDataParallelPlugin({', '.join(f'{name}=...' for name in names)}) has no effect on XLA devices. "
             "Leave it out; bfloat16 is Accelerator(mixed_precision='bf16')."
         )
 

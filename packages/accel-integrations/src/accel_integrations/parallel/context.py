@@ -129,19 +129,19 @@ def _check_buffers(
     no_restore: set[torch.Tensor] | None,
     size: int,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    given, along = list(buffers or ()), list(dims or ())
-    if not given or len(given) != len(along):
+    tensors, along = list(buffers or ()), list(dims or ())
+    if not tensors or len(tensors) != len(along):
         raise ValueError(
-            f"maybe_context_parallel() got {len(given)} buffers and {len(along)} sequence dimensions. Pass the tensors "
+            f"maybe_context_parallel() got {len(tensors)} buffers and {len(along)} sequence dimensions. Pass the tensors "
             "of the batch that have a sequence dimension, and the index of that dimension for each of them."
         )
-    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in given)]
+    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in tensors)]
     if foreign:
         raise ValueError(
             f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers. Pass only buffers that "
             "need not be restored afterwards."
         )
-    for index, (buffer, dim) in enumerate(zip(given, along, strict=True)):
+    for index, (buffer, dim) in enumerate(zip(tensors, along, strict=True)):
         problem = None
         if not -buffer.ndim <= dim < buffer.ndim:
             problem = f"has no dimension {dim}"
@@ -151,4 +151,4 @@ def _check_buffers(
             problem = "requires gradients, so that it cannot be sharded in place: pass inputs, not parameters"
         if problem:
             raise ValueError(f"Buffer {index} of shape {tuple(buffer.shape)} {problem}.")
-    return given, [dim % buffer.ndim for buffer, dim in zip(given, along, strict=True)]
+    return tensors, [dim % buffer.ndim for buffer, dim in zip(tensors, along, strict=True)]

@@ -34,17 +34,17 @@ def unshard_state_dict(state: dict[str, Any], keep: bool = True) -> dict[str, An
         The state dict, with gathered tensors in CPU memory and others as they are. With DTensors and without `keep`, an
         empty dict.
     """
-    found: dict[Any, Any] = {}
+    full_tensors: dict[Any, Any] = {}
     result = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor) or to_local(value) is value:
             result[name] = value
             continue
         key = id_tensor_storage(value), value.shape
-        if key not in found:
-            found[key] = gathered(value, keep)
-        result[name] = found[key]
-    return result if keep or not found else {}
+        if key not in full_tensors:
+            full_tensors[key] = gathered(value, keep)
+        result[name] = full_tensors[key]
+    return result if keep or not full_tensors else {}
 
 
 def unshard_optimizer_state(optimizer: Any, keep: bool = True) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def check_module_states(model: nn.Module, groups: Iterable[Any]) -> None:
     """
     names = [name for name, tensor in chain(model.named_parameters(), model.named_buffers()) if tensor.is_meta]
     for group in list(groups)[::-1]:
-        found: list[Any] = [names]
-        dist.broadcast_object_list(found, group=group, group_src=0, device=collective_device(group))
-        names = found[0]
+        payload: list[Any] = [names]
+        dist.broadcast_object_list(payload, group=group, group_src=0, device=collective_device(group))
+        names = payload[0]
     if names:
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         raise ValueError(
@@ -58,24 +58,25 @@ def sync_module_states(
         device: The device on which tensors on the meta device are allocated; None leaves them as they are.
         left_out: Parameters to skip.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensors alive, so that no id is reused
+    # keeps the old tensors alive, so that no id is reused
+    replacements: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     done = {id(tensor) for tensor in left_out}
     inside_first = list(groups)[::-1]  # the broadcast of the outermost group is the last
     for owner, name, tensor in _tensors_of(module):
-        if id(tensor) in made:  # a tied one
-            _put(owner, name, made[id(tensor)][1])
+        if id(tensor) in replacements:  # a tied one
+            _put(owner, name, replacements[id(tensor)][1])
         if id(tensor) in done or to_local(tensor) is not tensor or (tensor.is_meta and device is None):
             continue
-        kept = tensor
+        target = tensor
         if tensor.is_meta:
-            kept = torch.empty_like(tensor, device=device)
+            target = torch.empty_like(tensor, device=device)
             if isinstance(tensor, nn.Parameter):
-                kept = nn.Parameter(kept, requires_grad=tensor.requires_grad)
-            _put(owner, name, kept)
-            made[id(tensor)] = (tensor, kept)
-        done |= {id(tensor), id(kept)}
+                target = nn.Parameter(target, requires_grad=tensor.requires_grad)
+            _put(owner, name, target)
+            replacements[id(tensor)] = (tensor, target)
+        done |= {id(tensor), id(target)}
         for group in inside_first:
-            broadcast_to_group(kept, group)
+            broadcast_to_group(target, group)
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:

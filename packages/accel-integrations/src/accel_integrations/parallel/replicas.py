@@ -49,9 +49,10 @@ class GradientAverager:
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._begin())
         ]  # functions are not copied with a model
-        own = Weak(self)  # the garbage collector does not see what hooks of parameters refer to; the model keeps this
+        # the garbage collector does not see what hooks of parameters refer to; the model keeps this
+        weak_self = Weak(self)
         self._hooks += [
-            parameter.register_post_accumulate_grad_hook(lambda parameter: own.get()._arrived(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda parameter: weak_self.get()._arrived(parameter))
             for parameter in trainable
         ]
 
@@ -186,9 +187,9 @@ def mean_over_tokens(loss: torch.Tensor, num_tokens: torch.Tensor | int, group: 
     Returns:
         0-dim, equal on all ranks.
     """
-    own = torch.as_tensor(num_tokens, dtype=torch.float32, device=loss.device).detach()  # float16 ends at 65,504
-    loss = torch.where(own > 0, loss, loss.nan_to_num() * 0)
-    counted = torch.stack([own, loss.detach() * own])
+    count = torch.as_tensor(num_tokens, dtype=torch.float32, device=loss.device).detach()  # float16 ends at 65,504
+    loss = torch.where(count > 0, loss, loss.nan_to_num() * 0)
+    counted = torch.stack([count, loss.detach() * count])
     total, summed = all_reduce_over_group(counted, group).unbind()
-    weighted = loss * (own * size / total.clamp(min=1)).to(loss.dtype)
+    weighted = loss * (count * size / total.clamp(min=1)).to(loss.dtype)
     return weighted + ((summed / total.clamp(min=1)).to(loss.dtype) - weighted).detach()

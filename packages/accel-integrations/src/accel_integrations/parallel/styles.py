@@ -94,7 +94,7 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: For a pattern that fits no module, with similar names.
     """
     names = [name for name, _ in model.named_modules() if name]
-    found = {}
+    styles = {}
     for pattern, style in plan.items():
         regular = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
         fitting = [name for name in names if regular.fullmatch(name)]
@@ -105,8 +105,8 @@ def expand_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
                 f"The tensor parallel plan names {pattern!r}, but {type(model).__name__} has no such module. Similar "
                 f"ones are {', '.join(map(repr, near))}."
             )
-        found.update(dict.fromkeys(fitting, style))
-    return found
+        styles.update(dict.fromkeys(fitting, style))
+    return styles
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:

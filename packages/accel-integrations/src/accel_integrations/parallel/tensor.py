@@ -121,19 +121,19 @@ def _tie_again(model: nn.Module, ties: list[list[str]]) -> None:
         ValueError: When they were sharded differently.
     """
     for first, *others in ties:
-        kept = model.get_parameter(first)
+        shared_parameter = model.get_parameter(first)
         for name in others:
             parameter = model.get_parameter(name)
-            if parameter is kept:
+            if parameter is shared_parameter:
                 continue
-            if getattr(parameter, "placements", None) != getattr(kept, "placements", None):
+            if getattr(parameter, "placements", None) != getattr(shared_parameter, "placements", None):
                 raise ValueError(
                     f"{first} and {name} are one parameter, but the tensor parallel plan shards it in two ways "
-                    f"({_placement(kept)} and {_placement(parameter)}). Give both layers styles that shard the same "
+                    f"({_placement(shared_parameter)} and {_placement(parameter)}). Give both layers styles that shard the same "
                     "dimension, such as embedding_rowwise and colwise_rep."
                 )
             owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, kept)
+            setattr(model.get_submodule(owner), attribute, shared_parameter)
 
 
 def _placement(parameter: torch.Tensor) -> str:

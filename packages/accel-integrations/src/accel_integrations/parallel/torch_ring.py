@@ -44,10 +44,10 @@ def restored_after_errors() -> Iterator[None]:
 @contextmanager
 def forgotten_afterwards() -> Iterator[None]:
     """Drop the functions that a block of context parallelism has put in place of attention: torch keeps one a block, and its mesh."""
-    kept: dict[Any, Any] = ring_attention()._replaced_functions
-    before = set(kept)
+    functions: dict[Any, Any] = ring_attention()._replaced_functions
+    before = set(functions)
     try:
         yield
     finally:
-        for function in kept.keys() - before:
-            del kept[function]
+        for function in functions.keys() - before:
+            del functions[function]

@@ -72,5 +72,5 @@ def make_transforms(config: ParallelismConfig | None) -> tuple[Transform, ...]:
 
 def _load(where: str) -> type[Transform]:
     module, _, name = where.partition(":")
-    found: type[Transform] = getattr(import_module(module), name)
-    return found
+    transform_class: type[Transform] = getattr(import_module(module), name)
+    return transform_class

@@ -79,10 +79,10 @@ def convert_model_to_fp8_ao(
     """
     from torchao.float8.float8_linear_utils import convert_to_float8_training
 
-    wanted = module_filter_func
-    if wanted is None:
-        wanted = partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
-    convert_to_float8_training(model, module_filter_fn=wanted, config=config)
+    module_filter = module_filter_func
+    if module_filter is None:
+        module_filter = partial(filter_linear_layers, layers_to_filter=find_first_last_linear_layers(model))
+    convert_to_float8_training(model, module_filter_fn=module_filter, config=config)
 
 
 @torchao_required

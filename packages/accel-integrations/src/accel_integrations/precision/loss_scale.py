@@ -26,7 +26,7 @@ def scaled_step(
     """
     taken = False
     step = optimizer.step
-    own = vars(optimizer).get("step")  # schedulers put a counting one on the instance
+    instance_step = vars(optimizer).get("step")  # schedulers put a counting one on the instance
 
     def noticed(*args: Any, **kwargs: Any) -> Any:
         nonlocal taken
@@ -38,10 +38,10 @@ def scaled_step(
     try:
         scaler.step(optimizer, closure) if closure is not None else scaler.step(optimizer)
     finally:
-        if own is None:
+        if instance_step is None:
             del optimizer.step
         else:
-            optimizer.step = own  # type: ignore[method-assign]
+            optimizer.step = instance_step  # type: ignore[method-assign]
     return taken
 
 

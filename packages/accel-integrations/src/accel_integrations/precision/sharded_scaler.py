@@ -35,21 +35,21 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 if parameter.grad is not None:
                     shard = to_local(parameter.grad)
                     shards[shard.device, shard.dtype].append(shard)
-        found: dict[torch.device, torch.Tensor] = {}
+        flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad():
             for (device, _), gradients in shards.items():
-                here = found.setdefault(device, torch.zeros_like(found_inf, device=device))
+                here = flags.setdefault(device, torch.zeros_like(found_inf, device=device))
                 torch._amp_foreach_non_finite_check_and_unscale_(gradients, here, inv_scale.to(device))
-            return self._all_reduce_found_inf(found, found_inf)
+            return self._all_reduce_found_inf(flags, found_inf)
 
     def _all_reduce_found_inf(
-        self, found: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
+        self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
     ) -> dict[torch.device, torch.Tensor]:
         wire = collective_device(self.process_group)
         worst = torch.zeros_like(found_inf, device=wire)
-        for value in found.values():
+        for value in flags.values():
             worst = torch.maximum(worst, value.to(wire))
         dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.process_group)
-        for device in found or [found_inf.device]:
-            found[device] = worst.to(device)
-        return found
+        for device in flags or [found_inf.device]:
+            flags[device] = worst.to(device)
+        return flags

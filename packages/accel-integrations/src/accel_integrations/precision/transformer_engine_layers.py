@@ -64,8 +64,8 @@ def convert_model(
         MissingLibraryError: When Transformer Engine is not installed.
     """
     engine = library("convert_model()")
-    wanted = {"Linear": _convert_linear, "LayerNorm": _convert_ln}
-    pairs = [(getattr(nn, name), getattr(engine, name, None), name) for name, asked in wanted.items() if asked]
+    requested = {"Linear": _convert_linear, "LayerNorm": _convert_ln}
+    pairs = [(getattr(nn, name), getattr(engine, name, None), name) for name, asked in requested.items() if asked]
     for name, module in list(model.named_children()):
         for ours, theirs, kind in pairs:
             source, target = (ours, theirs) if to_transformer_engine else (theirs, ours)
@@ -96,13 +96,13 @@ def _remade(module: Any, target: Any, kind: str) -> nn.Module:
     if of_torch or weight.device.type != "cpu":  # the library makes its layers on accelerators, or without values
         options["device"] = weight.device
     if kind == "Linear":
-        made = target(module.in_features, module.out_features, bias=bias is not None, **options)
+        new_layer = target(module.in_features, module.out_features, bias=bias is not None, **options)
     else:
-        made = target(getattr(module, "normalized_shape", tuple(weight.shape)), eps=module.eps, **options)
-    made.weight = weight
+        new_layer = target(getattr(module, "normalized_shape", tuple(weight.shape)), eps=module.eps, **options)
+    new_layer.weight = weight
     if bias is not None:
-        made.bias = bias
-    layer: nn.Module = made.train(module.training)
+        new_layer.bias = bias
+    layer: nn.Module = new_layer.train(module.training)
     return layer
 
 
@@ -123,8 +123,10 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     """
     if not is_transformer_engine_available():
         raise missing_library(PYTORCH_DISTRIBUTION, why="has_transformer_engine_layers()")
-    found: Any = sys.modules.get("transformer_engine.pytorch") or sys.modules.get("intel_transformer_engine")
-    kinds = tuple(getattr(found, name) for name in ("LayerNorm", "Linear", "TransformerLayer") if hasattr(found, name))
+    package: Any = sys.modules.get("transformer_engine.pytorch") or sys.modules.get("intel_transformer_engine")
+    kinds = tuple(
+        getattr(package, name) for name in ("LayerNorm", "Linear", "TransformerLayer") if hasattr(package, name)
+    )
     return any(isinstance(module, kinds) for module in model.modules())
 
 
@@ -198,15 +200,17 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     layout = getattr(recipes.Format, handler.fp8_format)
     if handler.use_mxfp8_block_scaling:
         return recipes.MXFP8BlockScaling(fp8_format=layout, margin=handler.margin)
-    known = inspect.signature(recipes.DelayedScaling).parameters
+    parameters = inspect.signature(recipes.DelayedScaling).parameters
     options = {name: getattr(handler, name) for name in DELAYED_SCALING}
-    changed = [name for name, default in DELAYED_SCALING.items() if name not in known and options[name] != default]
+    changed = [
+        name for name, default in DELAYED_SCALING.items() if name not in parameters and options[name] != default
+    ]
     if changed:
         raise ValueError(
             f"The installed Transformer Engine does not support {' and '.join(changed)}. Leave that out of "
             "TERecipeKwargs."
         )
-    return recipes.DelayedScaling(fp8_format=layout, **{name: options[name] for name in options if name in known})
+    return recipes.DelayedScaling(fp8_format=layout, **{name: options[name] for name in options if name in parameters})
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:

@@ -65,21 +65,21 @@ class Prepared:
 
     def clear(self) -> None:
         """Forget everything but the custom objects registered for checkpoints."""
-        for kept in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders):
-            kept.clear()
+        for record in (self.models, self.wrapped, self.optimizers, self.schedulers, self.dataloaders):
+            record.clear()
 
 
 def find(record: Sequence[Any], item: Any, inner: Callable[[Any], Any]) -> Any:
     """The recorded object that is `item`, or was made from it; None when there is none."""
-    for known in record:
-        if known is item or inner(known) is item:
-            return known
+    for candidate in record:
+        if candidate is item or inner(candidate) is item:
+            return candidate
     return None
 
 
 def keep(record: list[Any], item: Any) -> Any:
     """Mark an object as prepared, record it once, and return it."""
     setattr(item, PREPARED_MARK, True)
-    if not any(known is item for known in record):
+    if not any(candidate is item for candidate in record):
         record.append(item)
     return item

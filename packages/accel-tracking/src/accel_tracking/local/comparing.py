@@ -13,13 +13,13 @@ MISSING = object()
 
 def flat_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by name, nested ones as `outer.inner`."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict) and value:
-            found |= flat_settings(value, f"{prefix}{name}.")
+            flat |= flat_settings(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = value
-    return found
+            flat[prefix + name] = value
+    return flat
 
 
 def differing_settings(runs: Sequence[Run]) -> dict[str, list[Any]]:

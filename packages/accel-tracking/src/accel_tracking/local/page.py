@@ -68,11 +68,11 @@ def _of_run(run: Run) -> dict[str, Any]:
 
 
 def _of_series(series: Series, started: float) -> dict[str, Any]:
-    kept = thinned(series.values, MAX_POINTS)
+    indices = thinned(series.values, MAX_POINTS)
     return {
-        "steps": [series.steps[index] for index in kept],
-        "values": [_finite(series.values[index]) for index in kept],
-        "seconds": [_finite(round(series.times[index] - started, 3)) for index in kept],
+        "steps": [series.steps[index] for index in indices],
+        "values": [_finite(series.values[index]) for index in indices],
+        "seconds": [_finite(round(series.times[index] - started, 3)) for index in indices],
         "last": _finite(series.last),
         "lowest": _finite(series.lowest),
         "highest": _finite(series.highest),
@@ -84,14 +84,14 @@ def thinned(values: Sequence[float], length: int) -> list[int]:
     """Indices of the points to keep, so that at most `length` remain and every peak is still there."""
     if len(values) <= length:
         return list(range(len(values)))
-    kept = {0, len(values) - 1}
+    point_indices = {0, len(values) - 1}
     stretches = (length - 2) // 2
     for stretch in range(stretches):
         indices = range(stretch * len(values) // stretches, (stretch + 1) * len(values) // stretches)
         finite = [index for index in indices if math.isfinite(values[index])]
         if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-    return sorted(kept)
+            point_indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    return sorted(point_indices)
 
 
 def _image_source(folder: Path, file: str) -> str | None:

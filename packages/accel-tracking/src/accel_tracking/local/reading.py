@@ -35,10 +35,10 @@ class Series:
 
     def truncate_at(self, step: int) -> None:
         """Drop the points at and after a step, because the run was resumed there."""
-        kept = [index for index, at in enumerate(self.steps) if at < step]
-        self.steps = [self.steps[index] for index in kept]
-        self.values = [self.values[index] for index in kept]
-        self.times = [self.times[index] for index in kept]
+        indices = [index for index, at in enumerate(self.steps) if at < step]
+        self.steps = [self.steps[index] for index in indices]
+        self.values = [self.values[index] for index in indices]
+        self.times = [self.times[index] for index in indices]
 
     @property
     def finite(self) -> list[float]:
@@ -124,17 +124,17 @@ def find_runs(folder: str | os.PathLike[str]) -> list[Path]:
     root = Path(folder)
     if (root / FILE).is_file():
         return [root]
-    found = []
+    folders = []
     for path, names, files in os.walk(root):
         if FILE in files and Path(path).parent.name == FOLDER:
-            found.append(Path(path))
+            folders.append(Path(path))
             names.clear()
             continue
         depth = len(Path(path).relative_to(root).parts)
         names[:] = sorted(
             name for name in names if depth < MAX_DEPTH and name not in PASSED_OVER and not name.startswith(".")
         )
-    return found
+    return folders
 
 
 def read_runs(folder: str | os.PathLike[str]) -> list[Run]:
@@ -191,8 +191,8 @@ class _Reading:
             run.started, run.name = float(entry["time"]), str(entry["name"])
         self.to_truncate = set(run.metrics)
         self.process = {name: entry.get(name) for name in ("host", "pid", "pid_started")}
-        kept = ("command", "host", "python", "processes", "notes")
-        run.facts |= {name: entry[name] for name in kept if entry.get(name) is not None}
+        fact_names = ("command", "host", "python", "processes", "notes")
+        run.facts |= {name: entry[name] for name in fact_names if entry.get(name) is not None}
         run.status, run.reason = "lost", None
 
     def _add_settings(self, entry: dict[str, Any]) -> None:

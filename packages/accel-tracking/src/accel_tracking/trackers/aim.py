@@ -88,12 +88,12 @@ class AimTracker(ServiceTracker["Run"]):
 
         of_image = (kwargs or {}).get("aim_image", {})
         of_track = (kwargs or {}).get("track", {})
-        for name, given in values.items():
+        for name, value in values.items():
             images = [
                 Image(image[0], caption=image[1], **of_image) if isinstance(image, tuple) else Image(image, **of_image)
-                for image in (given if isinstance(given, list) else [given])
+                for image in (value if isinstance(value, list) else [value])
             ]
-            self.tracker.track(images if isinstance(given, list) else images[0], name=str(name), step=step, **of_track)
+            self.tracker.track(images if isinstance(value, list) else images[0], name=str(name), step=step, **of_track)
 
     def _close(self) -> None:
         self.tracker.close()

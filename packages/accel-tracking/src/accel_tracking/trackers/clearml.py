@@ -95,9 +95,9 @@ class ClearMLTracker(LogsTables, LogsArtifacts, ServiceTracker["Task"]):
             kwargs: For `Logger.report_image`.
         """
         logger = self.tracker.get_logger()
-        for name, given in values.items():
+        for name, value in values.items():
             title, series = title_and_series(str(name))
-            for label, image in numbered(series, given):
+            for label, image in numbered(series, value):
                 is_path = isinstance(image, (str, os.PathLike))
                 picture = {"local_path": os.fspath(image)} if is_path else {"image": image}
                 logger.report_image(title=title, series=label, iteration=step, **picture, **kwargs)

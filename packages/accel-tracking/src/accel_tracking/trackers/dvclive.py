@@ -73,9 +73,9 @@ class DVCLiveTracker(LogsArtifacts, ServiceTracker["Live"]):
         """
         if step is not None:
             self.tracker.step = step
-        for name, given in values.items():
+        for name, value in values.items():
             stem, ending = os.path.splitext(str(name))
-            for label, image in numbered(stem, given):
+            for label, image in numbered(stem, value):
                 self.tracker.log_image(f"{label}{ending or '.png'}", image, **kwargs)
 
     def _log_artifact(self, path: str, name: str | None, kwargs: dict[str, Any]) -> None:

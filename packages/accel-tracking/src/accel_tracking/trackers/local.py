@@ -144,8 +144,8 @@ class LocalTracker(LogsTables, GeneralTracker):
         """
         from accel_tracking.local.png import encode_png
 
-        for name, given in values.items():
-            images = given if isinstance(given, (list, tuple)) or getattr(given, "ndim", 0) == 4 else [given]
+        for name, value in values.items():
+            images = value if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0) == 4 else [value]
             for index, image in enumerate(images):
                 file = f"images/{_slug(str(name))}-{'last' if step is None else step}-{index}.png"
                 (self.folder / file).parent.mkdir(exist_ok=True)

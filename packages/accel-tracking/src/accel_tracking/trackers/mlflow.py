@@ -95,9 +95,9 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
 
         if self.experiment_name is None:
             return None
-        found = mlflow.get_experiment_by_name(self.experiment_name)
-        if found is not None:
-            return str(found.experiment_id)
+        experiment = mlflow.get_experiment_by_name(self.experiment_name)
+        if experiment is not None:
+            return str(experiment.experiment_id)
         folder = os.fspath(self.logging_dir) if self.logging_dir is not None else None
         return str(mlflow.create_experiment(self.experiment_name, artifact_location=folder))
 
@@ -113,8 +113,8 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
                 f"MLflow parameters {', '.join(map(repr, too_long))} are not logged: their values have more than "
                 f"{MAX_PARAM_VAL_LENGTH} characters."
             )
-        kept = iter([Param(name, value) for name, value in parameters.items() if name not in too_long])
-        while batch := list(islice(kept, MAX_PARAMS_TAGS_PER_BATCH)):
+        params = iter([Param(name, value) for name, value in parameters.items() if name not in too_long])
+        while batch := list(islice(params, MAX_PARAMS_TAGS_PER_BATCH)):
             MlflowClient().log_batch(self._id, params=batch)
 
     @on_main_process
@@ -220,15 +220,15 @@ class MLflowTracker(LogsTables, ServiceTracker["ActiveRun"]):
             mlflow.MlflowClient().set_terminated(self._id, status)
 
 
-def _tags(given: dict[str, Any] | str | None, source: str) -> dict[str, Any]:
-    if not given:
+def _tags(value: dict[str, Any] | str | None, source: str) -> dict[str, Any]:
+    if not value:
         return {}
     try:
-        tags = json.loads(given) if isinstance(given, str) else given
+        tags = json.loads(value) if isinstance(value, str) else value
     except ValueError:
         tags = None
     if not isinstance(tags, dict):
-        raise ValueError(f'{source}={given!r} is not a dictionary of tags. Use one, as JSON {{"team": "vision"}}.')
+        raise ValueError(f'{source}={value!r} is not a dictionary of tags. Use one, as JSON {{"team": "vision"}}.')
     return dict(tags)
 
 

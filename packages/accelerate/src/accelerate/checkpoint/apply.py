@@ -30,8 +30,8 @@ def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingS
     Raises:
         ValueError: Naming the file and what does not fit.
     """
-    for scheduler, found in zip(receivers.schedulers, state.schedulers, strict=True):
-        _warn_of_another_scheduler(scheduler, found)
+    for scheduler, state_dict in zip(receivers.schedulers, state.schedulers, strict=True):
+        _warn_of_another_scheduler(scheduler, state_dict)
     for index, order in state.samplers.items():
         if order is not None:
             _check_order(order, str(checkpoint.path(numbered(f"{SAMPLER_NAME}.bin", index))))
@@ -42,12 +42,14 @@ def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingS
                     f"{checkpoint.path(SCALER_NAME)} is damaged: its {name!r} is {state.scaler.get(name)!r}, not a number. "
                     "Load another checkpoint."
                 )
-    for index, (obj, found) in enumerate(zip(receivers.custom, state.custom, strict=True)):
+    for index, (obj, state_dict) in enumerate(zip(receivers.custom, state.custom, strict=True)):
         if _was_compared(obj):
             where = checkpoint.path(custom_object_file(index))
-            if not isinstance(found, Mapping):
-                raise ValueError(f"{where} holds a {type(found).__name__}, not the state dict of a module.")
-            check_values(obj, found, f"The values in {where} do not fit the registered object {index}", strict=True)
+            if not isinstance(state_dict, Mapping):
+                raise ValueError(f"{where} holds a {type(state_dict).__name__}, not the state dict of a module.")
+            check_values(
+                obj, state_dict, f"The values in {where} do not fit the registered object {index}", strict=True
+            )
 
 
 def _check_order(order: Mapping[str, Any], where: str) -> None:
@@ -63,11 +65,11 @@ def _check_order(order: Mapping[str, Any], where: str) -> None:
             raise ValueError(f"{where} is damaged: {error}") from None
 
 
-def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None:
+def _warn_of_another_scheduler(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
     """Warn that a scheduler loads the state of another kind of scheduler: torch's load whatever has the same name."""
-    own = {name for name in scheduler.state_dict() if not name.startswith("_")}
-    saved = {name for name in found if isinstance(name, str) and not name.startswith("_")}
-    lacking, surplus = own - saved - KEYS_OF_ALL_SCHEDULERS, saved - own - KEYS_OF_ALL_SCHEDULERS
+    current_keys = {name for name in scheduler.state_dict() if not name.startswith("_")}
+    saved = {name for name in state_dict if isinstance(name, str) and not name.startswith("_")}
+    lacking, surplus = current_keys - saved - KEYS_OF_ALL_SCHEDULERS, saved - current_keys - KEYS_OF_ALL_SCHEDULERS
     if lacking and surplus:
         kind = type(getattr(scheduler, "scheduler", scheduler)).__name__
         warn_user(
@@ -80,13 +82,13 @@ def _warn_of_another_scheduler(scheduler: Any, found: Mapping[str, Any]) -> None
 def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> None:
     """Load the states of all objects but registered modules. Objects that cannot be checked in advance come first."""
     undo.keep_random_states()  # loading may draw random numbers
-    for obj, found in zip(receivers.custom, state.custom, strict=True):
+    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
         if not _was_compared(obj):
             undo.keep(obj)
-            obj.load_state_dict(found)
-    for scheduler, found in zip(receivers.schedulers, state.schedulers, strict=True):
+            obj.load_state_dict(state_dict)
+    for scheduler, state_dict in zip(receivers.schedulers, state.schedulers, strict=True):
         undo.keep(scheduler)
-        scheduler.load_state_dict(found)
+        scheduler.load_state_dict(state_dict)
     if state.scaler is not None:
         undo.keep(receivers.scaler)
         receivers.scaler.load_state_dict(state.scaler)
@@ -101,9 +103,9 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
 
 def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
     """Load the state dicts of registered modules. They are too large for an undo, but were checked and cannot fail."""
-    for obj, found in zip(receivers.custom, state.custom, strict=True):
+    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
         if _was_compared(obj):
-            obj.load_state_dict(found)
+            obj.load_state_dict(state_dict)
 
 
 def _was_compared(obj: Any) -> bool:

@@ -202,8 +202,8 @@ class Attendance:
         Raises:
             RuntimeError: It did not end within the timeout of the process group.
         """
-        found: dict[str, Any] = json.loads(self._await_note(f"{call.key}/done", kind))
-        return found
+        outcome: dict[str, Any] = json.loads(self._await_note(f"{call.key}/done", kind))
+        return outcome
 
     def _opened_since(self, kind: str, place: list[int]) -> int | None:
         """The number of the call of the main process that a call from here belongs to, if it has begun."""

@@ -24,8 +24,8 @@ def late_files(folder: Path, ranks: Collection[int]) -> list[str]:
     if not ranks:
         return []
     pattern = re.compile(rf"(?:{RNG_STATE_NAME}_|{WINDOW_NAME}_|{DATALOADER_NAME}(?:_\d+)?_rank)(\d+)\.(?:pkl|bin)")
-    found = [(name, pattern.fullmatch(name)) for name in sorted(os.listdir(folder))]
-    return [name for name, match in found if match and int(match[1]) in ranks]
+    matches = [(name, pattern.fullmatch(name)) for name in sorted(os.listdir(folder))]
+    return [name for name, match in matches if match and int(match[1]) in ranks]
 
 
 def added_by(folder: Path, manifest: Manifest | None, rank: int) -> list[str]:

@@ -108,11 +108,11 @@ def find_newest(folder: Path, skipped: Mapping[Path, str] | None = None) -> tupl
             problems.append(skipped[path])
             continue
         try:
-            found = Checkpoint.open(path)
+            checkpoint = Checkpoint.open(path)
         except ValueError as error:
             problems.append(str(error))
         else:
-            return found, problems
+            return checkpoint, problems
     reasons = f": {' '.join(problems)}" if problems else ", because nothing was saved there yet"
     raise ValueError(f"There is no complete checkpoint in {folder}{reasons}. Start without load_state().")
 
@@ -237,16 +237,16 @@ def _read_custom(checkpoint: Checkpoint, objects: Sequence[Any], options: Mappin
         with checkpoint.reading():
             return load(checkpoint.path(name), map_location="cpu", **options)
 
-    found = 0
-    while custom_object_file(found) in checkpoint.names:
-        found += 1
-    if found != len(objects):
+    count = 0
+    while custom_object_file(count) in checkpoint.names:
+        count += 1
+    if count != len(objects):
         kinds = ", ".join(type(obj).__name__ for obj in objects) or "none"
         raise RuntimeError(
-            f"The checkpoint {checkpoint.folder} holds {found} registered objects, but {len(objects)} are registered now "
+            f"The checkpoint {checkpoint.folder} holds {count} registered objects, but {len(objects)} are registered now "
             f"({kinds}). Call register_for_checkpointing() with the same objects as when it was saved."
         )
-    return [read(custom_object_file(index)) for index in range(found)]
+    return [read(custom_object_file(index)) for index in range(count)]
 
 
 def _read_sampler(checkpoint: Checkpoint, name: str, read: Callable[[str], Any]) -> Any:

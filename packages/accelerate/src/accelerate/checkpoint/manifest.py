@@ -131,9 +131,9 @@ class Manifest:
             except OSError:
                 size = None
             if size != record.size:
-                found = "is missing" if size is None else f"has {size} bytes"
+                problem = "is missing" if size is None else f"has {size} bytes"
                 raise DamagedCheckpointError(
-                    f"The checkpoint {folder} is not complete: {name!r} {found}, its manifest says {record.size} bytes. "
+                    f"The checkpoint {folder} is not complete: {name!r} {problem}, its manifest says {record.size} bytes. "
                     "Load another checkpoint."
                 )
 
@@ -146,8 +146,8 @@ class Manifest:
         order = sorted(names, key=lambda name: -self.files[name].size)
         num_threads = max(1, min(MAX_VERIFYING_THREADS, (os.cpu_count() or 1) - 1))  # one core is left to the reader
         with ThreadPoolExecutor(num_threads, "verify") as pool:
-            found = pool.map(checksum_file, [path_inside(folder, name) for name in order])
-            for name, checksum in zip(order, found, strict=True):
+            checksums = pool.map(checksum_file, [path_inside(folder, name) for name in order])
+            for name, checksum in zip(order, checksums, strict=True):
                 if checksum != (expected := self.files[name].crc32):
                     raise DamagedCheckpointError(
                         f"The checkpoint {folder} is damaged: {name!r} has the checksum {checksum}, its manifest says "

@@ -121,8 +121,8 @@ class StateLoader:
         """Read and verify the checkpoint; the newest undamaged one, when none is named."""
         ranks = self._ranks
         while True:
-            found = ranks.on_main("find the checkpoint", lambda: self._find(input_dir))
-            named = found if input_dir is None else Path(input_dir).expanduser()
+            candidate = ranks.on_main("find the checkpoint", lambda: self._find(input_dir))
+            named = candidate if input_dir is None else Path(input_dir).expanduser()
             folder, here = self._folder_here(named)
             logger.info("Loading the training state from %s", folder)
             loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = []
@@ -134,14 +134,14 @@ class StateLoader:
             ) -> str | None:
                 checkpoint = Checkpoint.open(folder, with_sharded=True)
                 try:
-                    found = read_verified(
+                    contents = read_verified(
                         lambda: read(checkpoint), lambda: checkpoint.verify(here.index(ranks.rank), len(here))
                     )
                 except DamagedCheckpointError as error:
                     if input_dir is not None:
                         raise
                     return str(error)
-                loaded.append((checkpoint, *found))
+                loaded.append((checkpoint, *contents))
                 return None
 
             problems = [
@@ -150,9 +150,9 @@ class StateLoader:
             if not problems:
                 if self._passed_over:
                     reasons = " ".join(self._passed_over)
-                    warn_user(f"load_state() loads {found}, because newer checkpoints cannot be used: {reasons}")
+                    warn_user(f"load_state() loads {candidate}, because newer checkpoints cannot be used: {reasons}")
                 return loaded[0]
-            self._skipped[found] = problems[0]
+            self._skipped[candidate] = problems[0]
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         """The folder to load from, on process 0, where an interrupted save of it has been finished."""
@@ -192,8 +192,8 @@ class StateLoader:
 
 def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
     """The schedulers whose state no engine saves."""
-    kept: list[AcceleratedScheduler] = accelerator._schedulers
-    return [one for one in kept if getattr(one, "has_own_file", True)]  # programs may have added plain ones
+    schedulers: list[AcceleratedScheduler] = accelerator._schedulers
+    return [one for one in schedulers if getattr(one, "has_own_file", True)]  # programs may have added plain ones
 
 
 def optimizer_location(map_location: Any, device: torch.device) -> torch.device:

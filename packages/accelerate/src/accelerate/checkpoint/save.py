@@ -64,7 +64,7 @@ def write_own_state(
             check_loadable(position, f"The position of data loader {index}")
             files.save(position_file(index, process_index), position)
     late = {TOKEN_KEY: token} if token else {}
-    reading = {READING_KEY: found} if (found := reading_states(dataloaders)) else {}
+    reading = {READING_KEY: states} if (states := reading_states(dataloaders)) else {}
     files.save(random_states_file(process_index), {"step": step, **late, **reading, **capture_rng_state()})
 
 
@@ -91,5 +91,5 @@ def random_states_file(process_index: int) -> str:
 
 def position_file(index: int, process_index: int) -> str:
     """The file with the position of the loader at `index`. accelerate 1.15 reads that of process 0 on all processes."""
-    own = f"_rank{process_index}" if process_index else ""
-    return numbered(f"{DATALOADER_NAME}.bin", index).replace(".bin", f"{own}.bin")
+    suffix = f"_rank{process_index}" if process_index else ""
+    return numbered(f"{DATALOADER_NAME}.bin", index).replace(".bin", f"{suffix}.bin")

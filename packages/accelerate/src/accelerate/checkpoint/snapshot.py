@@ -157,8 +157,8 @@ class StateCopy:
         return copied.requires_grad_(tensor.requires_grad)
 
     def _storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        if (found := self._storages.get(storage._cdata)) is not None:
-            return found
+        if (host_storage := self._storages.get(storage._cdata)) is not None:
+            return host_storage
         copied = self._buffers.take(storage.nbytes(), storage.device)
         self._storages[storage._cdata] = copied
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

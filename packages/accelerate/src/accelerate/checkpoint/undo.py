@@ -70,12 +70,12 @@ class Undo:
         """Keep the order and the position of a data loader."""
         order = order_state(loader)
         holders = [loader, getattr(loader, "base_dataloader", None)]
-        kept = [(holder, dict(vars(holder))) for holder in holders if hasattr(holder, "__dict__")]
+        snapshots = [(holder, dict(vars(holder))) for holder in holders if hasattr(holder, "__dict__")]
 
         def restore() -> None:
             if order is not None:
                 restore_order(loader, order)
-            for holder, attributes in kept:
+            for holder, attributes in snapshots:
                 vars(holder).clear()
                 vars(holder).update(attributes)
 
@@ -88,7 +88,7 @@ class Undo:
 
     def keep_values(self, model: nn.Module) -> None:
         """Keep copies of a model's parameters and buffers in CPU memory."""
-        kept: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = [
+        backups: list[tuple[Any, str, torch.Tensor, torch.Tensor]] = [
             (tensors, name, tensor, tensor.detach().to("cpu", copy=True))
             for module in model.modules()
             for tensors in (module._parameters, module._buffers)
@@ -98,7 +98,7 @@ class Undo:
 
         @torch.no_grad()
         def restore() -> None:
-            for tensors, name, tensor, values in kept:
+            for tensors, name, tensor, values in backups:
                 tensors[name] = tensor
                 if tensor.shape == values.shape:
                     tensor.copy_(values)

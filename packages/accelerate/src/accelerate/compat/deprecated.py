@@ -25,12 +25,12 @@ def accept_old_names(cls: type[A]) -> type[A]:
         The class, with the methods `set_breakpoint`, `check_breakpoint` and `load_checkpoint`, and with deprecated keywords
         of its constructor and of `on_local_process`. Signatures do not change.
     """
-    known: Any = cls
+    accelerator_class: Any = cls
     for old, new in RENAMED_METHODS.items():
         setattr(cls, old, _renamed(old, new))
-    known.__init__ = _translating(known.__init__, CONSTRUCTOR)
-    known.on_local_process = _translating(
-        known.on_local_process, {"local_process_idx": _rename("local_process_index")}
+    accelerator_class.__init__ = _translating(accelerator_class.__init__, CONSTRUCTOR)
+    accelerator_class.on_local_process = _translating(
+        accelerator_class.on_local_process, {"local_process_idx": _rename("local_process_index")}
     )
     return cls
 

@@ -45,8 +45,8 @@ class CustomHelpFormatter(HelpFormatter):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given = {clean_option(word.partition("=")[0]) for word in sys.argv[1:]}
-        self.titles = [title for option, title in options_to_group.items() if option not in given]
+        options = {clean_option(word.partition("=")[0]) for word in sys.argv[1:]}
+        self.titles = [title for option, title in options_to_group.items() if option not in options]
 
     def add_argument(self, action: Action) -> None:
         """Add an option, unless its group is left out."""
@@ -110,9 +110,9 @@ def filter_arguments(args: Namespace, parser: ArgumentParser, default_args: Sequ
         parser: For example that of torch's launcher.
         default_args: Parsed for the rest; unknown ones are ignored.
     """
-    known, _ = parser.parse_known_args(default_args)
-    vars(known).update({name: value for name, value in vars(args).items() if hasattr(known, name)})
-    return known
+    namespace, _ = parser.parse_known_args(default_args)
+    vars(namespace).update({name: value for name, value in vars(args).items() if hasattr(namespace, name)})
+    return namespace
 
 
 def mpirun_words(machine: Machine | None = None) -> tuple[str, str, str, str, str]:

@@ -21,8 +21,8 @@ def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:
     Raises:
         AttributeError: torch has no dtype of that name.
     """
-    found: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+    return torch_dtype
 
 
 def get_mixed_precision_context_manager(

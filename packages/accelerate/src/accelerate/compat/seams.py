@@ -104,8 +104,8 @@ def replacement(module: str, name: str) -> Callable[..., Any] | None:
     """
     _check_listed(module, name)
     names = vars(sys.modules[module])
-    found: Callable[..., Any] | None = names.get(name)
-    return None if found is None or found is names["__getattr__"](name) else found
+    override: Callable[..., Any] | None = names.get(name)
+    return None if override is None or override is names["__getattr__"](name) else override
 
 
 def warn_of_uncalled() -> None:

@@ -60,8 +60,8 @@ def compare_against_test(
         The missing lines, in their order, with their indentation.
     """
     name = "main" if parser_only else "training_function"
-    known = {line.strip() for path in (base_filename, secondary_filename) if path for line in _lines(path, name)}
-    return [line for line in _lines(feature_filename, name) if line.strip() not in known]
+    base_lines = {line.strip() for path in (base_filename, secondary_filename) if path for line in _lines(path, name)}
+    return [line for line in _lines(feature_filename, name) if line.strip() not in base_lines]
 
 
 def _lines(path: str | os.PathLike[str], name: str) -> list[str]:

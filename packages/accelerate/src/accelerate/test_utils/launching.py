@@ -47,8 +47,8 @@ def get_launch_command(**kwargs: Any) -> list[str]:
         # ["accelerate", "launch", "--num_processes=2", "--multi_gpu"]
         ```
     """
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    return ["accelerate", "launch", *(f"--{k}" if v is True else f"--{k}={v}" for k, v in given.items())]
+    options = {name: value for name, value in kwargs.items() if value is not None}
+    return ["accelerate", "launch", *(f"--{k}" if v is True else f"--{k}={v}" for k, v in options.items())]
 
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
@@ -116,8 +116,10 @@ def execute_subprocess_async(
     )
     lines: tuple[list[str], list[str]] = ([], [])
     readers = [
-        threading.Thread(target=_pass_on, args=(source, kept, None if quiet else target))
-        for source, kept, target in zip((process.stdout, process.stderr), lines, (sys.stdout, sys.stderr), strict=True)
+        threading.Thread(target=_pass_on, args=(source, stream_lines, None if quiet else target))
+        for source, stream_lines, target in zip(
+            (process.stdout, process.stderr), lines, (sys.stdout, sys.stderr), strict=True
+        )
     ]
     for reader in readers:
         reader.start()
@@ -135,10 +137,10 @@ def execute_subprocess_async(
     return RunOutput(returncode, *lines)
 
 
-def _pass_on(source: IO[str], kept: list[str], target: Any) -> None:
+def _pass_on(source: IO[str], lines: list[str], target: Any) -> None:
     with source:
         for line in source:
-            kept.append(line.rstrip("\n"))
+            lines.append(line.rstrip("\n"))
             if target is not None:
                 target.write(line)
 

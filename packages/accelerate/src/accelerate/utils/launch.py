@@ -26,8 +26,8 @@ class _ThisMachine(Machine):
     """Finds programs by the `which` of this module, which is a seam."""
 
     def find_program(self, name: str) -> str | None:
-        found: str | None = late_bound("accelerate.utils.launch", "which")(name)
-        return found
+        path: str | None = late_bound("accelerate.utils.launch", "which")(name)
+        return path
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:

@@ -122,15 +122,15 @@ def _micro_batch(
     if not sizes:
         total = [getattr(loader, "total_batch_size", None) for loader in context.prepared.dataloaders]
         sizes = [None if one is None else one // num_readers for one in total]
-    known = [size for size in sizes if size is not None]
-    if len(known) < len(sizes):
+    batch_sizes = [size for size in sizes if size is not None]
+    if len(batch_sizes) < len(sizes):
         raise ValueError(
             f"{MICRO_BATCH}='auto' cannot be filled, because a data loader has no batch size of its own "
             "(batch_size=None). Set it in the DeepSpeed configuration to the number of samples per process and batch."
         )
-    if not known:
+    if not batch_sizes:
         return None
-    return (min if plugin.is_train_batch_min else max)(known)
+    return (min if plugin.is_train_batch_min else max)(batch_sizes)
 
 
 def _is_loader(item: Any) -> bool:
@@ -169,22 +169,22 @@ def find_hidden_size(model: nn.Module) -> int | None:
 def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     if not isinstance(optimizer, DummyOptim):
         return {}
-    given = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
-    return {f"optimizer.params.{name}": value for name, value in given.items()}
+    hyperparameters = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+    return {f"optimizer.params.{name}": value for name, value in hyperparameters.items()}
 
 
 def _of_scheduler(scheduler: Any, num_replicas: int, split_batches: bool) -> dict[str, Any]:
     """Parameters of the configuration's scheduler, which steps once for the batches of all ranks."""
     if not isinstance(scheduler, DummyScheduler):
         return {}
-    given = {"warmup_num_steps": scheduler.warmup_num_steps, **scheduler.kwargs}
+    parameters = {"warmup_num_steps": scheduler.warmup_num_steps, **scheduler.kwargs}
     rate = getattr(scheduler.optimizer, "lr", None) or getattr(scheduler.optimizer, "defaults", {}).get("lr")
     if rate is not None:
-        given["warmup_max_lr"] = rate
+        parameters["warmup_max_lr"] = rate
     total = scheduler.total_num_steps
     if total is not None:
-        given["total_num_steps"] = total if split_batches else math.ceil(total / num_replicas)
-    return {f"scheduler.params.{name}": value for name, value in given.items()}
+        parameters["total_num_steps"] = total if split_batches else math.ceil(total / num_replicas)
+    return {f"scheduler.params.{name}": value for name, value in parameters.items()}
 
 
 def _check_all_known(config: Mapping[str, Any], values: Mapping[str, Any]) -> None:

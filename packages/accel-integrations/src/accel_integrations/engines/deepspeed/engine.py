@@ -70,7 +70,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(context)
         self.library_engine: Any = None
         """The engine of DeepSpeed that `backward` uses: the first one with an optimizer."""
-        self._found = PrepareArguments()
+        self._arguments = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
         self._attention: UlyssesAttention | None = None
         self._names: Notes[Any, list[list[str]]] = Notes()
@@ -150,10 +150,10 @@ class DeepSpeedEngine(Engine):
             ValueError: For objects that cannot be prepared together, or do not fit the configuration.
         """
         self._objects = None
-        self._found = found = PrepareArguments.find(objects, RULES)
-        if found.model is None:
+        self._arguments = arguments = PrepareArguments.find(objects, RULES)
+        if arguments.model is None:
             return list(objects)
-        model, optimizer, scheduler = found.pick(objects)
+        model, optimizer, scheduler = arguments.pick(objects)
         config = self.plugin.deepspeed_config
         check_fit(optimizer, scheduler, config)
         check_model_and_optimizer(model, optimizer, config)
@@ -164,25 +164,25 @@ class DeepSpeedEngine(Engine):
             self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
         )
         self._objects = (model, optimizer, scheduler)
-        return [None if index in found.positions else item for index, item in enumerate(objects)]
+        return [None if index in arguments.positions else item for index, item in enumerate(objects)]
 
     def after_prepare(self, results: list[Any]) -> list[Any]:
         """Build one engine of DeepSpeed from the objects that `before_prepare` found."""
-        found, objects = self._found, self._objects
+        arguments, objects = self._arguments, self._objects
         self._objects = None
         if objects is None:
             return results
         record = self.context.prepared
         engine, optimizer, scheduler = self._build(*objects)
         record.keep_model(self.unwrap(engine), engine)
-        for kept, made in ((record.optimizers, optimizer), (record.schedulers, scheduler)):
-            if made is not None:
-                keep(kept, made)
-        for index, made in zip(
-            (found.model, found.optimizer, found.scheduler), (engine, optimizer, scheduler), strict=True
+        for members, prepared in ((record.optimizers, optimizer), (record.schedulers, scheduler)):
+            if prepared is not None:
+                keep(members, prepared)
+        for index, prepared in zip(
+            (arguments.model, arguments.optimizer, arguments.scheduler), (engine, optimizer, scheduler), strict=True
         ):
             if index is not None:
-                results[index] = made
+                results[index] = prepared
         return [self.shard_sequences(one) if one in record.dataloaders else one for one in results]
 
     def _build(self, model: nn.Module, optimizer: Any, scheduler: Any) -> tuple[Any, Any, Any]:

@@ -143,13 +143,13 @@ class NamedStatesLoad(PendingLoad):
                 "steps in this run. Use a scheduler of torch in place of DummyScheduler, as when it was saved, or pass "
                 "load_lr_scheduler_states=False to begin its schedule anew."
             )
-        own = {
+        meta_state = {
             name: torch.empty(full_shape(value), dtype=value.dtype, device="meta")
             if isinstance(value, torch.Tensor)
             else value
             for name, value in engine.module.state_dict(keep_vars=True).items()
         }
-        sources = match_model(source.model, own, engine.module, strict=self._strict)
+        sources = match_model(source.model, meta_state, engine.module, strict=self._strict)
         flat = partitions.read_flat_weights(source.model, sources)
         weights = partitions.read_weights(source.model, sources)
         state = None
@@ -184,27 +184,27 @@ def _read_optimizer(stored: StoredState, partitions: Partitions, built: BuiltNam
     for keys in (*stored.shapes, *stored.objects):
         if keys[0] == "state" and len(keys) > 2:
             entries.setdefault(names.get(keys[1], keys[1]), {})[".".join(keys[2:])] = keys
-    known = {name for shapes in partitions.shapes for name in shapes}
-    if unknown := sorted(entries.keys() - known):
+    trained_names = {name for shapes in partitions.shapes for name in shapes}
+    if unknown := sorted(entries.keys() - trained_names):
         raise ValueError(
             f"The optimizer state in {stored.where} is that of another model: {', '.join(map(repr, unknown))} is not "
             "trained in this run. Prepare the same objects as when it was saved, in the same order."
         )
     saved_group = {names.get(str(one), str(one)): group for group in groups for one in group["params"]}
-    found: dict[str, Any] = {"state": {}, "param_groups": []}
+    state_dict: dict[str, Any] = {"state": {}, "param_groups": []}
     for own_group, members in partitions.groups():
         held = [name for index in members for name in partitions.shapes[index]]
         options = next((saved_group[name] for name in held if name in saved_group), own_group)
-        number = len(found["state"])
+        number = len(state_dict["state"])
         merged = {**own_group, **options, "params": list(range(number, number + len(members)))}
         for index in members:
-            found["state"][len(found["state"])] = _read_buffer(stored, partitions, index, entries)
-        found["param_groups"].append(merged)
-    found["state"] = {number: values for number, values in found["state"].items() if values}
+            state_dict["state"][len(state_dict["state"])] = _read_buffer(stored, partitions, index, entries)
+        state_dict["param_groups"].append(merged)
+    state_dict["state"] = {number: values for number, values in state_dict["state"].items() if values}
     with partitions.with_parameters():
-        check_optimizer(partitions.optimizer, found, str(stored.where))
-    partitions.adapt(found)
-    return found
+        check_optimizer(partitions.optimizer, state_dict, str(stored.where))
+    partitions.adapt(state_dict)
+    return state_dict
 
 
 def _read_buffer(
@@ -212,11 +212,11 @@ def _read_buffer(
 ) -> dict[str, Any]:
     """The optimizer state of a flat buffer."""
     shapes = partitions.shapes[index]
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key in dict.fromkeys(key for name in shapes for key in entries.get(name, {})):
         keys = {name: entries[name][key] for name in shapes if key in entries.get(name, {})}
         if all(stored.shapes.get(one) == tuple(shapes[name]) for name, one in keys.items()) and key != "step":
-            found[key] = partitions.fill(index, stored, keys.get)
+            state[key] = partitions.fill(index, stored, keys.get)
             continue
         values = [stored.read_full(one) if one in stored.shapes else stored.read_object(one) for one in keys.values()]
         if any(not _is_one(value, values[0]) for value in values):
@@ -225,8 +225,8 @@ def _read_buffer(
                 "for all parameters of a group. Put them into parameter groups of their own, or load with another "
                 "engine."
             )
-        found[key] = values[0]
-    return found
+        state[key] = values[0]
+    return state
 
 
 def _is_one(value: Any, first: Any) -> bool:

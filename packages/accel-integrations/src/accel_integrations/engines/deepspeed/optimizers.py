@@ -45,18 +45,18 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     if not is_deepspeed_available():
         raise missing_library("deepspeed", "deepspeed", "map_pytorch_optim_to_deepspeed()")
     name = type(optimizer).__name__
-    found = next((row for row in CPU_OPTIMIZERS if name in row.replaces), None)
-    if found is None:
+    counterpart = next((row for row in CPU_OPTIMIZERS if name in row.replaces), None)
+    if counterpart is None:
         return optimizer
     lost = [name for name in NOT_KNOWN if any(group.get(name) for group in optimizer.param_groups)]
     if lost:
         raise ValueError(
-            f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {found.module}.{found.name}, "
+            f"{name}({', '.join(f'{one}=True' for one in lost)}) has no counterpart in {counterpart.module}.{counterpart.name}, "
             "which keeps the optimizer state in CPU memory. Leave it out, set zero_force_ds_cpu_optimizer to false in "
             "the DeepSpeed configuration, or do not offload the optimizer."
         )
-    kind: Any = getattr(import_module(found.module), found.name)
-    settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *found.settings)}
-    if found.name == "DeepSpeedCPUAdam":
+    kind: Any = getattr(import_module(counterpart.module), counterpart.name)
+    settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", *counterpart.settings)}
+    if counterpart.name == "DeepSpeedCPUAdam":
         settings["adamw_mode"] = name == "AdamW"
     return kind(optimizer.param_groups, **settings)

@@ -112,13 +112,13 @@ class PlainPartitions(Partitions):
 
     def groups(self) -> list[tuple[Mapping[str, Any], Sequence[int]]]:
         """Each parameter is a buffer of its own."""
-        found: list[tuple[Mapping[str, Any], Sequence[int]]] = []
+        groups: list[tuple[Mapping[str, Any], Sequence[int]]] = []
         begin = 0
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
             end = begin + len(group["params"])
-            found.append((group, range(begin, end)))
+            groups.append((group, range(begin, end)))
             begin = end
-        return found
+        return groups
 
     def read_flat_weights(self, stored: StoredState, sources: Mapping[str, Keys]) -> list[torch.Tensor]:
         """None: the weights are in the model."""
@@ -160,22 +160,22 @@ class JoinedPartitions(Partitions):
         group = self._zero.real_dp_process_group[index]
         length = self._zero.single_partition_of_fp32_groups[index].numel()
         paddings = getattr(self._zero, "round_robin_bit16_padding", None)  # since DeepSpeed 0.19
-        found = joined_pieces(
+        pieces = joined_pieces(
             self.shapes[index], [length] * dist.get_world_size(group), None if paddings is None else paddings[index]
         )
-        return _fill(length, (piece for piece in found if piece.rank == dist.get_rank(group)), stored, keys_of)
+        return _fill(length, (piece for piece in pieces if piece.rank == dist.get_rank(group)), stored, keys_of)
 
     def load(
         self, weights: Mapping[str, Any], flat: Sequence[torch.Tensor], state: dict[str, Any] | None, strict: bool
     ) -> None:
         """Load the model, then hand DeepSpeed what it would have read from the file of this rank."""
         self.engine.module.load_state_dict(weights, strict=strict)
-        own = {
+        state_dict = {
             **self._zero.state_dict(),
             "base_optimizer_state": state,
             "single_partition_of_fp32_groups": list(flat),
         }
-        _hand_over(self._zero, own, load_optimizer_states=state is not None, load_from_fp32_weights=True)
+        _hand_over(self._zero, state_dict, load_optimizer_states=state is not None, load_from_fp32_weights=True)
 
 
 @final
@@ -200,24 +200,24 @@ class DividedPartitions(Partitions):
         """Read a stretch of every parameter (float32, 1-dim)."""
         group = self._zero.dp_process_group
         length = self._zero.fp32_partitioned_groups_flat[index].numel()
-        found = divided_pieces(self.shapes[index], dist.get_world_size(group))
-        return _fill(length, (piece for piece in found if piece.rank == dist.get_rank(group)), stored, keys_of)
+        pieces = divided_pieces(self.shapes[index], dist.get_world_size(group))
+        return _fill(length, (piece for piece in pieces if piece.rank == dist.get_rank(group)), stored, keys_of)
 
     def read_weights(self, stored: StoredState, sources: Mapping[str, Keys]) -> dict[str, Any]:
         """This rank's shares of frozen parameters (1-dim), and buffers."""
-        own = self.engine.module.state_dict(keep_vars=True)
+        tensors = self.engine.module.state_dict(keep_vars=True)
         trained = {name for shapes in self.shapes for name in shapes}
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         for name, keys in sources.items():
-            value = own[name]
+            value = tensors[name]
             if not hasattr(value, "ds_tensor"):
-                found[name] = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
+                weights[name] = stored.read_full(keys) if keys in stored.shapes else stored.read_object(keys)
             elif _name(self.engine, value) not in trained:
                 share = value.ds_tensor.numel()
                 begin = dist.get_rank(self._zero.dp_process_group) * share
                 if (count := min(share, value.ds_numel - begin)) > 0:
-                    found[name] = stored.read_range(keys, begin, count)
-        return found
+                    weights[name] = stored.read_range(keys, begin, count)
+        return weights
 
     @contextmanager
     def with_parameters(self) -> Iterator[None]:
@@ -233,14 +233,14 @@ class DividedPartitions(Partitions):
     ) -> None:
         """Load frozen parameters and buffers, then hand DeepSpeed what it would have read from the file of this rank."""
         self._zero.checkpoint_event_prologue()
-        own = self.engine.module.state_dict(keep_vars=True)
+        tensors = self.engine.module.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, value in weights.items():
-                held = getattr(own[name], "ds_tensor", None)
+                held = getattr(tensors[name], "ds_tensor", None)
                 if held is not None:
                     held.data[: len(value)].copy_(value)
                 elif isinstance(value, torch.Tensor):
-                    own[name].copy_(value)
+                    tensors[name].copy_(value)
         states = {**self._zero.state_dict(), "optimizer_state_dict": state, "fp32_flat_groups": list(flat)}
         _hand_over(self._zero, states, load_optimizer_states=state is not None)
         self._zero.checkpoint_event_epilogue()
@@ -253,13 +253,13 @@ def partitions_of(engine: Any) -> Partitions:
         ValueError: Its states are sharded in ways that only DeepSpeed's own files have.
     """
     zero = engine.optimizer
-    found = next((kind for name, kind in KINDS.items() if type(zero).__name__ == name), None)
+    partition_class = next((kind for name, kind in KINDS.items() if type(zero).__name__ == name), None)
     reasons = {
         "it has experts": getattr(engine, "has_moe_layers", False),
         "its layers are sharded (tensor_parallel)": engine.autotp_size() > 1,
         "its optimizer states are on NVMe": getattr(zero, "swap_optimizer", False),
         "its parameters are on NVMe": any(one is None for one in getattr(zero, "fp16_partitioned_groups_flat", ())),
-        f"its optimizer is {type(zero).__name__}": found is None
+        f"its optimizer is {type(zero).__name__}": partition_class is None
         and zero is not None
         and not isinstance(zero, torch.optim.Optimizer),
     }
@@ -268,7 +268,7 @@ def partitions_of(engine: Any) -> Partitions:
             f"An engine of DeepSpeed can load this checkpoint only if DeepSpeed wrote it with the same settings, because "
             f"{reason}. Load it with the settings with which it was saved."
         )
-    return (found or PlainPartitions)(engine)
+    return (partition_class or PlainPartitions)(engine)
 
 
 KINDS: dict[str, type[Partitions]] = {
@@ -288,10 +288,10 @@ def _fill(
     return buffer
 
 
-def _hand_over(zero: Any, own: dict[str, Any], **options: Any) -> None:
+def _hand_over(zero: Any, state_dict: dict[str, Any], **options: Any) -> None:
     """Have an optimizer of DeepSpeed load a state, in a list by ranks of which it reads its own entry."""
     rank = dist.get_rank(zero.dp_process_group)
-    zero.load_state_dict([own] * (rank + 1), **options)
+    zero.load_state_dict([state_dict] * (rank + 1), **options)
 
 
 def _name(engine: Any, parameter: torch.Tensor) -> str:

@@ -46,8 +46,8 @@ def check_model_and_optimizer(model: nn.Module, optimizer: Any, config: Mapping[
         )
     if stage == 0 or not isinstance(optimizer, torch.optim.Optimizer):
         return
-    known = {id(one) for one in model.parameters()}
-    num_foreign = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    parameter_ids = {id(one) for one in model.parameters()}
+    num_foreign = sum(id(one) not in parameter_ids for group in optimizer.param_groups for one in group["params"])
     if num_foreign:
         raise ValueError(
             f"{num_foreign} parameters of the optimizer {type(optimizer).__name__} do not belong to the model "

@@ -39,10 +39,10 @@ def load_library(device: torch.device) -> Any:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    found = get_accelerator().device_name()
-    if found != device.type:
+    device_type = get_accelerator().device_name()
+    if device_type != device.type:
         raise ValueError(
-            f"DeepSpeed uses the device type {found!r} in this process, but the Accelerator uses {device.type!r}. Set "
+            f"DeepSpeed uses the device type {device_type!r} in this process, but the Accelerator uses {device.type!r}. Set "
             f"DS_ACCELERATOR={device.type} before anything imports deepspeed, or create the Accelerator first."
         )
     if device.type == "cpu" and os.environ.get(BUILDS_SHARED_MEMORY) == "0":

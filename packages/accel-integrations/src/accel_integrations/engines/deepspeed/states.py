@@ -158,7 +158,7 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
     Raises:
         ValueError: A state is missing, was saved by another number of ranks, or holds more than plain data.
     """
-    found = []
+    engine_tags = []
     for engine, index in engines:
         tag = tag_of(index)
         files = sorted((folder / tag).glob("*.pt"))
@@ -170,8 +170,8 @@ def find_engines(folder: Path, engines: Sequence[tuple[Any, int]]) -> list[tuple
         _check_num_shards(engine, folder / tag, [path.name for path in files])
         for path in files[dist.get_rank() :: dist.get_world_size()]:
             _check_plain(path)
-        found.append((engine, tag))
-    return found
+        engine_tags.append((engine, tag))
+    return engine_tags
 
 
 def loads_as_saved(checkpoint: CheckpointFiles, engines: Sequence[Any]) -> bool:
@@ -196,7 +196,7 @@ def loads_as_saved(checkpoint: CheckpointFiles, engines: Sequence[Any]) -> bool:
 
 def _check_num_shards(engine: Any, folder: Path, names: Sequence[str]) -> None:
     """Check that a state sharded by ZeRO was saved by as many ranks as load it."""
-    shards = {found[1] for name in names if (found := SHARDED_STATES.fullmatch(name))}
+    shards = {match[1] for name in names if (match := SHARDED_STATES.fullmatch(name))}
     group = getattr(engine.optimizer, "dp_process_group", None)
     here = dist.get_world_size(group) if group is not None else None
     if shards and here is not None and len(shards) != here and not engine.load_universal_checkpoint():

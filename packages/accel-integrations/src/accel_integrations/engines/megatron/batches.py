@@ -130,18 +130,18 @@ def _padded(values: Mapping[str, Any], limits: Limits, device: torch.device) -> 
     tokens = values["input_ids"]
     samples = len(tokens)
     more_samples = -samples % limits.num_micro_batches
-    found = {name: value.to(device) for name, value in values.items()}
-    found["position_ids"] = _positions(values.get("position_ids"), tokens, limits, device)
+    columns = {name: value.to(device) for name, value in values.items()}
+    columns["position_ids"] = _positions(values.get("position_ids"), tokens, limits, device)
     mask = values.get("attention_mask", torch.ones_like(tokens))
-    found["attention_mask"] = mask.to(device).bool()
-    found["real"] = torch.ones(samples, dtype=torch.bool, device=device)
-    for name, value in found.items():
+    columns["attention_mask"] = mask.to(device).bool()
+    columns["real"] = torch.ones(samples, dtype=torch.bool, device=device)
+    for name, value in columns.items():
         filling = IGNORED if name in limits.task.labels and not value.is_floating_point() else 0
         by_token = name not in limits.task.per_sample and name != "real"
         more_tokens = -value.shape[1] % limits.multiple if by_token else 0
         padding = (0, more_tokens, 0, more_samples) if by_token else (*(0, 0) * (value.ndim - 1), 0, more_samples)
-        found[name] = F.pad(value, padding, value=filling)
-    return found
+        columns[name] = F.pad(value, padding, value=filling)
+    return columns
 
 
 def _check(values: Mapping[str, Any], limits: Limits, training: bool) -> None:
@@ -202,15 +202,15 @@ def _check_division(values: Mapping[str, Any], limits: Limits) -> None:
         )
 
 
-def _positions(given: Tensor | None, tokens: Tensor, limits: Limits, device: torch.device) -> Tensor:
+def _positions(position_ids: Tensor | None, tokens: Tensor, limits: Limits, device: torch.device) -> Tensor:
     """Positions of tokens, (batch, S)."""
-    if given is None:
+    if position_ids is None:
         return torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    if not limits.learns_positions and (given.device.type == "cpu" or limits.is_new(tuple(given.shape))):
-        usual = torch.arange(tokens.shape[1], device=given.device)
-        if not torch.equal(given.expand_as(tokens), usual.expand_as(tokens)):
+    if not limits.learns_positions and (position_ids.device.type == "cpu" or limits.is_new(tuple(position_ids.shape))):
+        usual = torch.arange(tokens.shape[1], device=position_ids.device)
+        if not torch.equal(position_ids.expand_as(tokens), usual.expand_as(tokens)):
             raise ValueError(
                 "position_ids are not 0, 1, 2, ... in every sample, but megatron-core's positions of this model are no "
                 "others. Leave position_ids out, and pad on the right."
             )
-    return given.to(device).expand_as(tokens)
+    return position_ids.to(device).expand_as(tokens)

@@ -35,8 +35,8 @@ def bert(config: Any, *, norm_follows: bool, kind: str) -> ModelShape:
     Raises:
         ValueError: The configuration has something that megatron-core lacks.
     """
-    for name, wanted in (("is_decoder", False), ("add_cross_attention", False)):
-        if bool(getattr(config, name, wanted)) != wanted:
+    for name, default in (("is_decoder", False), ("add_cross_attention", False)):
+        if bool(getattr(config, name, default)) != default:
             raise lacks(f"{name}=True", f"{name}=False")
     has_words = kind != "ForSequenceClassification"
     if has_words and not config.tie_word_embeddings:
@@ -83,7 +83,7 @@ def _weights(shape: ModelShape, num_rows: int, norm_follows: bool, kind: str) ->
     rows = Vocabulary(shape.num_tokens, num_rows)
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size)
     words = "bert.embeddings.word_embeddings.weight"
-    found = [
+    weights = [
         Weight("embedding.word_embeddings.weight", (words,), rows),
         Weight("embedding.position_embeddings.weight", ("bert.embeddings.position_embeddings.weight",), Plain()),
         Weight("embedding.tokentype_embeddings.weight", ("bert.embeddings.token_type_embeddings.weight",), Plain()),
@@ -91,7 +91,7 @@ def _weights(shape: ModelShape, num_rows: int, norm_follows: bool, kind: str) ->
 
     def add(ours: str, theirs: str, weight: Layout | None = None, bias: Layout | None = None) -> None:
         for suffix, layout in (("weight", weight or Plain()), ("bias", bias or Plain())):
-            found.append(Weight(f"{ours}.{suffix}", (f"{theirs}.{suffix}",), layout))
+            weights.append(Weight(f"{ours}.{suffix}", (f"{theirs}.{suffix}",), layout))
 
     if norm_follows:
         add("embedding.embedding_dropout.0", "bert.embeddings.LayerNorm")
@@ -99,7 +99,7 @@ def _weights(shape: ModelShape, num_rows: int, norm_follows: bool, kind: str) ->
         ours, theirs = f"encoder.layers.{number}.", f"bert.encoder.layer.{number}."
         for suffix in ("weight", "bias"):
             sources = tuple(f"{theirs}attention.self.{one}.{suffix}" for one in ("query", "key", "value"))
-            found.append(Weight(f"{ours}self_attention.linear_qkv.{suffix}", sources, qkv))
+            weights.append(Weight(f"{ours}self_attention.linear_qkv.{suffix}", sources, qkv))
         for name, sources_of in NAMES.items():
             if (source := sources_of[0 if norm_follows else 1]) is not None:
                 add(ours + name, theirs + source, *SHARDED.get(name, ()))
@@ -109,14 +109,14 @@ def _weights(shape: ModelShape, num_rows: int, norm_follows: bool, kind: str) ->
         add("pooler.dense", "bert.pooler.dense")
     if kind == "ForSequenceClassification":
         add("binary_head.1", "classifier")
-        return found
+        return weights
     if kind == "ForPreTraining":
         add("binary_head", "cls.seq_relationship")
     add("lm_head.dense", "cls.predictions.transform.dense")
     add("lm_head.layer_norm", "cls.predictions.transform.LayerNorm")
-    found.append(Weight("output_layer.weight", (words,), rows))
-    found.append(Weight("output_layer.bias", ("cls.predictions.bias",), rows))
-    return found
+    weights.append(Weight("output_layer.weight", (words,), rows))
+    weights.append(Weight("output_layer.bias", ("cls.predictions.bias",), rows))
+    return weights
 
 
 BERT_CLASSES = ("ForPreTraining", "ForMaskedLM", "ForSequenceClassification")

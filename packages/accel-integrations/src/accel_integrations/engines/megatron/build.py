@@ -59,15 +59,15 @@ class Chunks:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by name, layers numbered as in the full model."""
-        found = {}
+        parameters = {}
         for module in self.modules:
             blocks = {name: getattr(module, name, None) for name in ("encoder", "decoder")}
             numbers = {
                 name: [layer.layer_number - 1 for layer in block.layers] for name, block in blocks.items() if block
             }
             for name, parameter in module.named_parameters():
-                found[_full_name(name, numbers, self._first_expert())] = parameter
-        return found
+                parameters[_full_name(name, numbers, self._first_expert())] = parameter
+        return parameters
 
     def _first_expert(self) -> int:
         if self.config.num_moe_experts is None:
@@ -152,9 +152,9 @@ def make_config(
     return kind(**options | others)
 
 
-def _check_others(others: Mapping[str, Any], known: Collection[str], options: Mapping[str, Any]) -> None:
+def _check_others(others: Mapping[str, Any], fields: Collection[str], options: Mapping[str, Any]) -> None:
     """Check that `other_megatron_args` has known names only, and changes nothing that is decided elsewhere."""
-    if unknown := sorted(set(others) - set(known)):
+    if unknown := sorted(set(others) - set(fields)):
         raise ValueError(
             f"MegatronLMPlugin.other_megatron_args has {', '.join(map(repr, unknown))}, which megatron-core's "
             "TransformerConfig does not have. Leave it out, or use the field of MegatronLMPlugin for it."
@@ -221,17 +221,17 @@ def _hide_padding(shape: ModelShape, degrees: Degrees, chunk: Any) -> None:
 
 def _provided(provider: Provider, config: Any, place: Place) -> Any:
     """A chunk that a function of the program makes, from those arguments of Megatron-LM that it takes."""
-    known: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "pre_process": place.is_first,
         "post_process": place.is_last,
         "add_encoder": True,
         "add_decoder": True,
     }
-    known |= {"config": config, "vp_stage": place.stage}
+    arguments |= {"config": config, "vp_stage": place.stage}
     taken = inspect.signature(provider).parameters.values()
     if not any(one.kind is one.VAR_KEYWORD for one in taken):
-        known = {one.name: known[one.name] for one in taken if one.name in known}
-    return provider(**known)
+        arguments = {one.name: arguments[one.name] for one in taken if one.name in arguments}
+    return provider(**arguments)
 
 
 def wrap(config: Any, modules: list[Any]) -> Chunks:
@@ -269,8 +269,8 @@ def own_chunks(
         TypeError: It returned anything but chunks in `DistributedDataParallel` of megatron-core.
     """
     distributed = load("distributed")
-    found = prepare(provider)
-    wrapped = found if isinstance(found, list) else [found]
+    chunks = prepare(provider)
+    wrapped = chunks if isinstance(chunks, list) else [chunks]
     if wrong := [type(one).__name__ for one in wrapped if not isinstance(one, distributed.DistributedDataParallel)]:
         raise TypeError(
             f"custom_prepare_model_function returned {', '.join(wrong)}. Return a list of chunks, each in "

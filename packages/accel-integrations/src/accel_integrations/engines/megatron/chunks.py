@@ -65,10 +65,10 @@ class Norm:
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
         """The norm that the configuration names, whose gradients are summed over ranks with other tokens."""
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        made = kind(hidden_size, eps=eps)
-        for parameter in made.parameters():
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return made
+        return norm
 
 
 class AddThenNorm(nn.Module):
@@ -84,8 +84,8 @@ class AddThenNorm(nn.Module):
         def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, probability: float) -> Tensor:
             output, bias = output_with_bias
             output = output if bias is None else output + bias
-            found: Tensor = self.norm(residual + nn.functional.dropout(output, probability, training))
-            return found
+            hidden_states: Tensor = self.norm(residual + nn.functional.dropout(output, probability, training))
+            return hidden_states
 
         return add
 

@@ -120,7 +120,7 @@ class GatheredAttention(nn.Module):
         hidden.masked_fill_(attention_mask, torch.finfo(query.dtype).min)  # not -inf: padding may see nothing
         draws = load("tensor_parallel.random").get_cuda_rng_tracker().fork() if self._draws_apart else nullcontext()
         with draws:
-            found = F.scaled_dot_product_attention(
+            output = F.scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -129,7 +129,7 @@ class GatheredAttention(nn.Module):
                 scale=self._scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return found.permute(2, 0, 1, 3).flatten(2)
+        return output.permute(2, 0, 1, 3).flatten(2)
 
     def _of_all_ranks(self, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """Keys and values of all tokens in their order, (S, B, heads of keys and values, D); gradients are summed."""

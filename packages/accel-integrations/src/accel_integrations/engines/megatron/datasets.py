@@ -45,15 +45,15 @@ def fill_dummies(objects: Sequence[Any], plugin: MegatronLMPlugin, replicas: int
             f"custom_megatron_datasets_provider_function returned {len(datasets)} datasets for {len(places)} "
             "MegatronLMDummyDataLoaders. Return those for training, validation and test."
         )
-    found = list(objects)
+    arguments = list(objects)
     for place, dataset in zip(places, datasets, strict=False):
         if dataset is None:
             raise ValueError(
                 "The split of MegatronLMDummyDataLoader leaves no samples for one of its datasets. Change it."
             )
         whole = not isinstance(dataset, IterableDataset)
-        found[place] = DataLoader(dataset, batch_size=size, drop_last=whole)
-    return found
+        arguments[place] = DataLoader(dataset, batch_size=size, drop_last=whole)
+    return arguments
 
 
 def check_model(task: Task, places: Sequence[int], plugin: MegatronLMPlugin) -> None:

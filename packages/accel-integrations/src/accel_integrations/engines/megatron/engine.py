@@ -74,7 +74,7 @@ class MegatronLMEngine(Engine):
         super().__init__(context)
         self.degrees = Degrees(1, 1, 1)
         self.storing = Storing()
-        self._found = PrepareArguments()
+        self._arguments = PrepareArguments()
         self._objects: tuple[Any, Any, Any] | None = None
         self._dummies: list[int] = []
         self._warned_of_clipping = False
@@ -136,8 +136,8 @@ class MegatronLMEngine(Engine):
     @property
     def plugin(self) -> MegatronLMPlugin:
         """The settings in use."""
-        found: MegatronLMPlugin = self.context.state.megatron_lm_plugin
-        return found
+        plugin: MegatronLMPlugin = self.context.state.megatron_lm_plugin
+        return plugin
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
@@ -152,38 +152,40 @@ class MegatronLMEngine(Engine):
         self._objects = None
         self._dummies = dummy_places(objects)
         objects = fill_dummies(objects, self.plugin, self.degrees.data)
-        self._found = found = PrepareArguments.find(objects, RULES, self.trained is not None)
+        self._arguments = arguments = PrepareArguments.find(objects, RULES, self.trained is not None)
         loaders = [one for one in objects if isinstance(one, DataLoader) and one.batch_size is not None]
         if sizes := [int(loader.batch_size or 1) for loader in loaders]:
             smallest = self.plugin.is_train_batch_min
             self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.degrees.data)
-        if found.model is None:
+        if arguments.model is None:
             return list(objects)
-        model, optimizer, scheduler = self._objects = found.pick(objects)
+        model, optimizer, scheduler = self._objects = arguments.pick(objects)
         check_model(self._shape(model).task, self._dummies, self.plugin)
         if optimizer is not None:
             names_in(optimizer, model)
         if isinstance(scheduler, MegatronLMDummyScheduler) and optimizer is None:
             raise ValueError("prepare() got a MegatronLMDummyScheduler without an optimizer. Pass both to one call.")
-        return [None if index in found.positions else item for index, item in enumerate(objects)]
+        return [None if index in arguments.positions else item for index, item in enumerate(objects)]
 
     def after_prepare(self, results: list[Any]) -> list[Any]:
         """Build the model from what `before_prepare` found."""
-        found, objects = self._found, self._objects
+        arguments, objects = self._arguments, self._objects
         self._objects = None
         for place in self._dummies:
             results[place] = SteppedLoader(results[place])
         if objects is None:
             return results
         record, (model, optimizer, scheduler) = self.context.prepared, objects
-        made = self._build(model, optimizer)
+        engine = self._build(model, optimizer)
         if scheduler is not None:
             if isinstance(scheduler, MegatronLMDummyScheduler):
                 scheduler = make_scheduler(scheduler, optimizer, self.plugin, self.degrees.data)
-            made.scheduler = keep(record.schedulers, self.prepare_scheduler(scheduler))
-        record.keep_model(model, made)
+            engine.scheduler = keep(record.schedulers, self.prepare_scheduler(scheduler))
+        record.keep_model(model, engine)
         for index, one in zip(
-            (found.model, found.optimizer, found.scheduler), (made, made.optimizer, made.scheduler), strict=True
+            (arguments.model, arguments.optimizer, arguments.scheduler),
+            (engine, engine.optimizer, engine.scheduler),
+            strict=True,
         ):
             if index is not None:
                 results[index] = one
@@ -230,25 +232,25 @@ class MegatronLMEngine(Engine):
         stored, shares = next(model.parameters()).dtype, SequenceShares.here()
         dtype = DTYPES[state.mixed_precision] or stored
         with on_device(device), quiet():
-            found = self._chunks(shape, hooks, dtype)
+            chunks = self._chunks(shape, hooks, dtype)
             listed = shape.weights(shape, shape.num_rows(degrees))
             trained = {name: one.requires_grad for name, one in model.named_parameters(remove_duplicate=False)}
-            weights = ShardedWeights(listed, found.named_parameters(), stored)
+            weights = ShardedWeights(listed, chunks.named_parameters(), stored)
             weights.frozen(trained.__getitem__)
             weights.load(dict(model.named_parameters(remove_duplicate=False)))
         self.storing.buffers = stored_buffers(model)
         drop_values(model)
         parts = Parts(
             original=model,
-            chunks=found,
+            chunks=chunks,
             weights=weights,
-            schedule=Schedule(found, shape.task, shape.num_tokens, device, hooks),
+            schedule=Schedule(chunks, shape.task, shape.num_tokens, device, hooks),
             limits=Limits(
                 shape.task,
                 shape.max_length,
                 shape.window,
                 shape.learns_positions,
-                shares.multiple * (degrees.tensor if found.config.sequence_parallel else 1),
+                shares.multiple * (degrees.tensor if chunks.config.sequence_parallel else 1),
                 plugin.num_micro_batches,
                 shares,
                 hooks.reads_batches,
@@ -259,17 +261,17 @@ class MegatronLMEngine(Engine):
             after_step=self._after_step,
             handler=hooks.handler,
         )
-        made = MegatronEngine(None, parts, None, None)
-        made.train(model.training)
+        engine = MegatronEngine(None, parts, None, None)
+        engine.train(model.training)
         if optimizer is not None and names is not None:
             loss_scale = ShardedLossScale(
-                lambda: self.precision.scaler, device, sums=found.config.calculate_per_token_loss
+                lambda: self.precision.scaler, device, sums=chunks.config.calculate_per_token_loss
             )
-            made.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer, loss_scale)
-            found.config.grad_scale_func = loss_scale.scale
-            made.optimizer = keep(self.context.prepared.optimizers, MegatronLMOptimizerWrapper(optimizer))
-        self.storing.trained = made
-        return made
+            engine.sharded = ShardedOptimizer(optimizer, names, weights, plugin.use_distributed_optimizer, loss_scale)
+            chunks.config.grad_scale_func = loss_scale.scale
+            engine.optimizer = keep(self.context.prepared.optimizers, MegatronLMOptimizerWrapper(optimizer))
+        self.storing.trained = engine
+        return engine
 
     def _chunks(self, shape: ModelShape, hooks: Hooks, dtype: torch.dtype) -> Chunks:
         """This rank's part of a model, built here or by functions of the program."""
@@ -373,10 +375,10 @@ class MegatronLMEngine(Engine):
 
     def full_state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """The full state dict by the names of the model that was prepared; all ranks call this."""
-        made = self.storing.model_of(model)
-        if made is None:
+        engine = self.storing.model_of(model)
+        if engine is None:
             return self.unwrap(model).state_dict()
-        return self.storing.full_state_dict(made, self.context.keeps_full_states)
+        return self.storing.full_state_dict(engine, self.context.keeps_full_states)
 
     def full_optimizer_state(self, optimizer: AcceleratedOptimizer) -> dict[str, Any]:
         """The full state dict, as in a run of one process; all ranks call this."""

@@ -29,14 +29,14 @@ def shape_of(model: nn.Module) -> ModelShape:
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     class_name = type(model).__name__
-    wanted, read = FAMILIES.get(class_name, (None, None))
-    if read is None or kind != wanted:
+    model_type, read = FAMILIES.get(class_name, (None, None))
+    if read is None or kind != model_type:
         if kind in REFUSED:
             raise ValueError(f"prepare() got a {class_name}, which is not mapped to Megatron-LM: {REFUSED[kind]}")
-        known = ", ".join(sorted(f"{name} ({class_of})" for class_of, (name, _) in FAMILIES.items()))
+        families = ", ".join(sorted(f"{name} ({class_of})" for class_of, (name, _) in FAMILIES.items()))
         raise ValueError(
             f"prepare() got a {class_name} with model_type={kind!r}, which is not mapped to Megatron-LM. Mapped are: "
-            f"{known}. Use one of these, or train it with FSDP or ParallelismConfig."
+            f"{families}. Use one of these, or train it with FSDP or ParallelismConfig."
         )
     shape = read(config)
     stored = dict(model.named_parameters(remove_duplicate=False))
@@ -102,15 +102,15 @@ def _window(config: Any) -> int | None:
 def _rotary(config: Any) -> dict[str, Any]:
     settings = dict(getattr(config, "rope_parameters", None) or {})
     kind = settings.get("rope_type", "default")
-    found: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": settings.get("rope_theta", 10000.0)}
+    options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": settings.get("rope_theta", 10000.0)}
     if settings.get("partial_rotary_factor", 1.0) != 1.0:
         raise lacks(
             "rotary embeddings of a part of each head (partial_rotary_factor)", "rotary embeddings of all of it"
         )
     if kind == "default":
-        return found
+        return options
     if kind == "llama3" and all(settings.get(name) == value for name, value in LLAMA3_SCALING.items()):
-        return found | {"rope_scaling": True, "rope_scaling_factor": settings["factor"]}
+        return options | {"rope_scaling": True, "rope_scaling_factor": settings["factor"]}
     raise lacks(f"rope_parameters={settings!r}", f"rope_type 'default', or 'llama3' with {LLAMA3_SCALING}")
 
 
@@ -120,12 +120,12 @@ def _llama_weights(
     rows = Vocabulary(shape.num_tokens, num_rows)
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size)
     out = "model.embed_tokens.weight" if shape.tied else "lm_head.weight"
-    found = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
+    weights = [Weight("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), rows)]
     for number in range(shape.num_layers):
         ours, theirs = f"decoder.layers.{number}.", f"model.layers.{number}."
 
         def add(name: str, layout: Any, *sources: str, ours: str = ours, theirs: str = theirs) -> None:
-            found.append(Weight(ours + name, tuple(theirs + source for source in sources), layout))
+            weights.append(Weight(ours + name, tuple(theirs + source for source in sources), layout))
 
         add("input_layernorm.weight", Plain(), "input_layernorm.weight")
         for kind in ("weight", "bias") if qkv_bias else ("weight",):
@@ -148,9 +148,9 @@ def _llama_weights(
             add("self_attention.linear_proj.bias", Plain(), "self_attn.o_proj.bias")
             add("mlp.linear_fc1.bias", GateAndUp(), "mlp.gate_proj.bias", "mlp.up_proj.bias")
             add("mlp.linear_fc2.bias", Plain(), "mlp.down_proj.bias")
-    found.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Plain()))
-    found.append(Weight("output_layer.weight", (out,), rows))
-    return found
+    weights.append(Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Plain()))
+    weights.append(Weight("output_layer.weight", (out,), rows))
+    return weights
 
 
 # ---- GPT-2 ----------------------------------------------------------------------------------------------------------
@@ -158,13 +158,13 @@ def _llama_weights(
 
 def _gpt2(config: Any) -> ModelShape:
     """GPT-2: LayerNorm, learned positions, biases everywhere."""
-    for name, wanted in (
+    for name, default in (
         ("scale_attn_weights", True),
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
-        if bool(getattr(config, name, wanted)) != wanted:
-            raise lacks(f"{name}={not wanted}", f"{name}={wanted}")
+        if bool(getattr(config, name, default)) != default:
+            raise lacks(f"{name}={not default}", f"{name}={default}")
     return ModelShape(
         num_layers=config.n_layer,
         hidden_size=config.n_embd,
@@ -193,7 +193,7 @@ def _gpt2(config: Any) -> ModelShape:
 def _gpt2_weights(shape: ModelShape, num_rows: int) -> list[Weight]:
     rows = Vocabulary(shape.num_tokens, num_rows)
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size, fused=True, transposed=True)
-    found = [
+    weights = [
         Weight("embedding.word_embeddings.weight", ("transformer.wte.weight",), rows),
         Weight("embedding.position_embeddings.weight", ("transformer.wpe.weight",), Plain()),
     ]
@@ -209,11 +209,13 @@ def _gpt2_weights(shape: ModelShape, num_rows: int) -> list[Weight]:
         for ours, (theirs, *of_both) in layouts.items():
             for kind, layout in zip(("weight", "bias"), of_both, strict=True):
                 source = f"transformer.h.{number}.{theirs}.{kind}"
-                found.append(Weight(f"decoder.layers.{number}.{ours}.{kind}", (source,), layout))
+                weights.append(Weight(f"decoder.layers.{number}.{ours}.{kind}", (source,), layout))
     for kind in ("weight", "bias"):
-        found.append(Weight(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), Plain()))
-    found.append(Weight("output_layer.weight", ("transformer.wte.weight" if shape.tied else "lm_head.weight",), rows))
-    return found
+        weights.append(Weight(f"decoder.final_layernorm.{kind}", (f"transformer.ln_f.{kind}",), Plain()))
+    weights.append(
+        Weight("output_layer.weight", ("transformer.wte.weight" if shape.tied else "lm_head.weight",), rows)
+    )
+    return weights
 
 
 # ---- mixtures of experts ---------------------------------------------------------------------------------------------
@@ -268,9 +270,9 @@ def _qwen3_moe(config: Any) -> ModelShape:
 
 
 def _check_routing(config: Any) -> None:
-    for name, wanted in (("output_router_logits", False), ("router_jitter_noise", 0.0)):
-        if (value := getattr(config, name, wanted)) != wanted:
-            raise lacks(f"{name}={value}", f"{name}={wanted}")
+    for name, default in (("output_router_logits", False), ("router_jitter_noise", 0.0)):
+        if (value := getattr(config, name, default)) != default:
+            raise lacks(f"{name}={value}", f"{name}={default}")
 
 
 Reader = Callable[[Any], ModelShape]

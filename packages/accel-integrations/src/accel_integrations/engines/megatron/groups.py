@@ -57,10 +57,10 @@ class Degrees:
         """
         tensor, pipeline, expert = plugin.tp_degree, plugin.pp_degree, plugin.expert_model_parallel_size
         context = plugin.context_parallel_size
-        given = [name for name in WHOLE_SEQUENCES if getattr(plugin, name) is not None]
-        if context > 1 and given:
+        hook_names = [name for name in WHOLE_SEQUENCES if getattr(plugin, name) is not None]
+        if context > 1 and hook_names:
             raise NotImplementedError(
-                f"MegatronLMPlugin.{given[0]} with context_parallel_size={context} is not supported: each rank computes some "
+                f"MegatronLMPlugin.{hook_names[0]} with context_parallel_size={context} is not supported: each rank computes some "
                 "tokens of every sequence, which that function knows nothing of. Leave one of them out."
             )
         of_replica = tensor * pipeline * context
@@ -99,14 +99,14 @@ def make_groups(degrees: Degrees) -> None:
     global _made_on
     parallel = load("parallel_state")
     world: Any = dist.group.WORLD
-    wanted = degrees.sizes()
+    expected = degrees.sizes()
     if parallel.model_parallel_is_initialized():
-        found = _sizes(parallel)
+        sizes = _sizes(parallel)
         is_ours = _made_on is not None
         is_alive = _made_on is None or _made_on() is world
         if not is_ours:
-            del found["expert_tensor_parallel_size"]  # that of tensors unless given, and only experts care
-        others = [f"{name}={size}, not {wanted[name]}" for name, size in found.items() if size != wanted[name]]
+            del sizes["expert_tensor_parallel_size"]  # that of tensors unless given, and only experts care
+        others = [f"{name}={size}, not {expected[name]}" for name, size in sizes.items() if size != expected[name]]
         if is_alive and not others:
             return
         if not is_ours:
@@ -115,7 +115,7 @@ def make_groups(degrees: Degrees) -> None:
                 "sizes."
             )
         parallel.destroy_model_parallel()  # of other degrees, or of a process group that is gone
-    parallel.initialize_model_parallel(**wanted, create_gloo_process_groups=False)
+    parallel.initialize_model_parallel(**expected, create_gloo_process_groups=False)
     _made_on = weakref.ref(world)
 
 
@@ -140,10 +140,10 @@ def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
             f"custom_prepare_model_function with tp_degree={degrees.tensor} and a mixture of experts would not sum the gradients "
             "of experts over tensor-parallel ranks. Leave it out, or set tp_degree to 1."
         )
-    found = load("parallel_state").get_expert_tensor_parallel_world_size()
-    if found != degrees.expert_tensor:
+    size = load("parallel_state").get_expert_tensor_parallel_world_size()
+    if size != degrees.expert_tensor:
         raise ValueError(
-            f"The program has initialized megatron-core with expert_tensor_parallel_size={found}, not {degrees.expert_tensor} as "
+            f"The program has initialized megatron-core with expert_tensor_parallel_size={size}, not {degrees.expert_tensor} as "
             "MegatronLMPlugin says. Use the same size."
         )
 

@@ -63,22 +63,22 @@ class Hooks:
             plugin.custom_train_step_class,
         )
         named = {"custom_loss_function": own_loss, "custom_get_batch_function": own_batch}
-        given = [name for name, value in named.items() if value is not None]
+        hook_names = [name for name, value in named.items() if value is not None]
         if kind is None:
             if plugin.custom_train_step_kwargs:
                 raise ValueError(
                     f"custom_train_step_kwargs={plugin.custom_train_step_kwargs!r} has no effect without "
                     "custom_train_step_class. Set both or neither."
                 )
-            if given and not isinstance(task, Causal):
+            if hook_names and not isinstance(task, Causal):
                 raise ValueError(
-                    f"MegatronLMPlugin.{given[0]} is for models that predict the next token. Set custom_train_step_class, "
+                    f"MegatronLMPlugin.{hook_names[0]} is for models that predict the next token. Set custom_train_step_class, "
                     "whose forward_step computes everything."
                 )
             return cls(own_loss and _loss_of(own_loss), own_batch and _batches_of(own_batch))
-        if given:
+        if hook_names:
             raise ValueError(
-                f"MegatronLMPlugin.{given[0]} has no effect with custom_train_step_class, whose forward_step reads batches and "
+                f"MegatronLMPlugin.{hook_names[0]} has no effect with custom_train_step_class, whose forward_step reads batches and "
                 "computes losses. Set one of them."
             )
         handler = _made(kind, arguments, plugin.custom_train_step_kwargs or {})
@@ -104,8 +104,8 @@ def _loss_of(function: Callable[..., Any]) -> Callable[[Tensor, Any], tuple[Any,
     """The loss of a micro-batch that a function of the program computes, which counts as one whatever its tokens."""
 
     def loss(counted: Tensor, losses: Any) -> tuple[Any, ...]:
-        found, shown = function(counted.float(), losses)
-        return _as_one(found, shown)
+        value, shown = function(counted.float(), losses)
+        return _as_one(value, shown)
 
     return loss
 
@@ -120,13 +120,13 @@ def _batches_of(function: Callable[..., Any]) -> Callable[[Iterator[MicroBatch]]
     """A reader of micro-batches from one that returns what Megatron-LM's do for GPT."""
 
     def get_batch(batches: Iterator[MicroBatch]) -> MicroBatch:
-        found = tuple(function(batches))
-        if len(found) != 5:
+        columns = tuple(function(batches))
+        if len(columns) != 5:
             raise ValueError(
-                f"custom_get_batch_function returned {len(found)} values. Return tokens, labels (the next tokens), loss_mask, "
+                f"custom_get_batch_function returned {len(columns)} values. Return tokens, labels (the next tokens), loss_mask, "
                 "attention_mask (True where a token does not see another) and position_ids."
             )
-        tokens, labels, counted, hidden, positions = found
+        tokens, labels, counted, hidden, positions = columns
         return {
             "tokens": tokens,
             "labels": labels.clamp(min=0),
@@ -145,8 +145,8 @@ def _forward_of(function: Callable[..., Any]) -> ForwardStep:
         output, loss_function = function(batches, model)
 
         def loss(output: Any) -> tuple[Any, ...]:
-            found = loss_function(output)
-            return _as_one(found[0], found[-1])
+            outcome = loss_function(output)
+            return _as_one(outcome[0], outcome[-1])
 
         return output, loss
 

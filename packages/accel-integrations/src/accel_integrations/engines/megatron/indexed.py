@@ -78,9 +78,9 @@ def indexed_datasets(options: Mapping[str, Any], seq_length: int | None, counts:
             create_attention_mask=False,
         )
         _check_split(prefixes, config)
-        made = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, list(counts), lambda: True, config).build()
+        datasets = builder.BlendedMegatronDatasetBuilder(gpt.GPTDataset, list(counts), lambda: True, config).build()
     # whole epochs of the files were made, which are at least as many
-    return [None if one is None else Subset(one, range(count)) for one, count in zip(made, counts, strict=True)]
+    return [None if one is None else Subset(one, range(count)) for one, count in zip(datasets, counts, strict=True)]
 
 
 def _check_split(prefixes: Sequence[Path], config: Any) -> None:
@@ -100,8 +100,8 @@ def _blend(paths: Any) -> tuple[list[str], list[float] | None] | None:
     if not paths:
         return None
     listed = paths.split() if isinstance(paths, str) else [str(one) for one in paths]
-    found: tuple[list[str], list[float] | None] = load("datasets.utils").get_blend_from_list(listed)
-    return found
+    blend: tuple[list[str], list[float] | None] = load("datasets.utils").get_blend_from_list(listed)
+    return blend
 
 
 def _check_files_on_all_ranks(prefixes: Sequence[Path], cache: Path) -> None:

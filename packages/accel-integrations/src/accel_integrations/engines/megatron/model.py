@@ -187,8 +187,8 @@ class MegatronEngine(nn.Module):
 
     def _output(self, outcome: Outcome) -> Any:
         handler = self.train_step_handler
-        if (made := getattr(handler, "model_output_class", None)) is not None:
-            return made(loss=outcome.loss)
+        if (output_class := getattr(handler, "model_output_class", None)) is not None:
+            return output_class(loss=outcome.loss)
         return self.parts.limits.task.output(outcome.loss, outcome.logits)
 
 

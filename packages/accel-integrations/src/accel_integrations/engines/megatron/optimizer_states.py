@@ -29,22 +29,22 @@ def full_optimizer_state(sharded: ShardedOptimizer, weights: ShardedWeights, kee
         ValueError: The optimizer keeps tensors of other shapes than its parameters, as Adafactor does.
     """
     state = sharded.optimizer.state
-    own = {name: state[one.stored] for name, one in sharded.held.items() if one.stored in state}
+    states = {name: state[one.stored] for name, one in sharded.held.items() if one.stored in state}
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: _told(one, sharded.held[name]) for name, one in own.items()})
-    known = {name: told_of for one in reversed(told) for name, told_of in one.items()}
+    dist.all_gather_object(told, {name: _told(one, sharded.held[name]) for name, one in states.items()})
+    descriptions = {name: told_of for one in reversed(told) for name, told_of in one.items()}
     number_of = {name: number for number, name in enumerate(name for names in sharded.names for name in names)}
-    found: dict[int, dict[str, Any]] = {}
-    for key in dict.fromkeys(key for one in known.values() for key in one):
-        shards = {name: one[key] for name, one in own.items() if known[name].get(key) == (SHARD,)}
+    entries: dict[int, dict[str, Any]] = {}
+    for key in dict.fromkeys(key for one in descriptions.values() for key in one):
+        shards = {name: one[key] for name, one in states.items() if descriptions[name].get(key) == (SHARD,)}
         parts: dict[str, Tensor] = {}
         for weight, full in weights.gather(shards):
             if keep:
                 split = (part.detach().to("cpu", copy=True).contiguous() for part in weight.layout.split(full))
                 parts.update(zip(weight.sources, split, strict=True))
-        for name, value in [*whole(parts).items(), *_small_values(weights, known, key)]:
-            found.setdefault(number_of[name], {})[key] = value
-    return {"state": dict(sorted(found.items())), "param_groups": _groups(sharded)} if keep else {}
+        for name, value in [*whole(parts).items(), *_small_values(weights, descriptions, key)]:
+            entries.setdefault(number_of[name], {})[key] = value
+    return {"state": dict(sorted(entries.items())), "param_groups": _groups(sharded)} if keep else {}
 
 
 def _told(state: Mapping[str, Any], held: Held) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def _told_of(key: str, value: Any, held: Held) -> tuple[Any, ...]:
     )
 
 
-def _small_values(weights: ShardedWeights, known: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
+def _small_values(weights: ShardedWeights, descriptions: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
     for weight in weights.weights:
-        told = known.get(weight.name, {}).get(key, (SHARD,))
+        told = descriptions.get(weight.name, {}).get(key, (SHARD,))
         if told != (SHARD,):
             for source in weight.sources:  # each its own copy: an optimizer counts its steps in place
                 yield tensor_name(source), told[1].clone() if isinstance(told[1], Tensor) else told[1]
@@ -92,10 +92,10 @@ def own_optimizer_state(
         ValueError: It is that of an optimizer with other groups.
     """
     saved = [group["params"] for group in state["param_groups"]]
-    counts, wanted = [len(numbers) for numbers in saved], [len(names) for names in sharded.names]
-    if counts != wanted:
+    counts, group_sizes = [len(numbers) for numbers in saved], [len(names) for names in sharded.names]
+    if counts != group_sizes:
         raise ValueError(
-            f"The state is that of an optimizer with {counts} parameters in its groups, but this one has {wanted}. Create "
+            f"The state is that of an optimizer with {counts} parameters in its groups, but this one has {group_sizes}. Create "
             "the same groups as when it was saved."
         )
     number_of = {
@@ -121,13 +121,13 @@ def _own_entry(
     if any(state is None for _, state in stored):
         return {}
     parts = [(source, state) for source, state in stored if state is not None]
-    found: dict[str, Any] = {}
+    entry: dict[str, Any] = {}
     for key, value in parts[0][1].items():
         if isinstance(value, Tensor) and value.ndim:
-            found[key] = weights.shard(weight, [rows_of(source, state[key]) for source, state in parts]).contiguous()
+            entry[key] = weights.shard(weight, [rows_of(source, state[key]) for source, state in parts]).contiguous()
         else:  # experts have one state, but each counts its steps in place
-            found[key] = value.clone() if isinstance(value, Tensor) else value
-    return found
+            entry[key] = value.clone() if isinstance(value, Tensor) else value
+    return entry
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

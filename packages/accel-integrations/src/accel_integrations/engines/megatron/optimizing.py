@@ -120,16 +120,16 @@ class ShardedOptimizer:
 
     def _norm(self) -> Tensor:
         """The norm of all gradients: each counts once, whatever the number of ranks that hold it."""
-        own = [
+        weights = [
             one
             for one in self._weights.held.values()
             if one.parameter.requires_grad and self._weights.counts_here(one)
         ]
         device = next(iter(self._weights.held.values())).parameter.device
-        total = _square([one for one in own if not one.weight.is_expert], device)
+        total = _square([one for one in weights if not one.weight.is_expert], device)
         dist.all_reduce(total, group=self._parallel.get_model_parallel_group())
         if self._has_experts:
-            of_experts = _square([one for one in own if one.weight.is_expert], device)
+            of_experts = _square([one for one in weights if one.weight.is_expert], device)
             dist.all_reduce(of_experts, group=self._parallel.get_expert_tensor_model_pipeline_parallel_group())
             total += of_experts
         return total.sqrt()

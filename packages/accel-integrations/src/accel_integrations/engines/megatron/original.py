@@ -14,12 +14,12 @@ def stored_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def drop_values(model: nn.Module) -> None:
     """Replace the parameters of a model by ones without values, tied ones by the same."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            if parameter not in made:
+            if parameter not in replacements:
                 empty = torch.empty_like(parameter, device="meta")
-                made[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-            module._parameters[name] = made[parameter]
+                replacements[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = replacements[parameter]

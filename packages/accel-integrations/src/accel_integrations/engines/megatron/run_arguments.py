@@ -34,7 +34,7 @@ def run_arguments(plugin: MegatronLMPlugin, model: nn.Module, shape: ModelShape,
     config: Any = model.config
     with suppress(ValueError):  # a family that accelerate 1.15 does not know
         find_parser(config.model_type)(plugin, model, None)
-    found = {
+    arguments = {
         "world_size": dist.get_world_size(),
         "rank": dist.get_rank(),
         "data_parallel_size": degrees.data,
@@ -56,7 +56,7 @@ def run_arguments(plugin: MegatronLMPlugin, model: nn.Module, shape: ModelShape,
         "bert_binary_head": "next_sentence_label" in shape.task.names,
         "return_logits": False,  # losses alone are computed in training
     }
-    return Namespace(**plugin.megatron_lm_default_args | found | (plugin.other_megatron_args or {}))
+    return Namespace(**plugin.megatron_lm_default_args | arguments | (plugin.other_megatron_args or {}))
 
 
 def _first(tokens: int | list[int] | None) -> int | None:

@@ -81,7 +81,7 @@ class Schedule:
         parts = self._weighed(batch) if batch.has_labels and not self._hooks.reads_batches else batch.micro_batches
         iterators = [iter(parts) for _ in self._chunks.wrapped]
         several = len(iterators) > 1
-        found: list[dict[str, Tensor]] = self._run_all(
+        outputs: list[dict[str, Tensor]] = self._run_all(
             forward_step_func=step,
             data_iterator=iterators if several else iterators[0],
             model=self._chunks.wrapped if several else self._chunks.wrapped[0],
@@ -90,7 +90,7 @@ class Schedule:
             micro_batch_size=samples,
             forward_only=forward_only,
         )
-        return found
+        return outputs
 
     def _weighed(self, batch: Batch) -> list[MicroBatch]:
         """Micro-batches with the weights of their losses, if there are several, each of which is a mean of its own."""
@@ -118,12 +118,12 @@ class Schedule:
         part = self._next(batches)
 
         def loss_function(output: Any) -> tuple[Any, ...]:
-            kept = {name: one.clone() for name, one in self._task.split_logits(output).items()}
+            logits = {name: one.clone() for name, one in self._task.split_logits(output).items()}
             if not self._has_labels(part):
-                first = next(iter(kept.values()))
-                return first.sum(), torch.zeros((), dtype=torch.int, device=first.device), kept
-            found = self._loss(part, self._task.with_losses(output, part))
-            return (*found[:-1], found[-1] | kept)
+                first = next(iter(logits.values()))
+                return first.sum(), torch.zeros((), dtype=torch.int, device=first.device), logits
+            terms = self._loss(part, self._task.with_losses(output, part))
+            return (*terms[:-1], terms[-1] | logits)
 
         return self._task.call(model, part, with_losses=False), loss_function
 
@@ -159,7 +159,7 @@ class Schedule:
 
     def _logits(self, stored: list[dict[str, Tensor]], batch: Batch) -> dict[str, Tensor]:
         samples, length = batch.shape
-        found = {}
+        outputs = {}
         for name, columns in self._task.logits.items():
             shape = (length, self._num_tokens) if columns is None else (columns,)
             logits = torch.empty(
@@ -171,17 +171,17 @@ class Schedule:
                 logits = torch.cat([one[name] for one in stored]).to(logits.dtype)
                 logits = self._of_all_tokens(logits) if columns is None else logits.contiguous()
             self._from_last_stage(logits)
-            found[name] = (
+            outputs[name] = (
                 logits[: batch.num_samples, : batch.length] if columns is None else logits[: batch.num_samples]
             )
-        return found
+        return outputs
 
-    def _of_all_tokens(self, own: Tensor) -> Tensor:
+    def _of_all_tokens(self, logits: Tensor) -> Tensor:
         """Logits over the vocabulary, and of all tokens, from those of each tensor-parallel and context-parallel rank."""
         group = self._parallel.get_tensor_model_parallel_group()
-        own = own.contiguous()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
+        logits = logits.contiguous()
+        parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, logits, group=group)
         return self._shares.gather(torch.cat(parts, dim=-1)[..., : self._num_tokens].contiguous(), self._of_sequence)
 
     def _from_last_stage(self, value: Tensor) -> None:

@@ -14,14 +14,14 @@ OF_ROW = re.compile(r"(.+)\[(\d+)\]")
 
 def tensor_name(source: str) -> str:
     """The name of the tensor to which a source belongs."""
-    found = OF_ROW.fullmatch(source)
-    return source if found is None else found[1]
+    match = OF_ROW.fullmatch(source)
+    return source if match is None else match[1]
 
 
 def rows_of(source: str, tensor: Tensor) -> Tensor:
     """The part of a tensor that a source means."""
-    found = OF_ROW.fullmatch(source)
-    return tensor if found is None else tensor[int(found[2])]
+    match = OF_ROW.fullmatch(source)
+    return tensor if match is None else tensor[int(match[2])]
 
 
 def look_up(tensors: Mapping[str, Tensor], source: str) -> Tensor:
@@ -45,6 +45,6 @@ def whole(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _number(source: str) -> int:
-    found = OF_ROW.fullmatch(source)
-    assert found is not None
-    return int(found[2])
+    match = OF_ROW.fullmatch(source)
+    assert match is not None
+    return int(match[2])

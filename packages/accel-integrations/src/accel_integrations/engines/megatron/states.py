@@ -94,8 +94,8 @@ def _read_by_name(checkpoint: CheckpointFiles, prepared: Prepared, owner: Storin
     weights, states = [], []
     for index in range(len(prepared.models)):
         stored = open_model_state(checkpoint.folder, index)
-        found = {".".join(keys): stored.read_full(keys) for keys in stored.shapes}
-        weights.append(found | {".".join(keys): stored.read_object(keys) for keys in stored.objects})
+        tensors = {".".join(keys): stored.read_full(keys) for keys in stored.shapes}
+        weights.append(tensors | {".".join(keys): stored.read_object(keys) for keys in stored.objects})
     for index, optimizer in enumerate(prepared.optimizers):
         names = owner.names_in(optimizer)
         every = {name for group in names for name in group}

@@ -27,8 +27,8 @@ class Storing:
 
     def model_of(self, model: nn.Module) -> MegatronEngine | None:
         """The prepared model; None for any other."""
-        made = self.trained
-        return made if made is not None and model in (made, made.parts.original) else None
+        engine = self.trained
+        return engine if engine is not None and model in (engine, engine.parts.original) else None
 
     def full_state_dict(self, made: MegatronEngine, keep_values: bool) -> dict[str, torch.Tensor]:
         """The full state dict by the names of the model that was prepared; all ranks call this.
@@ -37,14 +37,14 @@ class Storing:
             made: The prepared model.
             keep_values: Whether this rank needs it; if not, the result is empty.
         """
-        found = made.parts.weights.full(keep_values) | self.buffers
+        state_dict = made.parts.weights.full(keep_values) | self.buffers
         if not keep_values:
             return {}
         original = made.parts.original
-        by_parameter = {one: name for name, one in reversed(list(named_parameters(original))) if name in found}
+        by_parameter = {one: name for name, one in reversed(list(named_parameters(original))) if name in state_dict}
         for name, parameter in named_parameters(original):
-            found.setdefault(name, found[by_parameter[parameter]])  # tied
-        return {name: found[name] for name in original.state_dict()}
+            state_dict.setdefault(name, state_dict[by_parameter[parameter]])  # tied
+        return {name: state_dict[name] for name in original.state_dict()}
 
     def full_optimizer_state(self, optimizer: Any, keep_values: bool) -> dict[str, Any]:
         """The full state dict, as in a run of one process; all ranks call this."""
@@ -63,12 +63,12 @@ class Storing:
         optimizer.optimizer.load_state_dict(self.own_optimizer_state(optimizer, state))
 
     def _sharded(self, optimizer: Any) -> tuple[ShardedOptimizer, ShardedWeights]:
-        made = self.trained
-        if made is None or made.sharded is None or optimizer not in (made.optimizer, made.sharded.optimizer):
+        engine = self.trained
+        if engine is None or engine.sharded is None or optimizer not in (engine.optimizer, engine.sharded.optimizer):
             raise ValueError(
                 "The optimizer was not prepared by this accelerator. Pass it to prepare() with its model."
             )
-        return made.sharded, made.parts.weights
+        return engine.sharded, engine.parts.weights
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -64,14 +64,14 @@ def _weights(shape: ModelShape, num_rows: int, encoder_layers: int, is_gated: bo
     rows = Vocabulary(shape.num_tokens, num_rows)
     qkv = QueryKeyValue(shape.heads, shape.groups, shape.head_size)
     kv = QueryKeyValue(0, shape.groups, shape.head_size)
-    found = [Weight("embedding.word_embeddings.weight", ("shared.weight",), rows)]
+    weights = [Weight("embedding.word_embeddings.weight", ("shared.weight",), rows)]
 
     def add(ours: str, layout: Layout, *theirs: str) -> None:
-        found.append(Weight(f"{ours}.weight", tuple(f"{one}.weight" for one in theirs), layout))
+        weights.append(Weight(f"{ours}.weight", tuple(f"{one}.weight" for one in theirs), layout))
 
     for block, count in (("encoder", encoder_layers), ("decoder", shape.num_layers)):
         bias = f"{block}.block.0.layer.0.SelfAttention.{BIAS}"
-        found.append(Weight(f"{block}_relative_pos_emb.{BIAS}", (bias,), Plain()))
+        weights.append(Weight(f"{block}_relative_pos_emb.{BIAS}", (bias,), Plain()))
         for number in range(count):
             ours, theirs = f"{block}.layers.{number}.", f"{block}.block.{number}.layer."
             add(ours + "input_layernorm", Plain(), theirs + "0.layer_norm")
@@ -93,4 +93,4 @@ def _weights(shape: ModelShape, num_rows: int, encoder_layers: int, is_gated: bo
             add(ours + "mlp.linear_fc2", Plain(1), dense + "wo")
         add(f"{block}.final_layernorm", Plain(), f"{block}.final_layer_norm")
     add("lm_head.output_layer", rows, "shared" if shape.tied else "lm_head")
-    return found
+    return weights

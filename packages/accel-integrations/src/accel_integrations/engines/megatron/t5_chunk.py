@@ -110,8 +110,8 @@ def _biased_attention() -> type:
         def _bias(self, queries: int, keys: int) -> Tensor:
             """The bias of this rank's heads, computed anew, because checkpoints of activations stop its gradients."""
             of_heads_last = self.positions(queries, keys).permute(0, 2, 3, 1)
-            own: Tensor = layers.scatter_to_tensor_model_parallel_region(of_heads_last, self.tp_group)
-            return own.permute(0, 3, 1, 2)
+            bias: Tensor = layers.scatter_to_tensor_model_parallel_region(of_heads_last, self.tp_group)
+            return bias.permute(0, 3, 1, 2)
 
     return BiasedAttention
 

@@ -105,9 +105,9 @@ class Task(ABC):
 def _token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     """The loss of each token (B, S) from this rank's logits (B, S, V / R), which are left as they are."""
     core = load("tensor_parallel")
-    kept = logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # the loss is computed in place
-    found: Tensor = core.vocab_parallel_cross_entropy(kept, labels.t().contiguous())
-    return found.t()
+    logits_copy = logits.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # the loss is computed in place
+    losses: Tensor = core.vocab_parallel_cross_entropy(logits_copy, labels.t().contiguous())
+    return losses.t()
 
 
 def _summed(losses: Tensor, counted: Tensor) -> Tensor:
@@ -134,15 +134,19 @@ class NextTokens(Task):
         return _token_losses(output, part["labels"])
 
 
-def _taken(columns: Mapping[str, Tensor], own: Tensor | None) -> dict[str, Tensor]:
+def _taken(columns: Mapping[str, Tensor], token_indices: Tensor | None) -> dict[str, Tensor]:
     """Some tokens of columns (B, S)."""
-    return dict(columns) if own is None else {name: column[:, own] for name, column in columns.items()}
+    return (
+        dict(columns)
+        if token_indices is None
+        else {name: column[:, token_indices] for name, column in columns.items()}
+    )
 
 
-def _later(length: int, own: Tensor | None, device: torch.device) -> Tensor:
+def _later(length: int, token_indices: Tensor | None, device: torch.device) -> Tensor:
     """Which tokens come after each of some, bool (S / C, S)."""
     all_tokens = torch.arange(length, device=device)
-    return all_tokens > (all_tokens if own is None else own)[:, None]
+    return all_tokens > (all_tokens if token_indices is None else token_indices)[:, None]
 
 
 class Causal(NextTokens):
@@ -153,12 +157,12 @@ class Causal(NextTokens):
 
     def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, positions, what tokens do not see (B, 1, S / C, S), the next tokens, and which of these count."""
-        found = {"tokens": values["input_ids"], "positions": values["position_ids"]}
+        columns = {"tokens": values["input_ids"], "positions": values["position_ids"]}
         if "labels" in values:
             labels = F.pad(values["labels"][:, 1:], (0, 1), value=IGNORED)
-            found |= {"labels": labels.clamp(min=0), "counted": labels != IGNORED}
+            columns |= {"labels": labels.clamp(min=0), "counted": labels != IGNORED}
         mask = values["attention_mask"]
-        return _taken(found, own) | {"hidden": _later(mask.shape[1], own, mask.device) | ~mask[:, None, None, :]}
+        return _taken(columns, own) | {"hidden": _later(mask.shape[1], own, mask.device) | ~mask[:, None, None, :]}
 
     def columns_of_dataset(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """The same, where labels need no shift."""
@@ -173,13 +177,13 @@ class Causal(NextTokens):
         if "loss_mask" in values:
             counted = counted & values["loss_mask"].bool()
         positions = values.get("position_ids", torch.arange(length, device=tokens.device))
-        found = {
+        columns = {
             "tokens": tokens,
             "positions": positions.expand_as(tokens),
             "labels": labels.clamp(min=0),
             "counted": counted,
         }
-        return _taken(found, own) | {"hidden": hidden}
+        return _taken(columns, own) | {"hidden": hidden}
 
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage."""
@@ -226,10 +230,10 @@ class SequenceToSequence(NextTokens):
         )
         if "decoder_attention_mask" in values:
             hidden = hidden | ~values["decoder_attention_mask"].bool()[:, None, None, :]
-        found = {"tokens": tokens, "padding": padding, "hidden": hidden, "outputs": self._read(values)}
+        columns = {"tokens": tokens, "padding": padding, "hidden": hidden, "outputs": self._read(values)}
         if "labels" in values:
-            found |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
-        return found
+            columns |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
+        return columns
 
     def _read(self, values: Mapping[str, Tensor]) -> Tensor:
         """What the decoder reads: as given, or the labels before each.
@@ -275,12 +279,12 @@ class Masked(Task):
 
     def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, and labels."""
-        found = _of_encoder(values)
+        columns = _of_encoder(values)
         if "labels" in values:
-            found |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
+            columns |= {"labels": values["labels"].clamp(min=0), "counted": values["labels"] != IGNORED}
         if self._has_sentences and "next_sentence_label" in values:
-            found["follows"] = values["next_sentence_label"].view(-1)
-        return found
+            columns["follows"] = values["next_sentence_label"].view(-1)
+        return columns
 
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage; on the last one, a pair: losses or logits of tokens, and logits (B, 2) or None."""
@@ -289,16 +293,16 @@ class Masked(Task):
 
     def counts(self, part: MicroBatch) -> list[Tensor]:
         """The number of masked tokens, and of samples."""
-        found = [part["counted"].sum()]
-        return [*found, (part["follows"] != IGNORED).sum()] if self._has_sentences else found
+        counts = [part["counted"].sum()]
+        return [*counts, (part["follows"] != IGNORED).sum()] if self._has_sentences else counts
 
     def losses(self, output: Any, part: MicroBatch) -> list[Tensor]:
         """The sums over masked tokens and over samples."""
         tokens, follows = output
-        found = [_summed(tokens, part["counted"])]
+        losses = [_summed(tokens, part["counted"])]
         if self._has_sentences:
-            found.append(F.cross_entropy(follows.float(), part["follows"], ignore_index=IGNORED, reduction="sum"))
-        return found
+            losses.append(F.cross_entropy(follows.float(), part["follows"], ignore_index=IGNORED, reduction="sum"))
+        return losses
 
     def split_logits(self, output: Any) -> dict[str, Tensor]:
         """Those of the tokens, and of the samples."""
@@ -350,7 +354,7 @@ class Classified(Task):
 
     def columns(self, values: Mapping[str, Tensor], own: Tensor | None = None) -> dict[str, Tensor]:
         """Tokens, their types, which are padding, labels, and which samples count."""
-        found = _of_encoder(values)
+        columns = _of_encoder(values)
         if "labels" in values:
             labels = values["labels"]
             counted = (
@@ -358,8 +362,8 @@ class Classified(Task):
                 if labels.is_floating_point()
                 else values["real"] & (labels.view(len(labels), -1)[:, 0] != IGNORED)
             )
-            found |= {"labels": labels, "counted": counted}
-        return found
+            columns |= {"labels": labels, "counted": counted}
+        return columns
 
     def call(self, model: Any, part: MicroBatch, *, with_losses: bool) -> Any:
         """Run the stage; on the last one, logits (B, columns) come second."""

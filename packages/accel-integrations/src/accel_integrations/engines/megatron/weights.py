@@ -77,10 +77,10 @@ class ShardedWeights:
 
     def by_source(self) -> dict[str, Held]:
         """The parameter that holds a tensor of the model, by that tensor's name; other ranks may hold it alone."""
-        found = {}
+        holders = {}
         for one in reversed(self.held.values()):
-            found.update(dict.fromkeys(one.weight.sources, one))
-        return found
+            holders.update(dict.fromkeys(one.weight.sources, one))
+        return holders
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -136,12 +136,12 @@ class ShardedWeights:
         Args:
             keep: Whether this rank needs them; if not, the result is empty.
         """
-        own = {name: one.stored.detach() for name, one in self.held.items()}
-        found: dict[str, Tensor] = {}
-        for weight, full in self.gather(own):
+        shards = {name: one.stored.detach() for name, one in self.held.items()}
+        tensors: dict[str, Tensor] = {}
+        for weight, full in self.gather(shards):
             if keep:
-                found.update(zip(weight.sources, map(_in_memory, weight.layout.split(full)), strict=True))
-        return whole(found)
+                tensors.update(zip(weight.sources, map(_in_memory, weight.layout.split(full)), strict=True))
+        return whole(tensors)
 
     def gather(self, own: Mapping[str, Tensor]) -> Iterator[tuple[Weight, Tensor]]:
         """One full tensor after the other; all ranks call this, and go through all of them.

@@ -57,8 +57,8 @@ class GradientSync:
 
     def _sum_shared(self, parameter: torch.Tensor, ranks: Sequence[int]) -> None:
         """Sum a gradient over the ranks that hold the parameter, in the same order on all of them."""
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        mine = to_local(own).contiguous()
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        mine = to_local(gradient).contiguous()
         others = {rank: torch.empty_like(mine) for rank in ranks if rank != self._group.rank}
         operations = [
             dist.P2POp(operation, tensor, group=self._group.process_group, group_peer=rank)
@@ -71,7 +71,7 @@ class GradientSync:
         for rank in ranks:
             total += mine if rank == self._group.rank else others[rank]
         if parameter.grad is None:
-            parameter.grad = own
+            parameter.grad = gradient
         to_local(parameter.grad).copy_(total)
 
     def _average_over_replicas(self) -> None:
@@ -124,16 +124,16 @@ def sync_shared_parameters(
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    found: list[list[torch.Tensor]] = []
+    buckets: list[list[torch.Tensor]] = []
     open_buckets: dict[torch.dtype, tuple[list[torch.Tensor], int]] = {}
     for gradient in gradients:
         bucket, size = open_buckets.get(gradient.dtype, ([], BUCKET_BYTES))
         if size >= BUCKET_BYTES:
             bucket, size = [], 0
-            found.append(bucket)
+            buckets.append(bucket)
         bucket.append(gradient)
         open_buckets[gradient.dtype] = bucket, size + gradient.nbytes
-    return found
+    return buckets
 
 
 def clip_over_stages(
@@ -157,8 +157,8 @@ def clip_over_stages(
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     counted = [one.grad for one in parameters if one.grad is not None and id(one) not in counted_elsewhere]
-    own = joint_norm(group_gradients(counted), norm_type)
+    local_norm = joint_norm(group_gradients(counted), norm_type)
     # the norm of the ranks' norms: of a rank without gradients it is 0
-    total = joint_norm([GradientGroup([own.view(1).to(group.device)], (group.process_group,))], norm_type)
+    total = joint_norm([GradientGroup([local_norm.view(1).to(group.device)], (group.process_group,))], norm_type)
     scale_to_norm_([to_local(gradient) for gradient in gradients], total, max_norm)
     return total

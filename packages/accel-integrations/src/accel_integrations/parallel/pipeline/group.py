@@ -89,9 +89,9 @@ class PipelineGroup:
             The works to wait for, and what they send, which must be kept alive until then.
         """
         report_progress()
-        kept = [as_sent(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
+        buffers = [as_sent(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in tensors]
         target = self.rank_of(stage)
-        return [dist.isend(tensor, group=self.process_group, group_dst=target) for tensor in kept], kept
+        return [dist.isend(tensor, group=self.process_group, group_dst=target) for tensor in buffers], buffers
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         """Broadcast a contiguous tensor, in place."""

@@ -63,12 +63,12 @@ class Layout:
 
     def shared_parameters(self, group: PipelineGroup) -> dict[str, tuple[int, ...]]:
         """Parameters that several ranks hold, by their first name, with these ranks in order of stages."""
-        found = {}
+        ranks_by_name = {}
         for name in self.order:
             ranks = tuple(dict.fromkeys(group.rank_of(stage) for stage in self.stages[name]))
             if len(ranks) > 1:
-                found[name] = ranks
-        return found
+                ranks_by_name[name] = ranks
+        return ranks_by_name
 
     def own_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         """The parameters of this rank, by their first name."""
@@ -79,13 +79,13 @@ class Layout:
 
         The split model does not have them where other stages hold them.
         """
-        own = dict(module.named_parameters())
+        parameters = dict(module.named_parameters())
         names = [name for name in self.shapes if prefix + name in state_dict]
         present = {self.first_names[name]: state_dict[prefix + name] for name in names}
         for name, first in self.first_names.items():
             if first in present and prefix + name not in state_dict:
                 value = present[first]
-                state_dict[prefix + name] = distribute_like(value, own[name]) if name in own else value
+                state_dict[prefix + name] = distribute_like(value, parameters[name]) if name in parameters else value
 
     def full_state_dict(
         self, own: dict[str, torch.Tensor], group: PipelineGroup, keep: bool = True
@@ -99,15 +99,15 @@ class Layout:
             keep: Whether this rank needs the result; an empty dict otherwise.
         """
         by_first = {self.first_names[name]: tensor for name, tensor in own.items() if name in self.first_names}
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, shape in self.shapes.items():
             first = self.first_names[name]
             if first == name:
                 source = group.rank_of(self.stages[name][0])
-                found[name] = broadcast_from(by_first.get(name), shape, group, source, keep)
+                tensors[name] = broadcast_from(by_first.get(name), shape, group, source, keep)
             else:
-                found[name] = found[first]
-        return found if keep else {}
+                tensors[name] = tensors[first]
+        return tensors if keep else {}
 
 
 def _is_tensor(value: Any) -> bool:
@@ -164,14 +164,14 @@ class OptimizerLayout:
 
     def __init__(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout], group: PipelineGroup) -> None:
         self.group = group
-        own = [
+        names = [
             [_name_in(layouts, parameter) for parameter in param_group["params"]]
             for param_group in optimizer.param_groups
         ]
         everybody: list[Any] = [None] * group.size
-        dist.all_gather_object(everybody, own, group=group.process_group)
+        dist.all_gather_object(everybody, names, group=group.process_group)
         self.param_groups = [
-            list(_merged([groups[index] for groups in everybody], layouts)) for index in range(len(own))
+            list(_merged([groups[index] for groups in everybody], layouts)) for index in range(len(names))
         ]
 
     def keep_own(
@@ -196,16 +196,16 @@ class OptimizerLayout:
             layouts: The layouts of all models.
             keep: Whether this rank needs the result; an empty dict otherwise.
         """
-        own = dict(self._own_state(optimizer, layouts))
+        local_state = dict(self._own_state(optimizer, layouts))
         state: dict[int, dict[str, Any]] = {}
         for source in range(self.group.size):
             shapes = {
                 index: {key: TensorShape.of(value) if _is_tensor(value) else value for key, value in entry.items()}
-                for index, entry in own.items()
+                for index, entry in local_state.items()
             }
             for index, entry in self.group.broadcast_object(shapes, source).items():
                 received = {
-                    key: broadcast_from(own.get(index, {}).get(key), shape, self.group, source, keep)
+                    key: broadcast_from(local_state.get(index, {}).get(key), shape, self.group, source, keep)
                     if isinstance(shape, TensorShape)
                     else shape
                     for key, shape in entry.items()
@@ -241,18 +241,18 @@ class OptimizerLayout:
 
     def _own_indices(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> list[list[int]]:
         """For each parameter of this rank, its index in the optimizer of the full model."""
-        found, start = [], 0
+        indices, start = [], 0
         for names, param_group in zip(self.param_groups, optimizer.param_groups, strict=True):
             numbers = {name: start + position for position, name in enumerate(names)}
             loose = iter(start + position for position, name in enumerate(names) if name is None)
-            found.append(
+            indices.append(
                 [
                     next(loose) if (name := _name_in(layouts, parameter)) is None else numbers[name]
                     for parameter in param_group["params"]
                 ]
             )
             start += len(names)
-        return found
+        return indices
 
     def _own_state(
         self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]

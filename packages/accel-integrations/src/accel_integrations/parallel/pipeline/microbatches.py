@@ -89,9 +89,9 @@ def _weights(
         return (1.0,) * len(parts)  # each loss is a summand of the full batch's loss
     if loss_weight is None:
         return (1.0 / len(parts),) * len(parts)
-    given = [loss_weight(part_kwargs) for _, part_kwargs in parts]
-    total = sum(given)
-    return tuple(weight / total for weight in given)
+    weights = [loss_weight(part_kwargs) for _, part_kwargs in parts]
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
 
 
 def join_outputs(outputs: Sequence[Sequence[torch.Tensor]], weights: Sequence[Any]) -> list[torch.Tensor]:

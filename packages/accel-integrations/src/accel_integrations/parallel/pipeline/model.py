@@ -90,28 +90,28 @@ class Pipeline:
     def measure(self, batch: Microbatches) -> dict[str, list[Structure]]:
         """What all modules return for a micro-batch; measured stage after stage when shapes are new."""
         key = (batch.signature, torch.is_grad_enabled(), self.staged.model.training)
-        found = self._measured.get(key)
-        if found is None:
-            found = self.staged.structures = {}
+        structures = self._measured.get(key)
+        if structures is None:
+            structures = self.staged.structures = {}
             args, kwargs = batch.inputs[0]
             for stage in range(self.group.num_stages):
                 source = self.group.rank_of(stage)
-                own: Any = None
+                outcome: Any = None
                 if source == self.group.rank:
                     try:
-                        own = self.staged.measure(stage, args, kwargs)
+                        outcome = self.staged.measure(stage, args, kwargs)
                     except Exception as error:
-                        own = error
-                shared = self.group.broadcast_object(_sendable(own), source)
-                if isinstance(own, Exception):
-                    raise own
+                        outcome = error
+                shared = self.group.broadcast_object(_sendable(outcome), source)
+                if isinstance(outcome, Exception):
+                    raise outcome
                 if isinstance(shared, str):
                     raise RuntimeError(f"Stage {stage} of the pipeline failed on another rank: {shared}")
-                found.update(shared)
+                structures.update(shared)
             if len(self._measured) >= MOST_SHAPES:
                 self._measured.clear()
-            self._measured[key] = found
-        return found
+            self._measured[key] = structures
+        return structures
 
     # ---- GPipe: forward first, backward later -------------------------------------------------------------------
 
@@ -130,9 +130,9 @@ class Pipeline:
 
     def _broadcast(self, values: list[Any], shapes: list[TensorShape], rows: int) -> None:
         """Broadcast outputs of the last stage to all ranks, into `values`."""
-        wanted = self.settings.broadcast_outputs
+        broadcast_outputs = self.settings.broadcast_outputs
         losses = [is_loss(shape) for shape in shapes]
-        everything = wanted or (wanted is None and not any(losses))
+        everything = broadcast_outputs or (broadcast_outputs is None and not any(losses))
         for index, shape in enumerate(shapes):
             if not (everything or losses[index]):
                 continue
@@ -184,8 +184,8 @@ class PipelinedModel(nn.Module):
         return pipeline(args, kwargs)
 
 
-def _sendable(own: Any) -> Any:
-    return f"{type(own).__name__}: {own}" if isinstance(own, Exception) else own
+def _sendable(outcome: Any) -> Any:
+    return f"{type(outcome).__name__}: {outcome}" if isinstance(outcome, Exception) else outcome
 
 
 class _Attached(torch.autograd.Function):
@@ -205,9 +205,9 @@ class _Attached(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = iter(gradients)
+        gradient_iterator = iter(gradients)
         with torch.enable_grad():
-            ctx.run_backward([next(given) if needed else None for needed in ctx.needed])
+            ctx.run_backward([next(gradient_iterator) if needed else None for needed in ctx.needed])
         ctx.done()
         return None, None, None, None, None
 

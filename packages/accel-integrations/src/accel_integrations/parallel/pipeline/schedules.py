@@ -95,8 +95,8 @@ class GPipeRun:
         for index in range(len(self.batch)):
             for stage in reversed(group.held):
                 received, outputs = self._kept.pop((index, stage))
-                wanted = shared[index] if stage == last else self._for_each_output(stage, next(coming))
-                _propagate(outputs, wanted)
+                output_gradients = shared[index] if stage == last else self._for_each_output(stage, next(coming))
+                _propagate(outputs, output_gradients)
                 if stage:
                     travelling = [
                         torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
@@ -113,8 +113,8 @@ class GPipeRun:
 
     def _for_each_output(self, stage: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The received gradients, and None for outputs of the stage that require none."""
-        given = iter(received)
-        return [next(given) if shape.needs_grad else None for shape in self._shapes(stage)]
+        gradients = iter(received)
+        return [next(gradients) if shape.needs_grad else None for shape in self._shapes(stage)]
 
 
 def _propagate(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
@@ -191,16 +191,16 @@ class TorchSchedule:
         return loss, lambda gradients: _add(parameters, fresh, gradients[0])
 
     def _schedule(self, batch: Microbatches, structures: dict[str, list[Structure]]) -> Any:
-        found = self._schedules.get(batch.signature)
-        if found is None:
+        schedule = self._schedules.get(batch.signature)
+        if schedule is None:
             import torch.distributed.pipelining as pipelining
 
             stages = [self._make_stage(stage, structures) for stage in self._group.held]
             kind = getattr(pipelining, SCHEDULES[self._name])
-            own = stages if self._name == "interleaved1f1b" else stages[0]
-            found = without_outputs(kind(own, len(batch), loss_fn=self._loss, scale_grads=False))
-            self._schedules[batch.signature] = found
-        return found
+            local_stages = stages if self._name == "interleaved1f1b" else stages[0]
+            schedule = without_outputs(kind(local_stages, len(batch), loss_fn=self._loss, scale_grads=False))
+            self._schedules[batch.signature] = schedule
+        return schedule
 
     def _make_stage(self, stage: int, structures: dict[str, list[Structure]]) -> Any:
         from torch.distributed.pipelining import PipelineStage

@@ -66,9 +66,9 @@ class Structure:
 
     def filled(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """The structure, filled with other tensors."""
-        given = iter(tensors)
+        values = iter(tensors)
         return tree_unflatten(
-            [next(given) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves], self.tree
+            [next(values) if isinstance(leaf, TensorShape) else leaf for leaf in self.leaves], self.tree
         )
 
     def placeholder(self, device: torch.device, content: float) -> Any:

@@ -49,10 +49,10 @@ class ModelSplit:
     def stages(self) -> dict[str, int]:
         """The stage of every block, and of what comes before and after them, in this order."""
         ends = (*self.starts[1:], len(self.blocks))
-        found = dict.fromkeys(self.before, 0)
+        stages = dict.fromkeys(self.before, 0)
         for stage, (start, end) in enumerate(zip(self.starts, ends, strict=True)):
-            found |= dict.fromkeys(self.blocks[start:end], stage)
-        return found | dict.fromkeys(self.after, self.num_stages - 1)
+            stages |= dict.fromkeys(self.blocks[start:end], stage)
+        return stages | dict.fromkeys(self.after, self.num_stages - 1)
 
 
 def split_model(model: nn.Module, num_stages: int, split_points: Sequence[str] | str = "auto") -> ModelSplit:
@@ -176,20 +176,20 @@ def _around(model: nn.Module, blocks: Sequence[str]) -> tuple[tuple[str, ...], t
     """The largest modules with parameters outside the chain: those that were registered before it, and after it."""
     before: list[str] = []
     after: list[str] = []
-    found = before
+    side = before
     prefixes = {"", *(".".join(blocks[0].split(".")[:depth]) for depth in range(1, blocks[0].count(".") + 1))}
 
     def walk(prefix: str) -> None:
-        nonlocal found
+        nonlocal side
         module = model.get_submodule(prefix)
         for child_name, child in module.named_children():
             name = f"{prefix}.{child_name}" if prefix else child_name
             if name in blocks:
-                found = after
+                side = after
             elif name in prefixes or isinstance(child, NEVER_CALLED):
                 walk(name)
             elif _has_parameters(child):
-                found.append(name)
+                side.append(name)
 
     walk("")
     return tuple(before), tuple(after)

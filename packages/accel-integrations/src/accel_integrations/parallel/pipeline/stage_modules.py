@@ -69,8 +69,8 @@ class PlaceholderModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         """Load nothing, but check names and shapes, so that all ranks reject the same checkpoints."""
-        own = self._original.state_dict(prefix=prefix)
-        for name, tensor in own.items():
+        tensors = self._original.state_dict(prefix=prefix)
+        for name, tensor in tensors.items():
             if name not in state_dict:
                 if strict:
                     missing_keys.append(name)
@@ -80,7 +80,7 @@ class PlaceholderModule(nn.Module):
                     f"{tuple(tensor.shape)}."
                 )
         if strict:
-            unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in own)
+            unexpected_keys.extend(name for name in state_dict if name.startswith(prefix) and name not in tensors)
 
     def __repr__(self) -> str:
         return f"PlaceholderModule({type(self._original).__name__})"

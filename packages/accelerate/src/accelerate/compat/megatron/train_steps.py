@@ -341,12 +341,12 @@ def _in_order(accelerator: Any, args: Any) -> tuple[Any, Any]:
     return (None, accelerator) if args is None else (accelerator, args)
 
 
-def _call(make: Callable[..., Any], **known: Any) -> Any:
+def _call(make: Callable[..., Any], **arguments: Any) -> Any:
     """Call a method that a program may have replaced: by one that takes less, or the same by other names."""
     names = inspect.signature(make).parameters
-    if all(name in known for name in names):
-        return make(**{name: known[name] for name in names})
-    return make(*known.values())
+    if all(name in arguments for name in names):
+        return make(**{name: arguments[name] for name in names})
+    return make(*arguments.values())
 
 
 def _language_loss(loss_mask: torch.Tensor, outputs: Any) -> Loss:

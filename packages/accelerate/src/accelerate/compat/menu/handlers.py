@@ -40,13 +40,13 @@ class KeyHandler(type):
 
     def __new__(cls, name: str, bases: tuple[type, ...], attrs: dict[str, Any]) -> KeyHandler:
         """Make the class and collect its marked methods."""
-        made = super().__new__(cls, name, bases, attrs)
-        if not hasattr(made, "key_handler"):
-            made.key_handler = {}  # type: ignore[attr-defined]
-        made.handle_input = KeyHandler.handle_input  # type: ignore[method-assign]
+        handler_class = super().__new__(cls, name, bases, attrs)
+        if not hasattr(handler_class, "key_handler"):
+            handler_class.key_handler = {}  # type: ignore[attr-defined]
+        handler_class.handle_input = KeyHandler.handle_input  # type: ignore[method-assign]
         for value in attrs.values():
-            made.key_handler |= dict.fromkeys(getattr(value, "handle_key", []), value)  # type: ignore[attr-defined]
-        return made
+            handler_class.key_handler |= dict.fromkeys(getattr(value, "handle_key", []), value)  # type: ignore[attr-defined]
+        return handler_class
 
     @staticmethod
     def handle_input(cls: Any) -> Any:

@@ -39,16 +39,16 @@ def gradients(place: Place, handler: DistributedDataParallelKwargs | None) -> li
 def nearly_the_mean(place: Place, *, hook: Any, wrapper: Any, options: dict[str, Any], tolerance: float) -> None:
     """Compare with gradients that are not compressed."""
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)
-    wanted = gradients(place, None)
-    found = gradients(place, handler)
-    same(len(found), len(wanted), "number of gradients")
-    for one, other in zip(found, wanted, strict=True):
+    expected = gradients(place, None)
+    actual = gradients(place, handler)
+    same(len(actual), len(expected), "number of gradients")
+    for one, other in zip(actual, expected, strict=True):
         assert torch.allclose(one, other, rtol=tolerance, atol=tolerance), f"{one.tolist()} is not {other.tolist()}"
 
 
 def rows() -> list[Check]:
     """One check for each hook, by itself and inside of those that change the precision."""
-    found = []
+    checks = []
     for hook in (HOOKS.NO, HOOKS.FP16, HOOKS.BF16, HOOKS.POWER_SGD, HOOKS.BATCHED_POWER_SGD):
         sgd = hook in (HOOKS.POWER_SGD, HOOKS.BATCHED_POWER_SGD)
         for wrapper in (HOOKS.NO, HOOKS.FP16, HOOKS.BF16) if sgd else (HOOKS.NO,):
@@ -61,8 +61,8 @@ def rows() -> list[Check]:
                 tolerance=2e-2 if rounds else 1e-6,
             )
             name = hook.value if wrapper is HOOKS.NO else f"{hook.value} in {wrapper.value}"
-            found.append(Check("communication hooks", name, run))
-    return found
+            checks.append(Check("communication hooks", name, run))
+    return checks
 
 
 COMMUNICATION = tuple(rows())

@@ -66,7 +66,7 @@ def trained_and_saved(place: Place) -> tuple[str, dict[str, torch.Tensor]]:
 
 def merging(place: Place, *, by_command: bool, safe: bool) -> None:
     """Merge, read and compare."""
-    shards, wanted = trained_and_saved(place)
+    shards, expected = trained_and_saved(place)
     name = f"merged-{by_command}-{safe}"
     folder = folder_of(place, name)
     if not by_command:
@@ -78,10 +78,10 @@ def merging(place: Place, *, by_command: bool, safe: bool) -> None:
     if safe:
         from safetensors.torch import load_file
 
-        found = load_file(os.path.join(folder, "model.safetensors"))
+        state_dict = load_file(os.path.join(folder, "model.safetensors"))
     else:
-        found = load(os.path.join(folder, "pytorch_model.bin"))
-    assert_same(found, wanted, tolerance=0)
+        state_dict = load(os.path.join(folder, "pytorch_model.bin"))
+    assert_same(state_dict, expected, tolerance=0)
 
 
 def run_command(shards: str, folder: str, words: list[str]) -> None:
@@ -92,9 +92,11 @@ def run_command(shards: str, folder: str, words: list[str]) -> None:
     """
     from accelerate.test_utils.launching import execute_subprocess_async
 
-    own = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", shards, folder, *words]
-    execute_subprocess_async(command, env=own, quiet=True, echo=False)
+    execute_subprocess_async(command, env=environment, quiet=True, echo=False)
 
 
 MERGING = tuple(

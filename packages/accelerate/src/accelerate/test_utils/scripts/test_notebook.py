@@ -69,8 +69,8 @@ def test_fault_tolerant() -> None:
         raise SkippedError("needs ACCELERATE_NUM_PROCESSES=2 or more")
     with tempfile.TemporaryDirectory() as folder:
         launch(fails_at_first, folder, max_restarts=MAX_RESTARTS)
-        found = sorted(os.listdir(folder))
-    assert found == [f"rank{rank}" for rank in range(NUM_PROCESSES)], f"attempts of {found}"
+        names = sorted(os.listdir(folder))
+    assert names == [f"rank{rank}" for rank in range(NUM_PROCESSES)], f"attempts of {names}"
 
 
 def test_monitoring() -> None:

@@ -64,15 +64,15 @@ def loading(place: Place) -> None:
     counter.count = 5
     before = clone(accelerator.get_state_dict(prepared[0]))
     accelerator.save_state(folder)
-    wanted = torch.rand(3).tolist()
+    expected = torch.rand(3).tolist()
     train(accelerator, prepared)
     counter.count = 0
     accelerator.load_state(folder)
-    same(torch.rand(3).tolist(), wanted, "random numbers")
+    same(torch.rand(3).tolist(), expected, "random numbers")
     same(counter.count, 5, "the user's object")
-    found = accelerator.get_state_dict(prepared[0])
+    state_dict = accelerator.get_state_dict(prepared[0])
     if accelerator.is_main_process:
-        assert_same(found, before, tolerance=0)
+        assert_same(state_dict, before, tolerance=0)
 
 
 def resuming(place: Place) -> None:
@@ -82,13 +82,13 @@ def resuming(place: Place) -> None:
     train(accelerator, prepared, steps=HALF)
     accelerator.save_state(folder)
     train(accelerator, prepared, skipped=HALF)
-    wanted = clone(accelerator.get_state_dict(prepared[0]))
+    expected = clone(accelerator.get_state_dict(prepared[0]))
     accelerator, prepared, _ = make_run(place)
     accelerator.load_state(folder)
     train(accelerator, prepared, skipped=HALF)
-    found = accelerator.get_state_dict(prepared[0])
+    state_dict = accelerator.get_state_dict(prepared[0])
     if accelerator.is_main_process:
-        assert_same(found, wanted, tolerance=1e-6)
+        assert_same(state_dict, expected, tolerance=1e-6)
 
 
 def saving_models(place: Place) -> None:

@@ -21,28 +21,28 @@ def everyone_is_there(place: Place) -> None:
 def gathering(place: Place) -> None:
     """`gather` concatenates tensors in rank order, also in nested structures."""
     accelerator = make_accelerator()
-    own = torch.full((2, 3), float(place.rank), device=accelerator.device)
-    found = accelerator.gather({"a": own, "b": [own.long()]})
-    wanted = torch.arange(place.world).repeat_interleave(2)
-    same(found["a"].shape, torch.Size([2 * place.world, 3]), "shape")
-    same(found["a"][:, 0].tolist(), wanted.tolist(), "ranks of the rows")
-    same(found["b"][0][:, 2].tolist(), wanted.tolist(), "ranks of the rows")
+    tensor = torch.full((2, 3), float(place.rank), device=accelerator.device)
+    gathered = accelerator.gather({"a": tensor, "b": [tensor.long()]})
+    ranks = torch.arange(place.world).repeat_interleave(2)
+    same(gathered["a"].shape, torch.Size([2 * place.world, 3]), "shape")
+    same(gathered["a"][:, 0].tolist(), ranks.tolist(), "ranks of the rows")
+    same(gathered["b"][0][:, 2].tolist(), ranks.tolist(), "ranks of the rows")
 
 
 def gathering_objects(place: Place) -> None:
     """`gather_object` gathers any objects; each process may have another number of them."""
-    found = gather_object([{"rank": place.rank, "text": "é" * count} for count in range(place.rank + 1)])
-    wanted = [{"rank": rank, "text": "é" * count} for rank in range(place.world) for count in range(rank + 1)]
-    same(found, wanted, "objects")
+    objects = gather_object([{"rank": place.rank, "text": "é" * count} for count in range(place.rank + 1)])
+    expected = [{"rank": rank, "text": "é" * count} for rank in range(place.world) for count in range(rank + 1)]
+    same(objects, expected, "objects")
 
 
 def reducing(place: Place) -> None:
     """`reduce` gives the sum and mean over all processes."""
     accelerator = make_accelerator()
-    own = torch.arange(4.0, device=accelerator.device) + place.rank
+    tensor = torch.arange(4.0, device=accelerator.device) + place.rank
     total = torch.arange(4.0) * place.world + sum(range(place.world))
-    same(accelerator.reduce(own.clone(), "sum").tolist(), total.tolist(), "sum")
-    mean = accelerator.reduce(own.clone(), "mean").cpu()
+    same(accelerator.reduce(tensor.clone(), "sum").tolist(), total.tolist(), "sum")
+    mean = accelerator.reduce(tensor.clone(), "mean").cpu()
     torch.testing.assert_close(mean, total / place.world, msg=lambda text: f"mean: {text}")
 
 
@@ -50,22 +50,22 @@ def broadcasting(place: Place) -> None:
     """`broadcast` sends tensors of the first and of the last rank to all."""
     device = PartialState().device
     for source in {0, place.world - 1}:
-        own = torch.full((3,), float(place.rank), device=device)
-        same(broadcast(own, from_process=source).tolist(), [float(source)] * 3, f"tensor of rank {source}")
+        tensor = torch.full((3,), float(place.rank), device=device)
+        same(broadcast(tensor, from_process=source).tolist(), [float(source)] * 3, f"tensor of rank {source}")
 
 
 def broadcasting_objects(place: Place) -> None:
     """`broadcast_object_list` sends objects of rank 0 to all."""
-    found = broadcast_object_list([place.rank, {"rank": place.rank}], from_process=0)
-    same(list(found), [0, {"rank": 0}], "objects of rank 0")
+    objects = broadcast_object_list([place.rank, {"rank": place.rank}], from_process=0)
+    same(list(objects), [0, {"rank": 0}], "objects of rank 0")
 
 
 def padding(place: Place) -> None:
     """`pad_across_processes` pads tensors to the longest, at either end."""
     accelerator = make_accelerator()
-    own = torch.ones(place.rank + 1, 2, device=accelerator.device)
+    tensor = torch.ones(place.rank + 1, 2, device=accelerator.device)
     for first in (False, True):
-        padded = accelerator.pad_across_processes(own, dim=0, pad_index=-1, pad_first=first)
+        padded = accelerator.pad_across_processes(tensor, dim=0, pad_index=-1, pad_first=first)
         missing = [-1.0] * (place.world - place.rank - 1)
         ones = [1.0] * (place.rank + 1)
         same(padded[:, 0].tolist(), missing + ones if first else ones + missing, f"padded, pad_first={first}")

@@ -53,11 +53,11 @@ def one_process_only(place: Place) -> None:
     ran: list[str] = []
     accelerator.on_main_process(ran.append)("main")
     accelerator.on_last_process(ran.append)("last")
-    found = gather_object([ran])
-    wanted: list[list[str]] = [[] for _ in range(place.world)]
-    wanted[0].append("main")
-    wanted[-1].append("last")
-    same(found, wanted, "who ran")
+    calls = gather_object([ran])
+    expected: list[list[str]] = [[] for _ in range(place.world)]
+    expected[0].append("main")
+    expected[-1].append("last")
+    same(calls, expected, "who ran")
 
 
 def triggering(place: Place) -> None:

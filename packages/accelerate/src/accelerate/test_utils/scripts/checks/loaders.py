@@ -35,8 +35,8 @@ def prepared(dataset: Any, batch_size: int = BATCH, shuffle: bool = False, **set
 
 def everything(accelerator: Accelerator, loader: Any) -> list[int]:
     """Gather the samples of all processes, without padding."""
-    found = [accelerator.gather_for_metrics(batch) for batch in loader]
-    return torch.cat(found).tolist() if found else []
+    batches = [accelerator.gather_for_metrics(batch) for batch in loader]
+    return torch.cat(batches).tolist() if batches else []
 
 
 def sharding(place: Place) -> None:
@@ -45,10 +45,10 @@ def sharding(place: Place) -> None:
     count = 3 * BATCH * place.world
     accelerator, loader = prepared(torch.arange(count))
     same(len(loader), 3, "number of batches of a process")
-    own = list(loader)
-    same({str(batch.device) for batch in own}, {str(resolve_device(accelerator.device))}, "devices")
+    batches = list(loader)
+    same({str(batch.device) for batch in batches}, {str(resolve_device(accelerator.device))}, "devices")
     first = BATCH * place.rank
-    same(own[0].tolist(), list(range(first, first + BATCH)), "the first batch")
+    same(batches[0].tolist(), list(range(first, first + BATCH)), "the first batch")
     same(everything(accelerator, loader), list(range(count)), "all data")
 
 
@@ -66,8 +66,8 @@ def uneven(place: Place) -> None:
     need_data_parallelism(place)
     count = 2 * BATCH * place.world + 1
     _, loader = prepared(torch.arange(count), even_batches=False)
-    own = [item for batch in loader for item in batch.tolist()]
-    same(sorted(gather_object(own)), list(range(count)), "all data")
+    samples = [item for batch in loader for item in batch.tolist()]
+    same(sorted(gather_object(samples)), list(range(count)), "all data")
 
 
 def splitting_batches(place: Place) -> None:

@@ -35,8 +35,8 @@ def synchronising(place: Place) -> None:
         torch.cuda.manual_seed(place.rank)
         kinds.append("cuda")
     synchronize_rng_states(kinds, generator=generator)
-    own = torch.cat([torch.rand(2), torch.rand(2, generator=generator), torch.rand(2, device=device).cpu()])
-    rows = gather(own[: 6 if "cuda" in kinds else 4].to(device).unsqueeze(0)).tolist()
+    numbers = torch.cat([torch.rand(2), torch.rand(2, generator=generator), torch.rand(2, device=device).cpu()])
+    rows = gather(numbers[: 6 if "cuda" in kinds else 4].to(device).unsqueeze(0)).tolist()
     same([row == rows[0] for row in rows], [True] * place.world, f"equal to rank 0's in {rows}")
 
 

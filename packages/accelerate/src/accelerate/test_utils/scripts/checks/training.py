@@ -90,10 +90,10 @@ def check_parity(place: Place, *, accumulation: int = 1, clip: bool = False) -> 
     loader = DataLoader(make_data(BATCH * place.world * STEPS * accumulation), batch_size=BATCH)
     prepared = accelerator.prepare(model, make_optimizer(model), loader)
     train(accelerator, prepared, clip=clip)
-    found = accelerator.get_state_dict(prepared[0])
-    wanted = train_alone(BATCH * place.world, accumulation, clip)
+    state_dict = accelerator.get_state_dict(prepared[0])
+    expected = train_alone(BATCH * place.world, accumulation, clip)
     if accelerator.is_main_process:  # the others may have nothing
-        assert_same(found, wanted)
+        assert_same(state_dict, expected)
 
 
 def assert_same(found: dict[str, Any], wanted: dict[str, torch.Tensor], tolerance: float = 1e-4) -> None:

@@ -60,11 +60,11 @@ def training_function(config: dict[str, Any], args: argparse.Namespace) -> None:
     for epoch in range(first, stop):
         train_epoch(accelerator, model, optimizer, scheduler, training)
         accelerator.save_state(os.path.join(args.output_dir, f"epoch_{epoch}"))
-        found = reached(epoch)
-        accelerator.print(found)
+        metrics = reached(epoch)
+        accelerator.print(metrics)
         if accelerator.is_main_process:
             with open(state_file(args.output_dir, epoch), "w") as file:
-                json.dump(found, file)
+                json.dump(metrics, file)
 
 
 def epoch_of(folder: str) -> int:
@@ -73,10 +73,10 @@ def epoch_of(folder: str) -> int:
     Raises:
         ValueError: The folder's name does not say it.
     """
-    found = re.search(r"epoch_(\d+)$", os.path.abspath(folder))
-    if found is None:
+    match = re.search(r"epoch_(\d+)$", os.path.abspath(folder))
+    if match is None:
         raise ValueError(f"--resume_from_checkpoint is {folder!r}: give a folder called epoch_<number>.")
-    return int(found[1])
+    return int(match[1])
 
 
 def state_file(folder: str, epoch: int) -> str:
@@ -87,10 +87,10 @@ def state_file(folder: str, epoch: int) -> str:
 def compare(found: dict[str, Any], path: str) -> None:
     """Compare what a resumed run finds with what the first one wrote down."""
     with open(path) as file:
-        wanted = json.load(file)
-    for name, value in wanted.items():
+        expected = json.load(file)
+    for name, value in expected.items():
         near = abs(found[name] - value) < 1e-6
-        assert near, f"{name} after epoch {wanted['epoch']} was {value!r}, and is {found[name]!r} after loading"
+        assert near, f"{name} after epoch {expected['epoch']} was {value!r}, and is {found[name]!r} after loading"
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

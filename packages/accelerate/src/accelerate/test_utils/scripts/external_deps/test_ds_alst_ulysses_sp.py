@@ -121,9 +121,11 @@ def with_torch(place: Place) -> None:
     model = make_writer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(Counting(), batch_size=BATCH, collate_fn=collate_fn)
-    found = train(accelerator, *accelerator.prepare(model, optimizer, loader))
-    wanted = losses_of_one_process()
-    assert torch.allclose(torch.tensor(found), torch.tensor(wanted), atol=1e-4), f"losses {found} instead of {wanted}"
+    losses = train(accelerator, *accelerator.prepare(model, optimizer, loader))
+    expected = losses_of_one_process()
+    assert torch.allclose(torch.tensor(losses), torch.tensor(expected), atol=1e-4), (
+        f"losses {losses} instead of {expected}"
+    )
 
 
 def with_deepspeed(place: Place) -> None:

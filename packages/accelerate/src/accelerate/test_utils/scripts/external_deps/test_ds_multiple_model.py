@@ -60,8 +60,8 @@ def single_model_training(place: Place) -> None:
     losses = []
     for batch in loader:
         with torch.no_grad():
-            wanted = logits_of(teacher, batch)
-        loss = nn.functional.mse_loss(logits_of(student, batch), wanted.roll(1, -1))
+            targets = logits_of(teacher, batch)
+        loss = nn.functional.mse_loss(logits_of(student, batch), targets.roll(1, -1))
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

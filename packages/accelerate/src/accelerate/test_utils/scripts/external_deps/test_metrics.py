@@ -41,10 +41,10 @@ def predictions(count: int, batch_size: int, **settings: bool) -> tuple[torch.Te
     model = make_reader().eval()
     sentences = Sentences(count, seed=5)
     with torch.no_grad():
-        wanted = model(sentences.words)
+        expected = model(sentences.words)
         prepared, loader = accelerator.prepare(model, DataLoader(sentences, batch_size=batch_size))
-        found = [accelerator.gather_for_metrics(prepared(batch["input_ids"])) for batch in loader]
-    return torch.cat(found).cpu(), wanted
+        batches = [accelerator.gather_for_metrics(prepared(batch["input_ids"])) for batch in loader]
+    return torch.cat(batches).cpu(), expected
 
 
 def each_once(place: Place, *, dispatch_batches: bool, split_batches: bool, surplus: int) -> None:
@@ -52,17 +52,17 @@ def each_once(place: Place, *, dispatch_batches: bool, split_batches: bool, surp
     need_data_parallelism(place)
     size = BATCH * place.world if split_batches else BATCH
     count = 3 * BATCH * place.world + surplus
-    found, wanted = predictions(count, size, dispatch_batches=dispatch_batches, split_batches=split_batches)
-    same(len(found), count, "number of predictions")
-    assert torch.allclose(found, wanted, atol=1e-5), "predictions differ from those of one process"
+    gathered, expected = predictions(count, size, dispatch_batches=dispatch_batches, split_batches=split_batches)
+    same(len(gathered), count, "number of predictions")
+    assert torch.allclose(gathered, expected, atol=1e-5), "predictions differ from those of one process"
 
 
 def correct(place: Place) -> None:
     """A metric is the same number as on one process."""
     need_data_parallelism(place)
-    found, wanted = predictions(99, BATCH)
+    logits, expected = predictions(99, BATCH)
     labels = Sentences(99, seed=5).labels
-    same((found.argmax(-1) == labels).sum().item(), (wanted.argmax(-1) == labels).sum().item(), "right predictions")
+    same((logits.argmax(-1) == labels).sum().item(), (expected.argmax(-1) == labels).sum().item(), "right predictions")
 
 
 def streams(place: Place) -> None:
@@ -71,8 +71,8 @@ def streams(place: Place) -> None:
     for dispatch in (True, False):
         accelerator = make_accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
         loader = accelerator.prepare(DataLoader(Numbers(30), batch_size=4))
-        found = [accelerator.gather_for_metrics(batch) for batch in loader]
-        same(sorted(torch.cat(found).tolist()), list(range(30)), "items")
+        batches = [accelerator.gather_for_metrics(batch) for batch in loader]
+        same(sorted(torch.cat(batches).tolist()), list(range(30)), "items")
 
 
 def objects(place: Place) -> None:
@@ -81,8 +81,8 @@ def objects(place: Place) -> None:
     accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 3
     loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH))  # type: ignore[arg-type]
-    found = [accelerator.gather_for_metrics([f"item {number}" for number in batch.tolist()]) for batch in loader]
-    same([word for batch in found for word in batch], [f"item {number}" for number in range(count)], "items")
+    batches = [accelerator.gather_for_metrics([f"item {number}" for number in batch.tolist()]) for batch in loader]
+    same([word for batch in batches for word in batch], [f"item {number}" for number in range(count)], "items")
 
 
 def dropping(place: Place) -> None:
@@ -91,8 +91,8 @@ def dropping(place: Place) -> None:
     accelerator: Accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 5
     loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True))  # type: ignore[arg-type]
-    found = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
-    same(found.tolist(), list(range(2 * BATCH * place.world)), "items")
+    samples = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    same(samples.tolist(), list(range(2 * BATCH * place.world)), "items")
 
 
 def same_model(place: Place) -> None:
@@ -102,8 +102,8 @@ def same_model(place: Place) -> None:
     torch.manual_seed(place.rank)
     model = accelerator.prepare(nn.Linear(2, 2))
     with torch.no_grad():
-        found: torch.Tensor = accelerator.gather(model(torch.ones(1, 2, device=accelerator.device)))
-    assert torch.allclose(found, found[:1].expand_as(found)), f"predictions differ: {found.tolist()}"
+        outputs: torch.Tensor = accelerator.gather(model(torch.ones(1, 2, device=accelerator.device)))
+    assert torch.allclose(outputs, outputs[:1].expand_as(outputs)), f"predictions differ: {outputs.tolist()}"
 
 
 METRICS = (

@@ -34,16 +34,16 @@ def compare(place: Place, make: Any, given: dict[str, torch.Tensor], **settings:
         raise SkippedError("a pipeline needs several processes")
     state = PartialState()
     with torch.no_grad():
-        wanted = tensor_of(make()(**given))
+        expected = tensor_of(make()(**given))
         model = prepare_pippy(make(), example_kwargs=given, gather_output=True, **settings)
-        found = tensor_of(model(**{name: value.to(state.device) for name, value in given.items()}))
-    assert torch.allclose(found.float().cpu(), wanted, atol=1e-4), "the output differs from that of one process"
+        output = tensor_of(model(**{name: value.to(state.device) for name, value in given.items()}))
+    assert torch.allclose(output.float().cpu(), expected, atol=1e-4), "the output differs from that of one process"
 
 
 def tensor_of(output: Any) -> torch.Tensor:
     """The output of a model, which models of transformers wrap."""
-    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output["logits"]
-    return found
+    logits: torch.Tensor = output if isinstance(output, torch.Tensor) else output["logits"]
+    return logits
 
 
 def seeded(make: Any) -> nn.Module:
