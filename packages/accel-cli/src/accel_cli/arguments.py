@@ -256,8 +256,8 @@ class CommandParser(argparse.ArgumentParser):
         name = word.partition("=")[0].replace("-", "_").strip("_")
         known = {flag.strip("-"): flag for flag in self._option_string_actions if "-" not in flag.strip("-")}
         ends = [end for end in known if end.endswith(f"_{name}")]
-        found = (ends or get_close_matches(name, known, n=1, cutoff=0.8)) if word.startswith("--") else []
-        return known[found[0]] if found else None
+        candidates = (ends or get_close_matches(name, known, n=1, cutoff=0.8)) if word.startswith("--") else []
+        return known[candidates[0]] if candidates else None
 
     def format_help(self) -> str:
         """Build the help text without the groups whose flag is not given."""

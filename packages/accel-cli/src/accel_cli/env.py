@@ -163,12 +163,12 @@ def _device_libraries() -> str:
     from accel_state.devices import DEVICE_KINDS
     from accel_state.libraries import is_installed
 
-    found = []
+    libraries = []
     for kind in DEVICE_KINDS:
         if kind.library is not None and is_installed(package := kind.library.partition(".")[0]):
             count = kind.device_count()
-            found.append(f"{package} ({f'{count} x {kind.name}' if count else 'no device'})")
-    return ", ".join(found) or "none"
+            libraries.append(f"{package} ({f'{count} x {kind.name}' if count else 'no device'})")
+    return ", ".join(libraries) or "none"
 
 
 FACTS: dict[str, Callable[[], str]] = {

@@ -26,11 +26,11 @@ def entry_points(group: str) -> dict[str, str]:
     Returns:
         Name -> `"module"` or `"module:object"`. If two packages have a name, it is that of the first one on `sys.path`.
     """
-    found: dict[str, str] = {}
+    modules: dict[str, str] = {}
     for known, name, path in _all(tuple(sys.path)):
         if known == group:
-            found.setdefault(name, path)
-    return found
+            modules.setdefault(name, path)
+    return modules
 
 
 def brings(group: str, name: str) -> bool:

@@ -70,10 +70,10 @@ COMMANDS: dict[str, Command] = {command.name: command for command in _COMMANDS}
 
 def foreign_commands() -> dict[str, Command]:
     """Find the commands of installed packages: modules that are entry points of the group `accelerate.commands`."""
-    found = entry_points(COMMANDS_GROUP)
+    entries = entry_points(COMMANDS_GROUP)
     return {
         name: Command(name, module, "A command of an installed package.")
-        for name, module in found.items()
+        for name, module in entries.items()
         if name not in COMMANDS
     }
 

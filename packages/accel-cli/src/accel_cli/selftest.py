@@ -67,9 +67,9 @@ def script_path() -> str:
     """
     from importlib.util import find_spec
 
-    found = find_spec("accelerate")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("accelerate")
+    if spec is None or not spec.submodule_search_locations:
         raise UsageError(
             "`accelerate test` needs the package accelerate, which is not installed. Run: pip install accelerate"
         )
-    return os.path.join(found.submodule_search_locations[0], *SCRIPT)
+    return os.path.join(spec.submodule_search_locations[0], *SCRIPT)

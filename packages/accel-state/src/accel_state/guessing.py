@@ -38,8 +38,8 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     other = OTHER_NAMES.get(word.lower(), "")
     if other in by_lower_case:
         return by_lower_case[other]
-    found = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
-    return by_lower_case[found[0]] if found else None
+    nearest = difflib.get_close_matches(word.lower(), by_lower_case, n=1)
+    return by_lower_case[nearest[0]] if nearest else None
 
 
 def guess_arguments(cls: C) -> C:

@@ -62,13 +62,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     if operation not in STR_OPERATION_TO_FUNC:
         raise ValueError(f"operation={operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}.")
     if isinstance(library_or_version, str):
-        found = installed_version(library_or_version)
-        if found is None:
+        version = installed_version(library_or_version)
+        if version is None:
             raise importlib.metadata.PackageNotFoundError(library_or_version)
     else:
-        found = str(library_or_version)
+        version = str(library_or_version)
     return STR_OPERATION_TO_FUNC[operation](
-        parse_version(parse_version(found).public), parse_version(requirement_version)
+        parse_version(parse_version(version).public), parse_version(requirement_version)
     )
 
 

@@ -131,7 +131,7 @@ def _visible(gpus: list[tuple[str, str]]) -> list[str]:
     wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
     if wanted is None:
         return [bus_id for bus_id, _ in gpus]
-    found = []
+    nodes = []
     parents = mig_parents() if "MIG-" in wanted else {}
     for name in wanted.replace(" ", "").split(","):
         name = parents.get(name, name)
@@ -142,8 +142,8 @@ def _visible(gpus: list[tuple[str, str]]) -> list[str]:
         ]
         if not matching:
             break  # CUDA too ignores everything from the first invalid name on
-        found.append(matching[0])
-    return found
+        nodes.append(matching[0])
+    return nodes
 
 
 def parse_core_list(text: str) -> set[int]:

@@ -86,9 +86,9 @@ def _length(inputs: Any, name: str = "inputs") -> int:
             if not isinstance(value, (str, bytes))
         }
         if len(set(lengths.values())) > 1:
-            found = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
+            listing = ", ".join(f"{key!r}: {length}" for key, length in lengths.items())
             raise ValueError(
-                f"The values of {name} differ in length ({found}): only values of one length can be split between "
+                f"The values of {name} differ in length ({listing}): only values of one length can be split between "
                 "processes. Split them one by one, or pad them to one length."
             )
         return next(iter(lengths.values()), 0)

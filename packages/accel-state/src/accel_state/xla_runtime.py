@@ -24,8 +24,8 @@ def _hardware_of_process() -> str | None:
         entries = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
         return os.environ.get(HARDWARE)
-    found = (entry.partition(b"=")[2].decode() for entry in entries if entry.startswith(f"{HARDWARE}=".encode()))
-    return next(found, None)
+    devices = (entry.partition(b"=")[2].decode() for entry in entries if entry.startswith(f"{HARDWARE}=".encode()))
+    return next(devices, None)
 
 
 _chosen: list[str | None] = [os.environ.get(HARDWARE) if "torch_xla" not in sys.modules else _hardware_of_process()]

@@ -102,14 +102,14 @@ def _line_in_yaml(text: str, path: list[str]) -> int:
     line = 0
     for word in path:
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        found = [(key, value) for key, value in pairs if key.value == word]
-        if not found:
+        entries = [(key, value) for key, value in pairs if key.value == word]
+        if not entries:
             return 0
-        key, node = found[-1]
+        key, node = entries[-1]
         line = key.start_mark.line + 1
     return line
 
 
 def _line_by_search(text: str, word: str) -> int:
-    found = re.search(rf"(?m)^.*?[\"']?\b{re.escape(word)}\b[\"']?\s*:", text)
-    return text[: found.start()].count("\n") + 1 if found else 0
+    match = re.search(rf"(?m)^.*?[\"']?\b{re.escape(word)}\b[\"']?\s*:", text)
+    return text[: match.start()].count("\n") + 1 if match else 0

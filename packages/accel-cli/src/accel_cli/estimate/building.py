@@ -122,14 +122,14 @@ def _transformers_class(source: ModelSource, config: Any, trust_remote_code: boo
         return lambda config: auto.from_config(config, trust_remote_code=True)
     if not names:
         return transformers.AutoModel.from_config
-    found = getattr(transformers, names[0], None)
-    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+    architecture_class = getattr(transformers, names[0], None)
+    if not (isinstance(architecture_class, type) and issubclass(architecture_class, transformers.PreTrainedModel)):
         hint = did_you_mean(names[0], [name for name in dir(transformers) if name[:1].isupper()])
         raise UsageError(
             f"The class {names[0]!r} in the config.json of {source.name!r} is not a model of transformers "
             f"{transformers.__version__}. Upgrade transformers, or correct the name in config.json.{hint}"
         )
-    return found
+    return architecture_class
 
 
 OF_CREATE_MODEL = frozenset({  # arguments that would load weights, from where a configuration says

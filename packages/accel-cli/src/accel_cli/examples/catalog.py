@@ -59,13 +59,13 @@ def read_examples(folder: Path = FILES) -> dict[str, Example]:
     Returns:
         Name -> example: programs of the folder itself first, then by name.
     """
-    found = {name: Example(name, folder / name, summary) for name, summary in FOLDERS.items()}
+    examples = {name: Example(name, folder / name, summary) for name, summary in FOLDERS.items()}
     for path in folder.rglob("*.py"):
         place = path.relative_to(folder)
         if place.parts[0] not in FOLDERS:
             name = place.with_suffix("").as_posix()
-            found[name] = Example(name, path, _summary(path), NEEDS.get(name, ()))
-    return {name: found[name] for name in sorted(found, key=lambda name: ("/" in name or name in FOLDERS, name))}
+            examples[name] = Example(name, path, _summary(path), NEEDS.get(name, ()))
+    return {name: examples[name] for name in sorted(examples, key=lambda name: ("/" in name or name in FOLDERS, name))}
 
 
 def _summary(path: Path) -> str:

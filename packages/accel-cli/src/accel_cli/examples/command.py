@@ -75,11 +75,11 @@ def _choose(word: str, examples: Mapping[str, Example]) -> Example:
     Raises:
         UsageError: There is none, or several have this name.
     """
-    found = [example for example in examples.values() if word in example.aliases]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UsageError(f"{word!r} is ambiguous: name one of {', '.join(example.name for example in found)}.")
+    matches = [example for example in examples.values() if word in example.aliases]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UsageError(f"{word!r} is ambiguous: name one of {', '.join(example.name for example in matches)}.")
     from difflib import get_close_matches
 
     names = {alias: example.name for example in examples.values() for alias in example.aliases}

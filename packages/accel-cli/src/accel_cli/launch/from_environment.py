@@ -45,8 +45,8 @@ def take_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> La
         if group.enabled_by:
             settings = _take_engine(settings, group, environ)
         if group.passed_when(settings):
-            found = (_read(option, environ) for option in group.options if option.name not in settings.sources)
-            values = {name: value for pair in found if pair is not None for name, value in (pair,)}
+            pairs = (_read(option, environ) for option in group.options if option.name not in settings.sources)
+            values = {name: value for pair in pairs if pair is not None for name, value in (pair,)}
             if values:
                 settings = settings.with_values(values, "environment")
     retired = ((name, why) for name, why in RETIRED_VARIABLES.items() if environ.get(name))
@@ -78,14 +78,14 @@ def _take_engine(settings: LaunchSettings, group: OptionGroup, environ: Mapping[
 def _read(option: Option, environ: Mapping[str, str]) -> tuple[str, Any] | None:
     """Read the variable of an option: the option's name and value, or None if the variable is not set."""
     variables = option.environment.split()
-    found = [name for name in variables if environ.get(name)]
-    if not found:
+    names = [name for name in variables if environ.get(name)]
+    if not names:
         return None
-    text = environ[found[0]]
+    text = environ[names[0]]
     if len(variables) > 1:  # one item of a sequence each; those not set keep their default
         text = ",".join(environ.get(name) or str(item) for name, item in zip(variables, option.default, strict=True))
     try:
-        return option.name, coerce(option, text, f"environment variable {' '.join(found)}")
+        return option.name, coerce(option, text, f"environment variable {' '.join(names)}")
     except UsageError:
         if option.environment in SHARED_VARIABLES:
             return None

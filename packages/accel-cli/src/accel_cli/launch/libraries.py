@@ -73,8 +73,8 @@ def _has_module(name: str) -> bool:
     if name in sys.modules:
         return sys.modules[name] is not None
     package, _, inner = name.partition(".")
-    found = PathFinder.find_spec(package)
-    folders = list(found.submodule_search_locations or ()) if found is not None else []
+    spec = PathFinder.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return PathFinder.find_spec(inner, folders) is not None
 
 

@@ -139,8 +139,8 @@ class Machine:
 def _host(words: list[str]) -> tuple[str, int | None]:
     """Read a line of a hostfile: `name`, `name:2` or `name slots=2`."""
     name, _, count = words[0].partition(":") if words[0].count(":") == 1 else (words[0], "", "")
-    found = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
-    slots = found[1] if found else count
+    match = re.search(r"\bslots\s*=\s*(\d+)", " ".join(words[1:]))
+    slots = match[1] if match else count
     return name, int(slots) if slots.isdigit() else None
 
 

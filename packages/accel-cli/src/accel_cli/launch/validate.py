@@ -305,10 +305,10 @@ def _check_module(name: str) -> None:
 
     top = name.partition(".")[0]
     try:
-        found = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
+        spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) or find_spec(top)
     except (ImportError, ValueError):
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise UsageError(f"The module {name!r} was not found. Install it, or change to the folder that contains it.")
 
 

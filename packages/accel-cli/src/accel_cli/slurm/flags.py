@@ -86,9 +86,9 @@ def check_slurm_flags(args: Namespace) -> None:
 
 def num_gpus(text: str | None) -> int:
     """The number in `--gpus_per_node`; 0 if it was not given."""
-    found = GPUS.fullmatch(text or "0")
-    assert found is not None, "the value was checked"
-    return int(found[2])
+    match = GPUS.fullmatch(text or "0")
+    assert match is not None, "the value was checked"
+    return int(match[2])
 
 
 def resume_words(args: Namespace) -> list[str]:

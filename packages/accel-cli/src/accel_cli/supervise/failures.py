@@ -56,14 +56,14 @@ class Failure:
 
 def read_failures(folder: str) -> list[Failure]:
     """Read the errors that processes have written, in order of time."""
-    found = []
+    failures = []
     for name in os.listdir(folder):
         rank, _, kind = name.partition(".")
         if kind == "error" and rank.isdigit():
             with open(os.path.join(folder, name), encoding="utf-8") as file:
                 seconds, _, text = file.read().partition("\n")
-            found.append(Failure(int(rank), float(seconds), text))
-    return sorted(found, key=lambda failure: failure.seconds)
+            failures.append(Failure(int(rank), float(seconds), text))
+    return sorted(failures, key=lambda failure: failure.seconds)
 
 
 def crash_place(folder: str, rank: int) -> str:

@@ -180,13 +180,13 @@ class Watch:
 
     def _running(self) -> dict[int, int]:
         """Process ids by rank."""
-        found = {}
+        process_ids = {}
         for name in os.listdir(self.folder):
             rank, _, kind = name.partition(".")
             if kind == "pid" and rank.isdigit():
                 with open(os.path.join(self.folder, name), encoding="ascii") as file:
-                    found[int(rank)] = int(file.read())
-        return dict(sorted(found.items()))
+                    process_ids[int(rank)] = int(file.read())
+        return dict(sorted(process_ids.items()))
 
     def _has_moved(self, rank: int, process_id: int, process: _Process, seconds: float) -> bool:
         """Whether the counter or the stack of a process has changed, or it computes outside of torch.distributed."""

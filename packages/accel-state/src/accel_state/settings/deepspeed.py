@@ -424,13 +424,13 @@ class DeepSpeedPlugin(Plugin):
         section = config
         if section is None:
             section = get_value(self.deepspeed_config, prefix[:-1], {}) if prefix else self.deepspeed_config
-        found: list[str] = [] if mismatches is None else mismatches
+        conflicts: list[str] = [] if mismatches is None else mismatches
         for key in list(leaf_keys(section, prefix)):
-            self.fill_match(key, found, must_match=must_match, **kwargs)
-        if found and mismatches is None:
+            self.fill_match(key, conflicts, must_match=must_match, **kwargs)
+        if conflicts and mismatches is None:
             raise ValueError(
                 "The DeepSpeed configuration does not match the training script:\n- "
-                + "\n- ".join(found)
+                + "\n- ".join(conflicts)
                 + "\nCorrect the "
                 "configuration, or set these values to 'auto'."
             )

@@ -154,12 +154,12 @@ def count_calls() -> dict[str, int]:
     """How many collectives, sends and recvs this process has called in each process group, by its name."""
     from torch.distributed import distributed_c10d
 
-    found = {}
+    calls = {}
     groups: list[tuple[Any, str]] = list(distributed_c10d._world.pg_names.items())
     for group, name in groups:
         with contextlib.suppress(RuntimeError):  # a backend that does not count
-            found[str(name)] = int(group._get_sequence_number_for_group())
-    return found
+            calls[str(name)] = int(group._get_sequence_number_for_group())
+    return calls
 
 
 def _members() -> dict[str, tuple[int, ...]]:

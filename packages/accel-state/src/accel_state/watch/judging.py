@@ -169,8 +169,8 @@ def _path_to(goal: int, rank: int, notes: Notes, before: Notes, path: tuple[int,
     for other in sorted(_awaited(rank, notes)):
         if other == goal:
             return path
-        if other not in path and (found := _path_to(goal, other, notes, before, path)):
-            return found
+        if other not in path and (route := _path_to(goal, other, notes, before, path)):
+            return route
     return None
 
 
@@ -190,12 +190,12 @@ def _awaited(rank: int, notes: Notes) -> Collection[int]:
     if note.calls is None or group not in note.calls:
         return set()
     last = note.calls[group].last
-    found = set()
+    ranks = set()
     for other in note.calls[group].ranks:
         calls = notes[other].calls if other in notes else None
         if other != rank and calls is not None and group in calls and calls[group].last < last:
-            found.add(other)
-    return found
+            ranks.add(other)
+    return ranks
 
 
 def _misses(own: Note, rank: int, other: Note) -> bool:
@@ -242,12 +242,12 @@ def _row_at(note: Note, group: str, number: int) -> tuple[str, str]:
 
 def _seconds_to_send(note: Note) -> float:
     """How long the data of a send or recv may be on their way."""
-    found = re.match(r"(\w+)\[([\d, ]*)\]", note.data) if note.peer is not None else None
-    if found is None:
+    match = re.match(r"(\w+)\[([\d, ]*)\]", note.data) if note.peer is not None else None
+    if match is None:
         return 0.0
     words = {word: ITEM_BYTES[name] for name, word in WORDS_OF_DTYPES.items()}
-    shape = [int(size) for size in found[2].split(",") if size.strip()]
-    return 1.0 + words.get(found[1], 8) * prod(shape) / BYTES_PER_SECOND
+    shape = [int(size) for size in match[2].split(",") if size.strip()]
+    return 1.0 + words.get(match[1], 8) * prod(shape) / BYTES_PER_SECOND
 
 
 def _rows(notes: Notes) -> dict[int, tuple[str, str]]:

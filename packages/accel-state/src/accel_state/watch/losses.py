@@ -48,8 +48,8 @@ def explain_errors(explain: Callable[[float], str]) -> None:
     def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if _is_ending.is_set():
             time.sleep(SECONDS_TO_END)
-        if any(sign in str(error) for sign in SIGNS_OF_LOSS) and (found := explain(SECONDS_TO_ASK)):
-            error.add_note(f"  {found} Every rank must call a collective as often as the others.")
+        if any(sign in str(error) for sign in SIGNS_OF_LOSS) and (reason := explain(SECONDS_TO_ASK)):
+            error.add_note(f"  {reason} Every rank must call a collective as often as the others.")
         previous(kind, error, trace)
 
     sys.excepthook = excepthook

@@ -107,8 +107,8 @@ def _load(settings: type | str) -> type:
     if not isinstance(settings, str):
         return settings
     module, _, name = settings.partition(":")
-    found: type = getattr(import_module(module), name)
-    return found
+    settings_class: type = getattr(import_module(module), name)
+    return settings_class
 
 
 def _row(known: SettingsOption, launch_default: Any) -> Option:

@@ -150,7 +150,7 @@ def own_lines() -> dict[str, str]:
     Raises:
         ValueError: One cannot be read.
     """
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for path in map(os.path.expanduser, OWN_FILES):
         if not os.path.exists(path):
             continue
@@ -159,5 +159,5 @@ def own_lines() -> dict[str, str]:
                 pairs = [line.strip().partition("=") for line in file if "=" in line]
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path!r} cannot be read: {error}.") from error
-        found |= {name.strip(): value for name, _, value in pairs}
-    return found
+        variables |= {name.strip(): value for name, _, value in pairs}
+    return variables

@@ -136,12 +136,12 @@ class _Group:
                 os.close(handle)
 
     def _newly_ended(self) -> list[int]:
-        found = []
+        ranks = []
         for rank, process in enumerate(self.processes):
             if rank not in self.ended and (code := process.poll()) is not None:
                 self.ended[rank] = code
-                found.append(rank)
-        return found
+                ranks.append(rank)
+        return ranks
 
     def _interrupt(self, number: int) -> None:
         """A terminal interrupts all processes by itself. An interrupt of this process alone is forwarded later."""

@@ -150,11 +150,11 @@ def _check_devices(wanted: int, variables: dict[str, str]) -> None:
     kind = detect_device_kind()
     if kind.name == "cpu" or kind.visible_devices_variable in variables or "ACCELERATE_TORCH_DEVICE" in os.environ:
         return
-    found = kind.device_count()
-    if 0 < found < wanted:
+    count = kind.device_count()
+    if 0 < count < wanted:
         raise UsageError(
-            f"{wanted} processes need {wanted} {kind.name} devices, but this machine has {found}. "
-            f"Give --num_processes {found}, or --cpu."
+            f"{wanted} processes need {wanted} {kind.name} devices, but this machine has {count}. "
+            f"Give --num_processes {count}, or --cpu."
         )
 
 
