@@ -129,6 +129,12 @@ def test_variables_that_contradict_one_another(changes: dict[str, str], reason: 
         settings_of("--cpu", "train.py", environ=KUBEFLOW | changes)
 
 
+def test_a_rendezvous_that_needs_no_ranks_may_have_any() -> None:
+    words = ["--num_machines", "2", "--machine_rank", "0", "--rdzv_backend", "c10d", "--main_process_ip", "head"]
+    settings = settings_of("--cpu", *words, "train.py", environ=step(2))
+    assert (settings.machine_rank, settings.main_process_ip) == (1, "head")
+
+
 def test_a_launch_for_each_process_runs_the_script() -> None:
     environ = step(2, tasks_per_node=2, local=1)
     settings, plan = settled("--cpu", "train.py", environ=environ)

@@ -56,6 +56,16 @@ def test_a_step_is_one_world(cluster: Slurm, words: str, world: str) -> None:
     ), done.stderr
 
 
+def test_a_rendezvous_that_gives_the_ranks_is_one_world(cluster: Slurm) -> None:
+    Path("train.py").write_text(WORLD)
+    words = "--num_processes 2 --num_machines 2 --machine_rank 0 --rdzv_backend c10d --main_process_ip n1 --main_process_port 28511"
+    done = cluster.run("srun", "-N2", "-n2", "accelerate", "launch", "--cpu", *words.split(), "train.py")
+    assert [line for line in done.stdout.splitlines() if line.startswith("world")] in (
+        [TWO_NODES],
+        ["world [(0, 0, 'n2'), (1, 0, 'n1')]"],
+    ), done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

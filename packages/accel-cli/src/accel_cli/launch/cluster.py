@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from accel_cli.errors import UsageError
-from accel_cli.launch.settings import LaunchSettings
+from accel_cli.launch.settings import ROWS, LaunchSettings
 from accel_state.clusters import ClusterPlace, NodePlace, cluster_row, detect_cluster, detect_nodes
 
 GIVEN = ("flag", "file", "environment")
@@ -44,6 +44,10 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
 
 def _on_each_node(settings: LaunchSettings, nodes: NodePlace) -> LaunchSettings:
     """This command runs once on each node."""
+    if (
+        settings.rdzv_backend != ROWS["rdzv_backend"].default
+    ):  # then no rank is needed, and scripts give 0 on all nodes
+        settings = settings.but(machine_rank=nodes.node_rank)
     contradictions = list(_contradictions(settings, nodes))
     if contradictions:
         raise UsageError(
