@@ -35,6 +35,7 @@ NOT_TRIED = (
     "differential",
     "packaging",
     "gpu",
+    "clusters",
 )  # libraries that are not installed
 PAGE = ROOT / "docs" / "compatibility.md"
 BLOCK = re.compile(r"(<!-- matrix -->\n).*?(<!-- /matrix -->)", re.DOTALL)
