@@ -16,6 +16,7 @@ from accel_cli.launch.plan import Plan
 from accel_cli.launch.show import shell_command, show
 from accel_cli.main import main
 from tests.cli.pretended import settled
+from tests.support.ports import free_ports
 
 SEEN = """
 import json, os, sys
@@ -102,6 +103,8 @@ def test_the_printed_command_does_the_same(
             path.unlink()
         return found
 
+    # The printed command cannot move to another port, and other tests launch beside this one.
+    words = ["--main_process_port", str(free_ports(1)[0]), *words]
     _, command = printed(*words, capsys=capsys)
     program = str(Path(sys.executable).parent / "accelerate")
     by_program = seen(program, "launch", *words)
