@@ -11,12 +11,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ops.mapped import MappedShard
-from accel_ops.modules import to_local
 from accel_ops.safetensors_dtypes import DTYPE_NAMES
 from accel_ops.safetensors_header import encode_header
+from accel_ops.tied import find_shared_names
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -30,37 +29,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("accelerate.utils.other")
-
-
-def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """An id of a tensor's storage, equal for tensors that share it: device, address and length in bytes.
-
-    For a DTensor, it is that of the local shard; for another tensor that wraps tensors (torchao's, for one), that of the
-    first of them.
-    """
-    tensor = to_local(tensor)
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return id_tensor_storage(getattr(tensor, names[0]))
-    if tensor.device.type == "meta":
-        return tensor.device, id(tensor), 0  # without memory nothing can be shared
-    if tensor.device.type == "xla":  # its memory has no address that Python could see
-        return tensor.device, sys.modules["torch_xla"]._XLAC._xla_get_tensor_id(tensor), tensor.nbytes
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
-
-
-def find_shared_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
-    """Groups of names that stand for the very same tensor (tied weights), in their order in `state_dict`.
-
-    Different views of one storage are not the same tensor.
-    """
-    groups: dict[Any, list[str]] = {}
-    for name, value in state_dict.items():
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
-            view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
-            groups.setdefault((id_tensor_storage(value), view), []).append(name)
-    return [names for names in groups.values() if len(names) > 1]
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

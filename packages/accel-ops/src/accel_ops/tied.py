@@ -2,15 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ops.modules import walk
+from accel_ops.modules import to_local, walk
 
 META = torch.device("meta")
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """An id of a tensor's storage, equal for tensors that share it: device, address and length in bytes.
+
+    For a DTensor, it is that of the local shard; for another tensor that wraps tensors (torchao's, for one), that of the
+    first of them.
+    """
+    tensor = to_local(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return id_tensor_storage(getattr(tensor, names[0]))
+    if tensor.device.type == "meta":
+        return tensor.device, id(tensor), 0  # without memory nothing can be shared
+    if tensor.device.type == "xla":  # its memory has no address that Python could see
+        return tensor.device, sys.modules["torch_xla"]._XLAC._xla_get_tensor_id(tensor), tensor.nbytes
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def find_shared_names(state_dict: Mapping[str, Any]) -> list[list[str]]:
+    """Groups of names that stand for the very same tensor (tied weights), in their order in `state_dict`.
+
+    Different views of one storage are not the same tensor.
+    """
+    groups: dict[Any, list[str]] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            view = (value.storage_offset(), value.shape, value.stride(), value.dtype)
+            groups.setdefault((id_tensor_storage(value), view), []).append(name)
+    return [names for names in groups.values() if len(names) > 1]
 
 
 def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, list[str]]:

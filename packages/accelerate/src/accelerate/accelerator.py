@@ -20,7 +20,7 @@ from accel_integrations.engines.registry import EngineMaker, engine_of, make_eng
 from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
-from accel_ops import collectives, files
+from accel_ops import collectives
 from accel_ops.memory import release_memory
 from accel_ops.objects import gather_object
 from accel_state.accelerator_state import AcceleratorState
@@ -47,7 +47,6 @@ from accelerate.arguments import (
     resolve_rng_types,
 )
 from accelerate.checkpoint.attendance import attendance
-from accelerate.checkpoint.window import is_kept
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
@@ -235,6 +234,8 @@ class Accelerator:
             device_placement=device_placement,
         )
         if self.project_configuration.save_on_signals:
+            from accelerate.checkpoint.window import is_kept
+
             saver = SignalSaver(
                 self.project_configuration, self.save_state, self.state, self.gradient_state, lambda: is_kept(self)
             )
@@ -1104,6 +1105,8 @@ class Accelerator:
             f (`str` or path): The file.
             safe_serialization (`bool`): Write safetensors.
         """
+        from accel_ops import files
+
         files.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
 
     def save_model(

@@ -22,7 +22,8 @@ from accel_ops.filenames import (
 )
 from accel_ops.files import serialize
 from accel_ops.staging import StagedFolder
-from accel_ops.tensor_files import check_tensors, clean_state_dict_for_safetensors, id_tensor_storage
+from accel_ops.tensor_files import check_tensors, clean_state_dict_for_safetensors
+from accel_ops.tied import id_tensor_storage
 
 UNIT_BYTES = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_ops.modules import customizes_loading
-from accel_ops.tensor_files import find_shared_names
+from accel_ops.tied import find_shared_names
 
 
 def check_values(model: nn.Module, values: Mapping[str, Any], problem: str, strict: bool) -> None:

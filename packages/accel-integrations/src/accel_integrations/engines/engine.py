@@ -13,15 +13,6 @@ import torch
 from accel_data.sequence_shard import SequenceShard
 from accel_integrations import gradients
 from accel_integrations.averaging import StepAverage, WindowAverage
-from accel_integrations.checkpoints.full_states import FullStatesLoad, FullStatesSave
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave, warn_of_unused
-from accel_integrations.checkpoints.sharded_states import (
-    ShardedStatesLoad,
-    ShardedStatesSave,
-    check_shared_folder,
-    is_by_name,
-    strict_of,
-)
 from accel_integrations.compile import compile_model, compile_regions_deepspeed
 from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
@@ -39,6 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
+    from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
@@ -363,6 +355,8 @@ class Engine(ABC):
             ValueError: It cannot; the message says what is needed.
         """
         if self.sharded_form is not None:
+            from accel_integrations.checkpoints.sharded_states import check_shared_folder
+
             check_shared_folder(sees_main, folder)
 
     def save(self, options: Mapping[str, Any]) -> PendingSave:
@@ -374,6 +368,11 @@ class Engine(ABC):
         Returns:
             The collected states, which the checkpoint writes after its hooks have run.
         """
+        # Storage is imported where something is stored: making an accelerator does not pay for it.
+        from accel_integrations.checkpoints.full_states import FullStatesSave
+        from accel_integrations.checkpoints.pending import warn_of_unused
+        from accel_integrations.checkpoints.sharded_states import ShardedStatesSave
+
         warn_of_unused(options)
         prepared = self.context.prepared
         if self.sharded_form is not None:
@@ -402,6 +401,9 @@ class Engine(ABC):
         Raises:
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
+        from accel_integrations.checkpoints.full_states import FullStatesLoad
+        from accel_integrations.checkpoints.sharded_states import ShardedStatesLoad, is_by_name, strict_of
+
         prepared = self.context.prepared
         if self.sharded_form is not None or is_by_name(checkpoint.names):
             return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs), self.built_names)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accel_ops.modules import full_tensor, to_local
-from accel_ops.tensor_files import id_tensor_storage
+from accel_ops.tied import id_tensor_storage
 
 
 def gathered(tensor: Any, keep: bool) -> Any:

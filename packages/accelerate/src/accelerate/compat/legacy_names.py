@@ -288,7 +288,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
     "accelerate.utils.other": {
         "accel_cli.configfile.write": "write_basic_config",
         "accel_integrations.precision.transformer_engine_layers": "convert_model",
-        "accel_ops.tensor_files": "id_tensor_storage",
+        "accel_ops.tied": "id_tensor_storage",
         "accel_state.constants": "FSDP_PYTORCH_VERSION",
         "accel_state.enums": "DistributedType",
         "accel_state.libraries": (

@@ -93,8 +93,8 @@ EXPORTS = {
     "accel_ops.placement": "find_device send_to_device",
     "accel_ops.objects": "broadcast_object_list gather_object",
     "accel_ops.random": "set_seed synchronize_rng_state synchronize_rng_states",
-    "accel_ops.tensor_files": "clean_state_dict_for_safetensors id_tensor_storage",
-    "accel_ops.tied": "find_tied_parameters retie_parameters",
+    "accel_ops.tensor_files": "clean_state_dict_for_safetensors",
+    "accel_ops.tied": "find_tied_parameters id_tensor_storage retie_parameters",
     "accel_state.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS "
         "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION"

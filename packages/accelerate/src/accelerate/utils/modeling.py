@@ -34,7 +34,7 @@ from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_ten
 from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_peft_model as is_peft_model
-from accel_ops.tensor_files import id_tensor_storage as id_tensor_storage
+from accel_ops.tied import id_tensor_storage as id_tensor_storage
 from accel_ops.tied import find_tied_parameters as find_tied_parameters
 from accel_ops.tied import retie_parameters as retie_parameters
 from accelerate.compat.legacy import legacy_getattr
