@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ops import durable
-from accel_ops.files import load
+from accel_ops.files import durable
+from accel_ops.files.serialization import load
 from accelerate import Accelerator, dispatch_model, load_checkpoint_in_model
 from accelerate.checkpoint import naming
 from accelerate.checkpoint.manifest import Manifest

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.flat_layout import divided_pieces, joined_pieces
+from accel_integrations.training_state.formats.flat_layout import divided_pieces, joined_pieces
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils import DummyOptim, DummyScheduler
 from tests.support.changed_engines import ENGINES, cells, mark_of, try_cells

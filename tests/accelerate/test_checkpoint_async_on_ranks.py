@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from accel_ops import durable
+from accel_ops.files import durable
 from accel_state.processes import PartialState
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.checkpoint import attendance

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.checkpoint.load import Checkpoint, Receivers, read_state
+from accelerate.checkpoint.reading import Checkpoint, Receivers, read_state
 from tests.support.keeping import Counter, Kept, make_kept
 
 

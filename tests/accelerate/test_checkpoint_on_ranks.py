@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from accel_ops import durable
+from accel_ops.files import durable
 from accel_state.processes import PartialState
 from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.manifest import Manifest

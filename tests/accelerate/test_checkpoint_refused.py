@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_ops.files import load
+from accel_ops.files.serialization import load
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from tests.support.ranks import ranks

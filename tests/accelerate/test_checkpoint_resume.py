@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ops.tensor_files import read_tensors
+from accel_ops.files.tensor_files import read_tensors
 from accel_state.libraries import is_torchdata_stateful_dataloader_available
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import ProjectConfiguration, set_seed

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accel_ops.files import load
+from accel_ops.files.serialization import load
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import gather_object, set_seed
 from tests.support.ranks import POOL

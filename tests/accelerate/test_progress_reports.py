@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_ops.collectives import broadcast
-from accel_ops.objects import broadcast_object_list
+from accel_ops.collectives.objects import broadcast_object_list
+from accel_ops.collectives.tensors import broadcast
 from accel_state import supervision
 from accelerate import Accelerator, DataLoaderConfiguration
 from tests.support.ranks import ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops.files import load
+from accel_ops.files.serialization import load
 from accel_state.settings.profile import ProfileKwargs
 from accelerate import Accelerator
 from tests.support.ranks import ranks

@@ -11,11 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_bigmodel import cpu_offload_with_hook
-from accel_bigmodel.checkpoint.contents import CheckpointContents
-from accel_bigmodel.checkpoint.placing import LoadOptions, _place
 from accel_bigmodel.device_map.check import bytes_to_move, check_tied_parameters_on_same_device
 from accel_bigmodel.dispatch import _offloaded_places
 from accel_bigmodel.hooks.user_offload import CpuOffload
+from accel_bigmodel.weights.contents import CheckpointContents
+from accel_bigmodel.weights.placing import LoadOptions, _place
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_bigmodel.checkpoint.write import write_model_folder
 from accel_bigmodel.device_map import check
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accel_bigmodel.empty import init_empty_weights
@@ -23,6 +22,7 @@ from accel_bigmodel.offload.collect import (
     load_offloaded_weights,
 )
 from accel_bigmodel.offload.folder import offload_state_dict, read_index
+from accel_bigmodel.weights.write import write_model_folder
 from tests.bigmodel.test_hooks import new_model
 
 INPUTS = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))

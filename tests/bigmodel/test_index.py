@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_bigmodel.checkpoint.index import find_checkpoint
+from accel_bigmodel.weights.index import find_checkpoint
 
 
 def make(folder: Path, *names: str) -> Path:

@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel import find_tied_parameters, init_empty_weights, retie_parameters, write_model_folder
-from accel_bigmodel.checkpoint import placing, progress
-from accel_bigmodel.checkpoint.compare import CheckpointMismatchError
-from accel_bigmodel.checkpoint.contents import CheckpointContents, FileBytes, MemoryBytes
-from accel_bigmodel.checkpoint.index import find_checkpoint
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model, load_state_dict
 from accel_bigmodel.offload.folder import load_offloaded_weight
 from accel_bigmodel.offload.loader import OffloadedWeightsLoader
-from accel_ops.mapped import mapped_shard
+from accel_bigmodel.weights import placing, progress
+from accel_bigmodel.weights.compare import CheckpointMismatchError
+from accel_bigmodel.weights.contents import CheckpointContents, FileBytes, MemoryBytes
+from accel_bigmodel.weights.index import find_checkpoint
+from accel_bigmodel.weights.load import load_checkpoint_in_model, load_state_dict
+from accel_ops.files.mapped import mapped_shard
 from tests.bigmodel.trees import models
 from tests.support.ranks import ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from accel_bigmodel.checkpoint.write import write_model_folder
+from accel_bigmodel.weights.write import write_model_folder
 from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.hooks import remove_hook_from_submodules
 

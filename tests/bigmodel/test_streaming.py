@@ -18,7 +18,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accel_bigmodel.checkpoint.write import write_model_folder
 from accel_bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
 from accel_bigmodel.hooks.align import AlignDevicesHook, WeightSlot
 from accel_bigmodel.hooks.hook import remove_hook_from_submodules
@@ -30,6 +29,7 @@ from accel_bigmodel.streaming.report import offloading_hooks
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.units import Unit, UnitWeight
 from accel_bigmodel.tensors import align_module_device
+from accel_bigmodel.weights.write import write_model_folder
 from tests.bigmodel.lanes import CPU, LateLane, PromptDevice, ThreadLane, prompt_lane, stream_through
 
 WIDTH = 8

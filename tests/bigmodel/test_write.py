@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel import parse_size, split_into_shards, write_model_folder
-from accel_bigmodel.checkpoint import write
-from accel_ops import durable
-from accel_ops.files import load
-from accel_ops.tensor_files import read_tensors
+from accel_bigmodel.weights import write
+from accel_ops.files import durable
+from accel_ops.files.serialization import load
+from accel_ops.files.tensor_files import read_tensors
 
 
 def make_state() -> dict[str, torch.Tensor]:

@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.checkpoint.write import SAFETENSORS, TORCH
+from accel_bigmodel.weights.write import SAFETENSORS, TORCH
 from accel_cli.main import main
-from accel_integrations.checkpoints import merge as merging
-from accel_integrations.checkpoints.merge import merge_fsdp_weights, write_merged
-from accel_integrations.checkpoints.sharded import ShardedModel, find_sharded_folder
-from accel_ops.files import load
-from accel_ops.tensor_files import read_tensors
+from accel_integrations.training_state import merge as merging
+from accel_integrations.training_state.formats.shards import ShardedModel, find_sharded_folder
+from accel_integrations.training_state.merge import merge_fsdp_weights, write_merged
+from accel_ops.files.serialization import load
+from accel_ops.files.tensor_files import read_tensors
 from tests.support.ranks import ranks
 
 

@@ -24,7 +24,7 @@ from accel_cli.launch.runners.signals import status_after
 from accel_cli.supervise.failures import Failure, describe_end, read_failures
 from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import MOST_UNANSWERED, Watch, _busy_seconds, _holds_accelerator
-from accel_ops.transport import ALL_GATHER
+from accel_ops.collectives.transport import ALL_GATHER
 from accel_state import supervision
 from accel_state.watch.on_request import answer_requests
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader
 
-from accel_integrations.checkpoints.joint_folder import JointFolder
+from accel_integrations.training_state.joint_folder import JointFolder
 from accelerate import Accelerator
 from tests.cuda_shapes.recorder import Recorder, Report
 from tests.cuda_shapes.rows import BATCH, ROWS, Row, build

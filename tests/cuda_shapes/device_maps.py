@@ -24,9 +24,9 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_bigmodel.checkpoint import contents, placing
-from accel_bigmodel.checkpoint.write import write_model_folder
 from accel_bigmodel.device_map.check import bytes_to_move
+from accel_bigmodel.weights import contents, placing
+from accel_bigmodel.weights.write import write_model_folder
 from tests.cuda_shapes.recorder import COUNTERS, DRIVER, Recorder, Report
 
 WIDTH, LAYERS = 64, 8

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accel_bigmodel.checkpoint.staging import NUM_READERS
+from accel_bigmodel.weights.staging import NUM_READERS
 from tests.cuda_shapes.driver import GpuMachine, missing
 from tests.gpu import test_gpu_streaming
 

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 from accel_data.dispatcher import DataLoaderDispatcher, _data_ranks_of
 from accel_data.prepare import prepare_data_loader
 from accel_data.skipping import skip_first_batches
-from accel_ops.collectives import gather
+from accel_ops.collectives.tensors import gather
 from tests.data.sharing import Numbers, SizedNumbers, padded_samples, shard_of
 from tests.data.test_prepare import Squares
 from tests.support.ranks import ranks

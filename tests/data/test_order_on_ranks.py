@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from accel_data.prepare import prepare_data_loader
-from accel_ops.objects import gather_object
+from accel_ops.collectives.objects import gather_object
 from accel_ops.random import common_seed, set_seed
 from tests.support.ranks import ranks
 

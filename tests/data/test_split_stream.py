@@ -13,7 +13,7 @@ from accel_data.prepare import prepare_data_loader
 from accel_data.skipping import skip_first_batches
 from accel_data.split_stream import SplitStream, find_split
 from accel_ops.batches import slice_tensors
-from accel_ops.collectives import gather
+from accel_ops.collectives.tensors import gather
 from tests.data.sharing import Numbers
 from tests.support.ranks import ranks
 

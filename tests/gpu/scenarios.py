@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from accel_bigmodel import cpu_offload
-from accel_ops.gathering import gather_leaves
+from accel_ops.collectives.gathering import gather_leaves
 from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (

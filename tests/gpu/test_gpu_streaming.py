@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
-from accel_bigmodel.checkpoint.write import write_model_folder
 from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.dispatch import (
     cpu_offload,
@@ -23,6 +21,8 @@ from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook
 from accel_bigmodel.streaming.settings import Streaming
 from accel_bigmodel.streaming.stream import WeightStream
+from accel_bigmodel.weights.load import load_checkpoint_in_model
+from accel_bigmodel.weights.write import write_model_folder
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_ops import staging
-from accel_ops.tensor_files import read_tensors
+from accel_ops.files import staging
+from accel_ops.files.tensor_files import read_tensors
 from tests.support.keeping import Kept, make_kept
 
 STEPS = ("write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open", "close", "chmod")

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ops.checksum import checksum_file
-from accel_ops.staging import JOURNAL, PUBLISHING
+from accel_ops.files.checksum import checksum_file
+from accel_ops.files.staging import JOURNAL, PUBLISHING
 from tests.support.keeping import Kept, make_kept
 
 Attack = Callable[[Path], None]

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from accelerate.checkpoint.load import Checkpoint
+from accelerate.checkpoint.reading import Checkpoint
 from tests.support.keeping import make_kept
 
 NUM_SAVES = 25

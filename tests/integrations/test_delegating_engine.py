@@ -14,7 +14,7 @@ from accel_integrations.engines.ddp import DDPEngine
 from accel_integrations.engines.delegating import DelegatingEngine
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.registry import ENGINES
-from accel_ops.collectives import gather
+from accel_ops.collectives.tensors import gather
 from accelerate import Accelerator
 from tests.support.ranks import ranks
 

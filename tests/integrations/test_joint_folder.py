@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.checkpoint.write import write_model_folder
-from accel_ops.byte_ranges import chunk_runs
+from accel_bigmodel.weights.write import write_model_folder
+from accel_ops.files.byte_ranges import chunk_runs
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import ParallelismConfig, TorchTensorParallelConfig
 from tests.support.ranks import ranks

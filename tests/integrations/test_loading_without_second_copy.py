@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from accel_integrations.checkpoints.load_states import read_states
-from accel_integrations.checkpoints.stored_states import FileState, LocalState
 from accel_integrations.parallel.full_state import distribute_like
+from accel_integrations.training_state.loading import read_states
+from accel_integrations.training_state.reader import FileState, LocalState
 from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 from accelerate import Accelerator
 from tests.support.ranks import ranks

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_ops import collectives
-from accel_ops.collectives import (
+from accel_ops.collectives import tensors as collectives
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.payload import SLOT_BYTES
+from accel_ops.collectives.tensors import (
     CannotPadNestedTensorWarning,
     broadcast,
     copy_tensor_to_devices,
@@ -20,9 +22,7 @@ from accel_ops.collectives import (
     pad_across_processes,
     reduce,
 )
-from accel_ops.gather_payload import SLOT_BYTES
-from accel_ops.objects import broadcast_object_list, gather_object
-from accel_ops.transport import ALL_GATHER
+from accel_ops.collectives.transport import ALL_GATHER
 from accel_state.errors import DistributedOperationException
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from accel_ops import checksum, durable
-from accel_ops.checksum import checksum_file
-from accel_ops.durable import DurableFile, exchange_folders, make_folder, write_atomically
-from accel_ops.owners import Owner
+from accel_ops.files import checksum, durable
+from accel_ops.files.checksum import checksum_file
+from accel_ops.files.durable import DurableFile, exchange_folders, make_folder, write_atomically
+from accel_ops.files.owners import Owner
 
 
 @pytest.mark.parametrize("num_bytes", [0, 10, 3 << 20])
@@ -46,7 +46,7 @@ def test_without_isal_checksums_are_the_same(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     check = (
         "import sys; sys.modules['isal'] = sys.modules['isal.isal_zlib'] = None\n"
-        "from accel_ops.checksum import checksum_file, crc32\n"
+        "from accel_ops.files.checksum import checksum_file, crc32\n"
         "assert crc32.__module__ == 'zlib'; print(checksum_file(sys.argv[1]))"
     )
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_a_full_disk_is_reported_on_closing_whatever_was_made_of_it(
 def test_a_file_that_may_not_grow_is_named(tmp_path: Path, num_bytes: int, durable: bool) -> None:
     write = f"""
 import resource, signal
-from accel_ops.durable import write_atomically
+from accel_ops.files.durable import write_atomically
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from accel_ops.files import check_loadable, load, save
-from accel_ops.tensor_files import read_tensors
+from accel_ops.files.serialization import check_loadable, load, save
+from accel_ops.files.tensor_files import read_tensors
 
 
 class Thing:

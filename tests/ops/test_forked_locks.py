@@ -12,7 +12,7 @@ import pytest
 @pytest.mark.skipif("not hasattr(os, 'register_at_fork')", reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("module", "name"), [("accel_ops.mapped", "_OPENING"), ("accel_bigmodel.streaming.pinned", "_lock")]
+    ("module", "name"), [("accel_ops.files.mapped", "_OPENING"), ("accel_bigmodel.streaming.pinned", "_lock")]
 )
 def test_a_lock_is_free_in_a_forked_process(module: str, name: str) -> None:
     owner = import_module(module)

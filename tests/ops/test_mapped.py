@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
-from accel_ops.mapped import MappedShard, mapped_shard
-from accel_ops.safetensors_dtypes import DTYPES
-from accel_ops.safetensors_header import read_header
-from accel_ops.tensor_files import DTYPE_NAMES
+from accel_ops.files.mapped import MappedShard, mapped_shard
+from accel_ops.files.safetensors_header import DTYPES, read_header
+from accel_ops.files.tensor_files import DTYPE_NAMES
 
 
 def is_written(dtype: torch.dtype) -> bool:

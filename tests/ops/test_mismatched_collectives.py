@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from accel_ops.collectives import broadcast, gather, pad_across_processes, reduce
-from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
+from accel_ops.collectives.tensors import broadcast, gather, pad_across_processes, reduce
 from accel_state.errors import DistributedOperationException
 from tests.support.ranks import ranks
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from accel_ops import objects
-from accel_ops.objects import broadcast_object_list, gather_object
+from accel_ops.collectives import objects
+from accel_ops.collectives.objects import broadcast_object_list, gather_object
 from accel_state.devices import device_kind
 from accel_state.processes import PartialState
 from tests.support.ranks import ranks

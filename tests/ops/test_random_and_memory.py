@@ -77,7 +77,7 @@ def test_states_come_back() -> None:
 
 @ranks(2)
 def test_processes_draw_alike_after_synchronising(rank: int, world: int) -> None:
-    from accel_ops.collectives import gather
+    from accel_ops.collectives.tensors import gather
 
     torch.manual_seed(rank)
     generator = torch.Generator().manual_seed(rank)
@@ -229,7 +229,7 @@ def test_a_function_may_end_the_process_group(monkeypatch: pytest.MonkeyPatch) -
 
 @ranks(2)
 def test_a_rank_that_does_not_finish_is_an_error(rank: int, world: int) -> None:
-    from accel_ops import outcomes
+    from accel_ops.collectives import outcomes
     from accel_state.processes import PartialState
 
     PartialState()

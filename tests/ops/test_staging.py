@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from accel_ops import owners, staging
-from accel_ops.owners import Owner
-from accel_ops.staging import JOURNAL, PUBLISHING, StagedFolder, path_inside, recover
+from accel_ops.files import owners, staging
+from accel_ops.files.owners import Owner
+from accel_ops.files.staging import JOURNAL, PUBLISHING, StagedFolder, path_inside, recover
 
 
 def put(folder: Path, **files: str) -> Path:
@@ -176,7 +176,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_others_stay(tmp_path: Path)
 
 OTHER_JOB = """
 import sys
-from accel_ops.staging import StagedFolder
+from accel_ops.files.staging import StagedFolder
 staged = StagedFolder(sys.argv[1])
 (staged.path / "x").write_text("of the other job")
 print(staged.path.name, flush=True)

@@ -23,6 +23,7 @@ from accel_ops.batches import (
     pad_input_tensors,
     slice_tensors,
 )
+from accel_ops.collectives.packing import layout_of, pack, signature_of, unpack
 from accel_ops.dtypes import ConvertOutputsToFp32, GatheredParameters, convert_outputs_to_fp32, convert_to_fp32
 from accel_ops.modules import (
     get_model_tp_size,
@@ -43,7 +44,6 @@ from accel_ops.nested import (
     recursive_getattr,
     recursively_apply,
 )
-from accel_ops.packing import layout_of, pack, signature_of, unpack
 from accel_ops.placement import find_device, send_to_device
 
 Pair = namedtuple("Pair", "left right")

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
-from accel_ops.tensor_files import (
+from accel_ops.files.tensor_files import (
     DTYPE_NAMES,
     clean_state_dict_for_safetensors,
     find_shared_names,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_ops import durable
+from accel_ops.files import durable
 from accelerate.checkpoint import transaction
 from tests.support.keeping import make_kept
 

@@ -101,7 +101,7 @@ def worker(folder: Path) -> None:
 def library() -> Callable[[Any, Path], Any]:
     """Loading with accelerate, ours or 1.15."""
     try:
-        module = importlib.import_module("accel_bigmodel.checkpoint.load")
+        module = importlib.import_module("accel_bigmodel.weights.load")
     except ImportError:
         module = importlib.import_module("accelerate")
     load = module.load_checkpoint_in_model

@@ -6,11 +6,11 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
-        "accel_bigmodel.checkpoint.compare": "CheckpointMismatchError",
-        "accel_bigmodel.checkpoint.index": "find_checkpoint",
-        "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
-        "accel_ops.mapped": "MappedShard mapped_shard",
-        "accel_bigmodel.checkpoint.write": "parse_size split_into_shards write_model_folder",
+        "accel_bigmodel.weights.compare": "CheckpointMismatchError",
+        "accel_bigmodel.weights.index": "find_checkpoint",
+        "accel_bigmodel.weights.load": "load_checkpoint_in_model load_state_dict",
+        "accel_ops.files.mapped": "MappedShard mapped_shard",
+        "accel_bigmodel.weights.write": "parse_size split_into_shards write_model_folder",
         "accel_bigmodel.device_map.check": (
             "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"
         ),

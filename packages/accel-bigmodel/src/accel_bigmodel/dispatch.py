@@ -108,7 +108,7 @@ def _leave_all_on_disk(
     model: nn.Module, checkpoint: str | os.PathLike[str], offload_buffers: bool
 ) -> Mapping[str, Any]:
     """Index of the weights in a checkpoint of a model on the meta device; buffers that are not offloaded are loaded."""
-    from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
+    from accel_bigmodel.weights.load import load_checkpoint_in_model
 
     return load_checkpoint_in_model(
         model, checkpoint, device_map={"": "disk"}, offload_buffers=offload_buffers, strict=True
@@ -245,7 +245,7 @@ def load_checkpoint_and_dispatch(
         model = load_checkpoint_and_dispatch(model, folder, device_map="auto")
         ```
     """
-    from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
+    from accel_bigmodel.weights.load import load_checkpoint_in_model
 
     if isinstance(device_map, str):
         device_map = _chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)

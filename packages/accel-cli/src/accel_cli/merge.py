@@ -48,7 +48,7 @@ def merge_command(args: Namespace) -> None:
     Raises:
         ValueError: The checkpoint cannot be merged, or the result cannot be written.
     """
-    from accel_integrations.checkpoints.merge import merge_fsdp_weights
+    from accel_integrations.training_state.merge import merge_fsdp_weights
 
     with without_traceback():
         try:

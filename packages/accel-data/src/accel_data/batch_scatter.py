@@ -18,10 +18,10 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives.objects import pickled, unpickled
+from accel_ops.collectives.packing import Signature, grouped_bytes, layout_of, signature_of, unpack
+from accel_ops.collectives.transport import transport_of
 from accel_ops.nested import flatten, rebuild, recursively_apply
-from accel_ops.objects import pickled, unpickled
-from accel_ops.packing import Signature, grouped_bytes, layout_of, signature_of, unpack
-from accel_ops.transport import transport_of
 from accel_state.processes import PartialState
 
 HEADER_WORDS = 4

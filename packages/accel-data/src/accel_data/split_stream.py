@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accel_ops.collectives import gather
+from accel_ops.collectives.tensors import gather
 
 
 def find_split(dataset: Any, index: int, count: int) -> Any:

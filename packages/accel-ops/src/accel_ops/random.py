@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accel_ops.collectives import broadcast
+from accel_ops.collectives.tensors import broadcast
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices import DeviceKind, device_kinds
 from accel_state.enums import RNGType

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_ops.filenames import PROFILE_PATTERN_NAME
+from accel_ops.files.filenames import PROFILE_PATTERN_NAME
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 

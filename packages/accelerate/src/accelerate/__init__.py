@@ -12,7 +12,7 @@ __version__ = "1.16.0"
 EXPORTS = {
     "accelerate.accelerator": "Accelerator",
     "accelerate.inference": "prepare_pippy",
-    "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model",
+    "accel_bigmodel.weights.load": "load_checkpoint_in_model",
     "accel_bigmodel.device_map.plan": "infer_auto_device_map",
     "accel_bigmodel.dispatch": "cpu_offload disk_offload dispatch_model load_checkpoint_and_dispatch",
     "accel_bigmodel.empty": "init_empty_weights init_on_device",

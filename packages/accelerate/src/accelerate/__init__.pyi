@@ -1,6 +1,5 @@
 """Run PyTorch training on any hardware, at any scale, without changing the program."""
 
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
@@ -9,6 +8,7 @@ from accel_bigmodel.dispatch import load_checkpoint_and_dispatch as load_checkpo
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_bigmodel.hooks.user_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_bigmodel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_cli.notebook import debug_launcher as debug_launcher
 from accel_cli.notebook import notebook_launcher as notebook_launcher
 from accel_data.skipping import skip_first_batches as skip_first_batches

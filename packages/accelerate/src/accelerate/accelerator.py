@@ -21,8 +21,8 @@ from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives
+from accel_ops.collectives.objects import gather_object
 from accel_ops.memory import release_memory
-from accel_ops.objects import gather_object
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState

@@ -1,7 +1,6 @@
 """Compatibility path for models larger than memory."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
@@ -24,6 +23,7 @@ from accel_bigmodel.offload.loader import OffloadedWeightsLoader as OffloadedWei
 from accel_bigmodel.offload.loader import extract_submodules_state_dict as extract_submodules_state_dict
 from accel_bigmodel.replaceable import register_lookup
 from accel_bigmodel.streaming.settings import Streaming as Streaming
+from accel_bigmodel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_integrations.parallel.patched_attention import check_no_recurrent_layers
 from accel_ops.tied import find_tied_parameters as find_tied_parameters
 from accel_ops.tied import retie_parameters as retie_parameters

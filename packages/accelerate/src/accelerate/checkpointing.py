@@ -12,26 +12,25 @@ from typing import Any
 
 from torch import nn
 
-from accel_integrations.checkpoints.folder_writer import FolderWriter
-from accel_integrations.checkpoints.full_states import FullStatesLoad, PlainOptimizers, write_full_states
+from accel_integrations.training_state.formats.full import FullStatesLoad, PlainOptimizers, write_full_states
+from accel_integrations.training_state.interface import FolderWriter
 from accel_integrations.unwrap import extract_model_from_parallel
-from accel_ops.durable import make_folder
-from accel_ops.filenames import MODEL_NAME as MODEL_NAME
-from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accel_ops.filenames import RNG_STATE_NAME as RNG_STATE_NAME
-from accel_ops.filenames import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from accel_ops.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accel_ops.filenames import SAMPLER_NAME as SAMPLER_NAME
-from accel_ops.filenames import SCALER_NAME as SCALER_NAME
-from accel_ops.filenames import SCHEDULER_NAME as SCHEDULER_NAME
-from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
-from accel_ops.files import load
+from accel_ops.files.durable import make_folder
+from accel_ops.files.filenames import MODEL_NAME as MODEL_NAME
+from accel_ops.files.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accel_ops.files.filenames import RNG_STATE_NAME as RNG_STATE_NAME
+from accel_ops.files.filenames import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accel_ops.files.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accel_ops.files.filenames import SAMPLER_NAME as SAMPLER_NAME
+from accel_ops.files.filenames import SCALER_NAME as SCALER_NAME
+from accel_ops.files.filenames import SCHEDULER_NAME as SCHEDULER_NAME
+from accel_ops.files.filenames import WEIGHTS_NAME as WEIGHTS_NAME
+from accel_ops.files.serialization import load
 from accel_state.processes import PartialState
-from accelerate.checkpoint.apply import apply_objects, apply_random_states, check_objects
-from accelerate.checkpoint.load import Checkpoint, Receivers, TrainingState, read_state, read_verified
-from accelerate.checkpoint.restore import optimizer_location
-from accelerate.checkpoint.save import custom_object_file, write_custom_object, write_own_state, write_shared_state
+from accelerate.checkpoint.reading import Checkpoint, Receivers, TrainingState, read_state, read_verified
+from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects, optimizer_location
 from accelerate.checkpoint.undo import Undo
+from accelerate.checkpoint.writing import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.compat.legacy import legacy_getattr
 
 __getattr__ = legacy_getattr(__name__)  # what programs import from here

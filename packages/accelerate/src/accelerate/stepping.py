@@ -14,7 +14,7 @@ from torch import nn
 from accel_integrations.lomo import lomo_backward
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import is_prepared
-from accel_ops.collectives import reduce
+from accel_ops.collectives.tensors import reduce
 from accel_state import supervision
 from accelerate.mistakes import FirstStepCheck
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from accel_ops.durable import make_folder, write_atomically
-from accel_ops.staging import path_inside
+from accel_ops.files.durable import make_folder, write_atomically
+from accel_ops.files.staging import path_inside
 
 INDEX_NAME = "index.json"
 Index = dict[str, dict[str, Any]]

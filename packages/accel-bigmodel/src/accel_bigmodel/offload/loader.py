@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_bigmodel.dtypes import as_dtype
 from accel_bigmodel.offload.folder import Index, check_entry, load_offloaded_weight, read_index
-from accel_ops.staging import path_inside
+from accel_ops.files.staging import path_inside
 from accel_state.public_names import known_as
 
 Home = tuple[MutableMapping[str, torch.Tensor], str]
@@ -84,7 +84,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             if self.save_folder is None:
                 raise ValueError(f"The offloaded weight {key!r} is in a folder, but no save_folder was given.")
             return load_offloaded_weight(path_inside(self.save_folder, f"{key}.dat"), info)
-        from accel_ops.mapped import mapped_shard
+        from accel_ops.files.mapped import mapped_shard
 
         return mapped_shard(info["safetensors_file"]).tensor(info.get("weight_name", key))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_bigmodel.streaming.units import Unit, make_unit
-from accel_ops import pages
+from accel_ops.files import pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from accel_cli.errors import UsageError
-from accel_ops.safetensors_header import TensorHeader, read_header
+from accel_ops.files.safetensors_header import TensorHeader, read_header
 
 
 def weight_files(folder: Path) -> list[Path]:

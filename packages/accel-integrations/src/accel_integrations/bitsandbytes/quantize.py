@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budgets import get_balanced_memory
-from accel_bigmodel.checkpoint.contents import CheckpointContents
-from accel_bigmodel.checkpoint.index import find_checkpoint
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model
-from accel_bigmodel.checkpoint.placing import device_of, scales_name
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.device_map.plan import infer_auto_device_map
 from accel_bigmodel.dispatch import WAYS_TO_PLACE, dispatch_model
 from accel_bigmodel.offload.folder import Index, offload_weight, save_offload_index
 from accel_bigmodel.tensors import set_module_tensor_to_device
+from accel_bigmodel.weights.contents import CheckpointContents
+from accel_bigmodel.weights.index import find_checkpoint
+from accel_bigmodel.weights.load import load_checkpoint_in_model
+from accel_bigmodel.weights.placing import device_of, scales_name
 from accel_integrations.bitsandbytes.layers import (
     get_keys_to_not_convert,
     is_among,
@@ -29,7 +29,7 @@ from accel_integrations.bitsandbytes.layers import (
     replace_with_bnb_layers,
 )
 from accel_integrations.bitsandbytes.settings import BnbQuantizationConfig
-from accel_ops.durable import make_folder
+from accel_ops.files.durable import make_folder
 from accel_ops.tied import find_tied_parameters, retie_parameters
 from accel_state.devices import default_device
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import DataLoader
 
-    from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
+    from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, PendingSave
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient_state import GradientState
     from accel_state.settings.compile import TorchDynamoPlugin
@@ -355,7 +355,7 @@ class Engine(ABC):
             ValueError: It cannot; the message says what is needed.
         """
         if self.sharded_form is not None:
-            from accel_integrations.checkpoints.sharded_states import check_shared_folder
+            from accel_integrations.training_state.formats.sharded import check_shared_folder
 
             check_shared_folder(sees_main, folder)
 
@@ -369,9 +369,9 @@ class Engine(ABC):
             The collected states, which the checkpoint writes after its hooks have run.
         """
         # Storage is imported where something is stored: making an accelerator does not pay for it.
-        from accel_integrations.checkpoints.full_states import FullStatesSave
-        from accel_integrations.checkpoints.pending import warn_of_unused
-        from accel_integrations.checkpoints.sharded_states import ShardedStatesSave
+        from accel_integrations.training_state.formats.full import FullStatesSave
+        from accel_integrations.training_state.formats.sharded import ShardedStatesSave
+        from accel_integrations.training_state.interface import warn_of_unused
 
         warn_of_unused(options)
         prepared = self.context.prepared
@@ -401,8 +401,8 @@ class Engine(ABC):
         Raises:
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
-        from accel_integrations.checkpoints.full_states import FullStatesLoad
-        from accel_integrations.checkpoints.sharded_states import ShardedStatesLoad, is_by_name, strict_of
+        from accel_integrations.training_state.formats.full import FullStatesLoad
+        from accel_integrations.training_state.formats.sharded import ShardedStatesLoad, is_by_name, strict_of
 
         prepared = self.context.prepared
         if self.sharded_form is not None or is_by_name(checkpoint.names):

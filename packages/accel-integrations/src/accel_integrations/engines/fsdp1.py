@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_integrations.checkpoints.state_forms import full_model_state
 from accel_integrations.engines.activation_checkpoint import checkpoint_blocks
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import sharding_mesh, upcast_trainable
@@ -22,6 +21,7 @@ from accel_integrations.gradients import GradientGroup, clip_groups_
 from accel_integrations.parallel.module_states import check_module_states, sync_module_states
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.prepared.prepared import Notes
+from accel_integrations.training_state.formats.forms import full_model_state
 from accel_ops.modules import modules_among
 from accel_ops.tied import ensure_weights_retied
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.state_forms import full_model_state, model_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.fsdp2_model import Sharding, sharding_mesh, upcast_trainable
 from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import check_mesh, num_averaged, warn_no_join
+from accel_integrations.training_state.formats.forms import full_model_state, model_state
 
 if TYPE_CHECKING:
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin

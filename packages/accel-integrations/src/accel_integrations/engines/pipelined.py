@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.full_states import FullStates, FullStatesLoad
-from accel_integrations.checkpoints.load_states import read_full_optimizer_state
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
-from accel_integrations.checkpoints.sharded_states import is_by_name
-from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_model
 from accel_integrations.engines.sharded_engines import warn_no_join
@@ -27,6 +22,11 @@ from accel_integrations.parallel.pipeline.model import Pipeline, PipelinedModel
 from accel_integrations.parallel.pipeline.split import ModelSplit, split_model
 from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothing_is_collected
 from accel_integrations.prepared.prepared import Notes
+from accel_integrations.training_state.formats.full import FullStates, FullStatesLoad
+from accel_integrations.training_state.formats.sharded import is_by_name
+from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
+from accel_integrations.training_state.loading import read_full_optimizer_state
+from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
 from accel_state.enums import DynamoBackend
 
 if TYPE_CHECKING:

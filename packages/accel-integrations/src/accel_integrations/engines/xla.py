@@ -15,7 +15,7 @@ from accel_data.global_batches import with_global_batches
 from accel_integrations.engines.engine import Engine
 from accel_integrations.engines.placing import move_plain_tensors
 from accel_integrations.engines.wrap_policy import find_blocks, resolve_policy
-from accel_ops.collectives import reduce
+from accel_ops.collectives.tensors import reduce
 from accel_ops.nested import recursively_apply
 from accel_state.devices import XlaKind, device_kind
 from accel_state.warning import warn_user
@@ -23,9 +23,9 @@ from accel_state.warning import warn_user
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
+    from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
     from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_integrations.parallel.wire import as_sent
+from accel_ops.collectives.transport import collective_device
 from accel_ops.modules import to_local
-from accel_ops.transport import collective_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

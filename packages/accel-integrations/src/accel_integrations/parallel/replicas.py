@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_integrations.parallel.module_states import all_reduce_over_group, broadcast_to_group
+from accel_ops.collectives.transport import collective_device
 from accel_ops.modules import to_local
-from accel_ops.transport import collective_device
 from accel_state.weak import Weak
 
 BUCKET_BYTES = 25 * 2**20

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_ops.collectives.transport import collective_device
 from accel_ops.modules import to_local
-from accel_ops.transport import collective_device
 
 
 class ShardedGradScaler(torch.amp.GradScaler):

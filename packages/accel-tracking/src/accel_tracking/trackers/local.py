@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accel_ops.durable import fsync_folder, make_folder
+from accel_ops.files.durable import fsync_folder, make_folder
 from accel_state.processes import PartialState
 from accel_tracking.local.record import FILE, FOLDER, FORMAT, Record, encode, process_identity
 from accel_tracking.tracker import GeneralTracker, on_main_process

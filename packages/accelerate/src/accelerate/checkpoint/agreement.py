@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from accel_ops.durable import make_folder
+from accel_ops.files.durable import make_folder
 
 Result = TypeVar("Result")
 
@@ -140,6 +140,6 @@ def find_storage(ranks: Ranks, folder: Path) -> Storage:
 
 
 def _gather_objects(value: Any) -> list[Any]:
-    from accel_ops.objects import gather_object
+    from accel_ops.collectives.objects import gather_object
 
     return gather_object([value])

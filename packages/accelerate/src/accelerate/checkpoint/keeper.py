@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accel_integrations.checkpoints.folder_writer import FolderWriter
-from accel_ops.store_gather import StoreGather, has_store
+from accel_integrations.training_state.interface import FolderWriter
+from accel_ops.collectives.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accel_state.weak import Weak
 from accelerate.checkpoint.agreement import Ranks, find_storage
-from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
+from accelerate.checkpoint.attendance import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
 from accelerate.checkpoint.background import BackgroundSave, BackgroundSaves, finished_save
-from accelerate.checkpoint.host_buffers import HostBuffers
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
     checkpoints_folder,
@@ -32,13 +31,13 @@ from accelerate.checkpoint.naming import (
     remove_oldest,
 )
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
-from accelerate.checkpoint.save import write_custom_object, write_own_state, write_shared_state
-from accelerate.checkpoint.snapshot import Snapshot
+from accelerate.checkpoint.snapshot import HostBuffers, Snapshot
 from accelerate.checkpoint.transaction import Transaction
 from accelerate.checkpoint.window import write_window
+from accelerate.checkpoint.writing import write_custom_object, write_own_state, write_shared_state
 
 if TYPE_CHECKING:
-    from accel_integrations.checkpoints.pending import FileWriter, PendingSave
+    from accel_integrations.training_state.interface import FileWriter, PendingSave
     from accelerate.checkpoint.attendance import Call
     from accelerate.checkpoint.run import Run
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 
-from accel_ops.checksum import checksum_file
-from accel_ops.durable import DurableFile
-from accel_ops.filenames import MANIFEST_NAME
-from accel_ops.owners import Owner
-from accel_ops.staging import path_inside
+from accel_ops.files.checksum import checksum_file
+from accel_ops.files.durable import DurableFile
+from accel_ops.files.filenames import DATALOADER_NAME, MANIFEST_NAME, RNG_STATE_NAME, WINDOW_NAME
+from accel_ops.files.owners import Owner
+from accel_ops.files.serialization import load
+from accel_ops.files.staging import path_inside
 
 FORMAT = 1
 MAX_MANIFEST_BYTES = 1 << 28
@@ -54,7 +56,7 @@ class Manifest:
         versions: Of the programs that wrote it.
         absent: Ranks that did not take part in the save, so that their RNG states are not among the files.
         token: Must be in the files that these ranks add later for them to be used.
-        writer: The process that wrote it, as the name of an `accel_ops.owners.Owner`.
+        writer: The process that wrote it, as the name of an `accel_ops.files.owners.Owner`.
     """
 
     files: Mapping[str, FileRecord]
@@ -165,3 +167,31 @@ def files_to_verify(names: Iterable[str], manifest: Manifest, index: int, count:
         if lightest == index:
             chosen.append(name)
     return chosen
+
+
+TOKEN_KEY = "checkpoint"
+
+
+def late_files(folder: Path, ranks: Collection[int]) -> list[str]:
+    """Names of the files in a folder that these ranks may have added."""
+    if not ranks:
+        return []
+    pattern = re.compile(rf"(?:{RNG_STATE_NAME}_|{WINDOW_NAME}_|{DATALOADER_NAME}(?:_\d+)?_rank)(\d+)\.(?:pkl|bin)")
+    matches = [(name, pattern.fullmatch(name)) for name in sorted(os.listdir(folder))]
+    return [name for name, match in matches if match and int(match[1]) in ranks]
+
+
+def added_by(folder: Path, manifest: Manifest | None, rank: int) -> list[str]:
+    """Names of the files that a rank has added to this very checkpoint.
+
+    Raises:
+        ValueError: The file of its RNG states is damaged.
+    """
+    if manifest is None or rank not in manifest.absent:
+        return []
+    path = folder / f"{RNG_STATE_NAME}_{rank}.pkl"
+    if not path.is_file() or path.is_symlink():
+        return []
+    state: Any = load(path, map_location="cpu")
+    belongs = isinstance(state, dict) and state.get(TOKEN_KEY) == manifest.token
+    return late_files(folder, [rank]) if belongs else []

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accel_bigmodel.checkpoint.write import parse_size, write_model_folder
-from accel_integrations.checkpoints.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
+from accel_bigmodel.weights.write import parse_size, write_model_folder
 from accel_integrations.prepared.parameters import plain_name
+from accel_integrations.training_state.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
 from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
-from accelerate.checkpoint.alone import begin_call, outcome_of, publishing_outcome
+from accelerate.checkpoint.attendance import begin_call, outcome_of, publishing_outcome
 from accelerate.overriding import is_overridden
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ import re
 import shutil
 from pathlib import Path
 
-from accel_ops.durable import fsync_folder
-from accel_ops.filenames import MANIFEST_NAME
-from accel_ops.owners import Owner
-from accel_ops.staging import STAGING, remove_gone
+from accel_ops.files.durable import fsync_folder
+from accel_ops.files.filenames import MANIFEST_NAME
+from accel_ops.files.owners import Owner
+from accel_ops.files.staging import STAGING, remove_gone
 from accelerate.checkpoint.manifest import Manifest
 
 CHECKPOINTS_FOLDER = "checkpoints"

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.pending import PendingLoad
-from accel_ops.filenames import MODEL_NAME, SAFE_MODEL_NAME
-from accel_ops.staging import recover
+from accel_data.position import Position
+from accel_integrations.training_state.fit import check_values, loads_itself
+from accel_integrations.training_state.interface import PendingLoad
+from accel_ops.files.filenames import MODEL_NAME, SAFE_MODEL_NAME, SAMPLER_NAME, SCALER_NAME, numbered
+from accel_ops.files.staging import recover
+from accel_ops.random import capture_rng_state, restore_rng_state
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks
-from accelerate.checkpoint.apply import apply_compared_objects, apply_objects, apply_random_states, check_objects
-from accelerate.checkpoint.late import added_by
-from accelerate.checkpoint.load import (
+from accelerate.checkpoint.manifest import DamagedCheckpointError, added_by
+from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
+from accelerate.checkpoint.reading import (
     Checkpoint,
     Receivers,
     TrainingState,
@@ -26,14 +30,14 @@ from accelerate.checkpoint.load import (
     read_state,
     read_verified,
 )
-from accelerate.checkpoint.manifest import DamagedCheckpointError
-from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.undo import Undo
 from accelerate.checkpoint.window import apply_window, check_window
+from accelerate.checkpoint.writing import custom_object_file, restore_order, restore_reading
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
     from accelerate.checkpoint.run import Run
+
 
 LoadHook = Callable[[list[nn.Module], str], None]
 
@@ -244,4 +248,114 @@ def _warn_of_absent(checkpoint: Checkpoint) -> None:
             f"The checkpoint {os.fspath(checkpoint.folder)} was saved by the main process alone, and has no RNG states for "
             f"processes {', '.join(map(str, absent))}. Everything else is complete. Call save_state() on all processes to save "
             "their RNG states, too."
+        )
+
+
+KEYS_OF_ALL_SCHEDULERS = frozenset({"base_lrs", "last_epoch", "verbose"})
+NUMBERS_OF_SCALERS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+def check_objects(checkpoint: Checkpoint, receivers: Receivers, state: TrainingState) -> None:
+    """Check that what was read fits the objects of this run, before any of them changes.
+
+    Registered objects other than plain modules are not checked: only loading shows what they accept.
+
+    Raises:
+        ValueError: Naming the file and what does not fit.
+    """
+    for scheduler, state_dict in zip(receivers.schedulers, state.schedulers, strict=True):
+        _warn_of_another_scheduler(scheduler, state_dict)
+    for index, order in state.samplers.items():
+        if order is not None:
+            _check_order(order, str(checkpoint.path(numbered(f"{SAMPLER_NAME}.bin", index))))
+    if state.scaler:
+        for name in NUMBERS_OF_SCALERS:
+            if not isinstance(state.scaler.get(name), Number):
+                raise ValueError(
+                    f"{checkpoint.path(SCALER_NAME)} is damaged: its {name!r} is {state.scaler.get(name)!r}, not a number. "
+                    "Load another checkpoint."
+                )
+    for index, (obj, state_dict) in enumerate(zip(receivers.custom, state.custom, strict=True)):
+        if _was_compared(obj):
+            where = checkpoint.path(custom_object_file(index))
+            if not isinstance(state_dict, Mapping):
+                raise ValueError(f"{where} holds a {type(state_dict).__name__}, not the state dict of a module.")
+            check_values(
+                obj, state_dict, f"The values in {where} do not fit the registered object {index}", strict=True
+            )
+
+
+def _check_order(order: Mapping[str, Any], where: str) -> None:
+    for name in ("iteration", "initial_seed", "epoch"):
+        if type(order.get(name, 0)) is not int or "iteration" not in order:
+            raise ValueError(
+                f"{where} is damaged: {name!r} is {order.get(name)!r}, not an int. Load another checkpoint."
+            )
+    if "position" in order:
+        try:
+            Position.from_state(order["position"])
+        except ValueError as error:
+            raise ValueError(f"{where} is damaged: {error}") from None
+
+
+def _warn_of_another_scheduler(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
+    """Warn that a scheduler loads the state of another kind of scheduler: torch's load whatever has the same name."""
+    current_keys = {name for name in scheduler.state_dict() if not name.startswith("_")}
+    saved = {name for name in state_dict if isinstance(name, str) and not name.startswith("_")}
+    lacking, surplus = current_keys - saved - KEYS_OF_ALL_SCHEDULERS, saved - current_keys - KEYS_OF_ALL_SCHEDULERS
+    if lacking and surplus:
+        kind = type(getattr(scheduler, "scheduler", scheduler)).__name__
+        warn_user(
+            f"The checkpoint holds the state of another scheduler than {kind}: it has "
+            f"{', '.join(map(repr, sorted(surplus)))} and lacks {', '.join(map(repr, sorted(lacking)))}. Only values with the "
+            "same names are loaded. To start the scheduler from its beginning, do not pass it to prepare()."
+        )
+
+
+def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> None:
+    """Load the states of all objects but registered modules. Objects that cannot be checked in advance come first."""
+    undo.keep_random_states()  # loading may draw random numbers
+    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
+        if not _was_compared(obj):
+            undo.keep(obj)
+            obj.load_state_dict(state_dict)
+    for scheduler, state_dict in zip(receivers.schedulers, state.schedulers, strict=True):
+        undo.keep(scheduler)
+        scheduler.load_state_dict(state_dict)
+    if state.scaler is not None:
+        undo.keep(receivers.scaler)
+        receivers.scaler.load_state_dict(state.scaler)
+    for index, loader in enumerate(receivers.dataloaders):
+        undo.keep_loader(loader)
+        if state.samplers.get(index) is not None:
+            restore_order(loader, state.samplers[index])
+        if index in state.positions:
+            loader.load_state_dict(state.positions[index])
+        restore_reading(loader, state.reading.get(index, {}))
+
+
+def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:
+    """Load the state dicts of registered modules. They are too large for an undo, but were checked and cannot fail."""
+    for obj, state_dict in zip(receivers.custom, state.custom, strict=True):
+        if _was_compared(obj):
+            obj.load_state_dict(state_dict)
+
+
+def _was_compared(obj: Any) -> bool:
+    """Whether an object is a module whose `load_state_dict` depends on nothing but names and shapes."""
+    return isinstance(obj, nn.Module) and not loads_itself(obj)
+
+
+def apply_random_states(states: dict[str, Any] | None) -> None:
+    """Restore RNG states, last of all and all or none. Those of other hardware only cause a warning."""
+    if states is None:
+        return
+    before = capture_rng_state()
+    try:
+        restore_rng_state(states)
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        restore_rng_state(before)
+        warn_user(
+            f"The RNG states of the checkpoint were not restored, because they do not fit this machine or are of another "
+            f"version ({error}). The random number generators keep their current states."
         )

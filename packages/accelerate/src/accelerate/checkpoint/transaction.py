@@ -12,15 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accel_integrations.checkpoints.pending import FileWriter
-from accel_ops.checksum import checksum_file
-from accel_ops.durable import DurableFile, fsync_file
-from accel_ops.filenames import MANIFEST_NAME
-from accel_ops.files import serialize
-from accel_ops.staging import StagedFolder, list_files
+from accel_integrations.training_state.interface import FileWriter
+from accel_ops.files.checksum import checksum_file
+from accel_ops.files.durable import DurableFile, fsync_file
+from accel_ops.files.filenames import MANIFEST_NAME
+from accel_ops.files.serialization import serialize
+from accel_ops.files.staging import StagedFolder, list_files
 from accelerate.checkpoint.agreement import Ranks, Storage
-from accelerate.checkpoint.late import late_files
-from accelerate.checkpoint.manifest import FileRecord, Manifest
+from accelerate.checkpoint.manifest import FileRecord, Manifest, late_files
 
 
 class StagedWriter:
@@ -49,7 +48,7 @@ class StagedWriter:
 
     def save_sharded(self, name: str, state: dict[str, Any]) -> None:
         """Write this rank's shards of a state into a folder."""
-        from accel_integrations.checkpoints.sharded_writing import write_sharded
+        from accel_integrations.training_state.formats.shard_writing import write_sharded
 
         self.adopt(write_sharded(self.folder, name, state))
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_ops.random import capture_rng_state, restore_rng_state
-from accelerate.checkpoint.loaders import order_state, restore_order
+from accelerate.checkpoint.writing import order_state, restore_order
 
 
 class Undo:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_integrations.checkpoints.pending import FileWriter
+from accel_integrations.training_state.interface import FileWriter
 from accel_integrations.unwrap import extract_model_from_parallel
-from accel_ops.filenames import WINDOW_NAME
+from accel_ops.files.filenames import WINDOW_NAME
 from accel_ops.modules import to_local
 from accel_state.warning import warn_user
 

@@ -10,7 +10,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "accel_cli.arguments": "CustomArgumentParser=CommandParser",
         "accel_cli.merge": "description merge_command merge_command_parser",
-        "accel_integrations.checkpoints.merge": "merge_fsdp_weights",
+        "accel_integrations.training_state.merge": "merge_fsdp_weights",
     },
 )
 __all__ += ["main"]

@@ -6,9 +6,6 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_data.dispatcher": "DataLoaderDispatcher",
         "accel_data.prepare": "prepare_data_loader",
         "accel_data.skipping": "skip_first_batches",
-        "accel_integrations.checkpoints.sharded_training": (
-            "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
-        ),
         "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
         "accel_integrations.deepspeed_dummies": "DummyOptim DummyScheduler",
         "accel_integrations.engines.deepspeed.optimizers": "map_pytorch_optim_to_deepspeed",
@@ -19,21 +16,24 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_integrations.precision.transformer_engine_layers": "apply_fp8_autowrap convert_model",
         "accel_integrations.prepared.optimizer": "AcceleratedOptimizer",
         "accel_integrations.prepared.scheduler": "AcceleratedScheduler",
+        "accel_integrations.training_state.fsdp_functions": (
+            "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
+        ),
         "accel_integrations.unwrap": "extract_model_from_parallel",
-        "accel_ops.collectives": "gather pad_across_processes reduce wait_for_everyone",
+        "accel_ops.collectives.objects": "gather_object",
+        "accel_ops.collectives.tensors": "gather pad_across_processes reduce wait_for_everyone",
         "accel_ops.dtypes": "convert_outputs_to_fp32",
-        "accel_ops.filenames": (
+        "accel_ops.files.filenames": (
             "MODEL_NAME PROFILE_PATTERN_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME "
             "SCALER_NAME WEIGHTS_INDEX_NAME WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
         ),
-        "accel_ops.files": "save",
+        "accel_ops.files.serialization": "save",
+        "accel_ops.files.tensor_files": "clean_state_dict_for_safetensors",
         "accel_ops.memory": "release_memory",
         "accel_ops.modules": (
             "get_model_tp_size get_pretty_name has_offloaded_params is_compiled_module model_has_dtensor"
         ),
         "accel_ops.nested": "recursively_apply",
-        "accel_ops.objects": "gather_object",
-        "accel_ops.tensor_files": "clean_state_dict_for_safetensors",
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.constants": "DTENSOR_PYTORCH_VERSION FSDP2_PYTORCH_VERSION FSDP_PYTORCH_VERSION",
         "accel_state.enums": "DistributedType DynamoBackend FP8BackendType LoggerType PrecisionType RNGType",
@@ -82,7 +82,6 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate.big_modeling": {
         "accel_bigmodel.budgets": "get_balanced_memory",
-        "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model",
         "accel_bigmodel.device_map.plan": "infer_auto_device_map",
         "accel_bigmodel.hooks.align": "AlignDevicesHook",
         "accel_bigmodel.hooks.attach": "attach_align_device_hook attach_align_device_hook_on_blocks",
@@ -91,6 +90,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_bigmodel.hooks.user_offload": "CpuOffload UserCpuOffloadHook",
         "accel_bigmodel.offload.folder": "offload_state_dict",
         "accel_bigmodel.offload.loader": "OffloadedWeightsLoader extract_submodules_state_dict",
+        "accel_bigmodel.weights.load": "load_checkpoint_in_model",
         "accel_ops.nested": "recursive_getattr",
         "accel_ops.tied": "find_tied_parameters retie_parameters",
         "accel_state.environment": "parse_flag_from_env",
@@ -103,11 +103,11 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accelerate.utils.constants": "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     },
     "accelerate.checkpointing": {
-        "accel_ops.filenames": (
+        "accel_ops.files.filenames": (
             "MODEL_NAME OPTIMIZER_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME SAMPLER_NAME SCALER_NAME "
             "SCHEDULER_NAME WEIGHTS_NAME"
         ),
-        "accel_ops.files": "load save",
+        "accel_ops.files.serialization": "load save",
         "accel_ops.modules": "get_pretty_name",
         "accel_state.hardware": (
             "is_cuda_available is_hpu_available is_mlu_available is_musa_available is_neuron_available "
@@ -119,8 +119,8 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate.data_loader": {
         "accel_ops.batches": "concatenate find_batch_size get_data_structure initialize_tensors slice_tensors",
-        "accel_ops.collectives": "broadcast",
-        "accel_ops.objects": "broadcast_object_list",
+        "accel_ops.collectives.objects": "broadcast_object_list",
+        "accel_ops.collectives.tensors": "broadcast",
         "accel_ops.placement": "send_to_device",
         "accel_ops.random": "synchronize_rng_states",
         "accel_state.enums": "DistributedType RNGType",
@@ -146,7 +146,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_bigmodel.device_map.plan": "infer_auto_device_map",
         "accel_bigmodel.sizes": "calculate_maximum_sizes",
         "accel_ops.batches": "ignorant_find_batch_size pad_input_tensors",
-        "accel_ops.collectives": "copy_tensor_to_devices",
+        "accel_ops.collectives.tensors": "copy_tensor_to_devices",
         "accel_ops.memory": "convert_bytes",
         "accel_ops.placement": "send_to_device",
         "accel_state.libraries": "is_pippy_available",
@@ -264,7 +264,7 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
     },
     "accelerate.utils.modeling": {
         "accel_bigmodel.offload.folder": "load_offloaded_weight offload_weight save_offload_index",
-        "accel_ops.filenames": "SAFE_WEIGHTS_NAME WEIGHTS_NAME",
+        "accel_ops.files.filenames": "SAFE_WEIGHTS_NAME WEIGHTS_NAME",
         "accel_ops.memory": "clear_device_cache",
         "accel_state.accelerator_state": "AcceleratorState",
         "accel_state.enums": "CustomDtype DistributedType",

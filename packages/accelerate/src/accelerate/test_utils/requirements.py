@@ -170,7 +170,7 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
     Args:
         tensor: The tensor of this process, of the same shape on all.
     """
-    from accel_ops.collectives import gather
+    from accel_ops.collectives.tensors import gather
     from accel_state.processes import PartialState
 
     state = PartialState()

@@ -1,6 +1,6 @@
 """The import path of test helpers in accelerate 1.15."""
 
-from accel_ops.collectives import gather as gather
+from accel_ops.collectives.tensors import gather as gather
 from accel_state.accelerator_state import AcceleratorState as AcceleratorState
 from accel_state.environment import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accel_state.environment import parse_flag_from_env as parse_flag_from_env

@@ -11,7 +11,7 @@ from accelerate.utils.tqdm import tqdm as tqdm
 
 EXPORTS = {
     "accel_bigmodel.budgets": "get_balanced_memory get_max_memory",
-    "accel_bigmodel.checkpoint.load": "load_checkpoint_in_model load_state_dict",
+    "accel_bigmodel.weights.load": "load_checkpoint_in_model load_state_dict",
     "accel_bigmodel.device_map.check": (
         "check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device"
     ),
@@ -33,8 +33,8 @@ EXPORTS = {
     "accel_integrations.bitsandbytes.layers": "has_4bit_bnb_layers",
     "accel_integrations.bitsandbytes.quantize": "load_and_quantize_model",
     "accel_integrations.bitsandbytes.settings": "BnbQuantizationConfig",
-    "accel_integrations.checkpoints.merge": "merge_fsdp_weights",
-    "accel_integrations.checkpoints.sharded_training": (
+    "accel_integrations.training_state.merge": "merge_fsdp_weights",
+    "accel_integrations.training_state.fsdp_functions": (
         "load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer"
     ),
     "accel_integrations.compile": "compile_regions compile_regions_deepspeed compile_regions_fsdp2",
@@ -70,17 +70,17 @@ EXPORTS = {
         "concatenate find_batch_size get_data_structure ignorant_find_batch_size initialize_tensors listify "
         "pad_input_tensors slice_tensors"
     ),
-    "accel_ops.collectives": (
+    "accel_ops.collectives.tensors": (
         "broadcast CannotPadNestedTensorWarning copy_tensor_to_devices gather pad_across_processes reduce "
         "wait_for_everyone"
     ),
     "accel_ops.dtypes": "convert_outputs_to_fp32 convert_to_fp32 GatheredParameters",
-    "accel_ops.filenames": (
+    "accel_ops.files.filenames": (
         "MODEL_NAME OPTIMIZER_NAME PROFILE_PATTERN_NAME RNG_STATE_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_INDEX_NAME "
         "SAFE_WEIGHTS_NAME SAFE_WEIGHTS_PATTERN_NAME SAMPLER_NAME SCALER_NAME SCHEDULER_NAME WEIGHTS_INDEX_NAME "
         "WEIGHTS_NAME WEIGHTS_PATTERN_NAME"
     ),
-    "accel_ops.files": "load save",
+    "accel_ops.files.serialization": "load save",
     "accel_ops.memory": "convert_bytes find_executable_batch_size release_memory",
     "accel_ops.modules": (
         "get_model_tp_size get_module_children_bottom_up get_pretty_name has_compiled_regions has_offloaded_params "
@@ -91,9 +91,9 @@ EXPORTS = {
         "recursively_apply TensorInformation"
     ),
     "accel_ops.placement": "find_device send_to_device",
-    "accel_ops.objects": "broadcast_object_list gather_object",
+    "accel_ops.collectives.objects": "broadcast_object_list gather_object",
     "accel_ops.random": "set_seed synchronize_rng_state synchronize_rng_states",
-    "accel_ops.tensor_files": "clean_state_dict_for_safetensors",
+    "accel_ops.files.tensor_files": "clean_state_dict_for_safetensors",
     "accel_ops.tied": "find_tied_parameters id_tensor_storage retie_parameters",
     "accel_state.constants": (
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_LAUNCH_PARAMS "

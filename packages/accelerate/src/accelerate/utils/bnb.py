@@ -1,12 +1,12 @@
 """Compatibility path for quantising with bitsandbytes."""
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.device_map.plan import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.empty import init_empty_weights as init_empty_weights
 from accel_bigmodel.offload.folder import offload_weight as offload_weight
 from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_bigmodel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_integrations.bitsandbytes.layers import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_integrations.bitsandbytes.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_integrations.bitsandbytes.layers import replace_with_bnb_layers as replace_with_bnb_layers

@@ -1,22 +1,22 @@
-"""Compatibility path for fixed names and versions, now `accel_state.constants` and `accel_ops.filenames`."""
+"""Compatibility path for fixed names and versions, now `accel_state.constants` and `accel_ops.files.filenames`."""
 
 from torch import nn
 
-from accel_ops.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
-from accel_ops.filenames import MODEL_NAME as MODEL_NAME
-from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accel_ops.filenames import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
-from accel_ops.filenames import RNG_STATE_NAME as RNG_STATE_NAME
-from accel_ops.filenames import SAFE_MODEL_NAME as SAFE_MODEL_NAME
-from accel_ops.filenames import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
-from accel_ops.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accel_ops.filenames import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
-from accel_ops.filenames import SAMPLER_NAME as SAMPLER_NAME
-from accel_ops.filenames import SCALER_NAME as SCALER_NAME
-from accel_ops.filenames import SCHEDULER_NAME as SCHEDULER_NAME
-from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
-from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
-from accel_ops.filenames import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
+from accel_ops.files.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accel_ops.files.filenames import MODEL_NAME as MODEL_NAME
+from accel_ops.files.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accel_ops.files.filenames import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from accel_ops.files.filenames import RNG_STATE_NAME as RNG_STATE_NAME
+from accel_ops.files.filenames import SAFE_MODEL_NAME as SAFE_MODEL_NAME
+from accel_ops.files.filenames import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
+from accel_ops.files.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accel_ops.files.filenames import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
+from accel_ops.files.filenames import SAMPLER_NAME as SAMPLER_NAME
+from accel_ops.files.filenames import SCALER_NAME as SCALER_NAME
+from accel_ops.files.filenames import SCHEDULER_NAME as SCHEDULER_NAME
+from accel_ops.files.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accel_ops.files.filenames import WEIGHTS_NAME as WEIGHTS_NAME
+from accel_ops.files.filenames import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accel_state.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
 from accel_state.constants import BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION
 from accel_state.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION

@@ -1,16 +1,16 @@
 """Compatibility path for sharded training."""
 
 from accel_bigmodel.sizes import get_non_persistent_buffers as get_non_persistent_buffers
-from accel_integrations.checkpoints.merge import merge_fsdp_weights as merge_fsdp_weights
-from accel_integrations.checkpoints.sharded_training import load_fsdp_model as load_fsdp_model
-from accel_integrations.checkpoints.sharded_training import load_fsdp_optimizer as load_fsdp_optimizer
-from accel_integrations.checkpoints.sharded_training import save_fsdp_model as save_fsdp_model
-from accel_integrations.checkpoints.sharded_training import save_fsdp_optimizer as save_fsdp_optimizer
-from accel_ops.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
-from accel_ops.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
-from accel_ops.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
-from accel_ops.filenames import WEIGHTS_NAME as WEIGHTS_NAME
-from accel_ops.files import save as save
+from accel_integrations.training_state.fsdp_functions import load_fsdp_model as load_fsdp_model
+from accel_integrations.training_state.fsdp_functions import load_fsdp_optimizer as load_fsdp_optimizer
+from accel_integrations.training_state.fsdp_functions import save_fsdp_model as save_fsdp_model
+from accel_integrations.training_state.fsdp_functions import save_fsdp_optimizer as save_fsdp_optimizer
+from accel_integrations.training_state.merge import merge_fsdp_weights as merge_fsdp_weights
+from accel_ops.files.filenames import FSDP_MODEL_NAME as FSDP_MODEL_NAME
+from accel_ops.files.filenames import OPTIMIZER_NAME as OPTIMIZER_NAME
+from accel_ops.files.filenames import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
+from accel_ops.files.filenames import WEIGHTS_NAME as WEIGHTS_NAME
+from accel_ops.files.serialization import save as save
 from accel_ops.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_ops.modules import get_parameters_from_modules as get_parameters_from_modules
 from accel_ops.modules import is_compiled_module as is_compiled_module

@@ -2,8 +2,6 @@
 
 from accel_bigmodel.budgets import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budgets import get_max_memory as get_max_memory
-from accel_bigmodel.checkpoint.load import load_checkpoint_in_model as load_checkpoint_in_model
-from accel_bigmodel.checkpoint.load import load_state_dict as load_state_dict
 from accel_bigmodel.device_map.check import check_device_map as check_device_map
 from accel_bigmodel.device_map.check import check_device_same as check_device_same
 from accel_bigmodel.device_map.check import check_tied_parameters_in_config as check_tied_parameters_in_config
@@ -31,11 +29,13 @@ from accel_bigmodel.sizes import get_non_persistent_buffers as get_non_persisten
 from accel_bigmodel.sizes import named_module_tensors as named_module_tensors
 from accel_bigmodel.tensors import align_module_device as align_module_device
 from accel_bigmodel.tensors import set_module_tensor_to_device as set_module_tensor_to_device
-from accel_ops.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
+from accel_bigmodel.weights.load import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_bigmodel.weights.load import load_state_dict as load_state_dict
+from accel_ops.files.filenames import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ops.modules import has_offloaded_params as has_offloaded_params
 from accel_ops.modules import is_peft_model as is_peft_model
-from accel_ops.tied import id_tensor_storage as id_tensor_storage
 from accel_ops.tied import find_tied_parameters as find_tied_parameters
+from accel_ops.tied import id_tensor_storage as id_tensor_storage
 from accel_ops.tied import retie_parameters as retie_parameters
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.mixed_precision import _get_proper_dtype as _get_proper_dtype

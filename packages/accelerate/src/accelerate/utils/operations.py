@@ -9,15 +9,19 @@ from accel_ops.batches import initialize_tensors as initialize_tensors
 from accel_ops.batches import listify as listify
 from accel_ops.batches import pad_input_tensors as pad_input_tensors
 from accel_ops.batches import slice_tensors as slice_tensors
-from accel_ops.collectives import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
-from accel_ops.collectives import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
-from accel_ops.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
-from accel_ops.collectives import broadcast as broadcast
-from accel_ops.collectives import copy_tensor_to_devices as copy_tensor_to_devices
-from accel_ops.collectives import gather as gather
-from accel_ops.collectives import gather_tensor_shape as gather_tensor_shape
-from accel_ops.collectives import pad_across_processes as pad_across_processes
-from accel_ops.collectives import reduce as reduce
+from accel_ops.collectives.objects import broadcast_object_list as broadcast_object_list
+from accel_ops.collectives.objects import gather_object as gather_object
+from accel_ops.collectives.tensors import TENSOR_INT_TO_DTYPE as TENSOR_INT_TO_DTYPE
+from accel_ops.collectives.tensors import TENSOR_TYPE_TO_INT as TENSOR_TYPE_TO_INT
+from accel_ops.collectives.tensors import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_ops.collectives.tensors import broadcast as broadcast
+from accel_ops.collectives.tensors import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_ops.collectives.tensors import gather as gather
+from accel_ops.collectives.tensors import gather_tensor_shape as gather_tensor_shape
+from accel_ops.collectives.tensors import pad_across_processes as pad_across_processes
+from accel_ops.collectives.tensors import reduce as reduce
+from accel_ops.collectives.verification import chained_operation as chained_operation
+from accel_ops.collectives.verification import verify_operation as verify_operation
 from accel_ops.dtypes import ConvertOutputsToFp32 as ConvertOutputsToFp32
 from accel_ops.dtypes import GatheredParameters as GatheredParameters
 from accel_ops.dtypes import convert_outputs_to_fp32 as convert_outputs_to_fp32
@@ -29,12 +33,8 @@ from accel_ops.nested import is_tensor_information as is_tensor_information
 from accel_ops.nested import is_torch_tensor as is_torch_tensor
 from accel_ops.nested import is_torch_xpu_tensor as is_torch_xpu_tensor
 from accel_ops.nested import recursively_apply as recursively_apply
-from accel_ops.objects import broadcast_object_list as broadcast_object_list
-from accel_ops.objects import gather_object as gather_object
 from accel_ops.placement import find_device as find_device
 from accel_ops.placement import send_to_device as send_to_device
-from accel_ops.verification import chained_operation as chained_operation
-from accel_ops.verification import verify_operation as verify_operation
 from accel_state.errors import DistributedOperationException as DistributedOperationException
 from accelerate.compat.legacy import legacy_getattr
 

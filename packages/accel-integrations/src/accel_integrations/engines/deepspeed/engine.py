@@ -11,8 +11,6 @@ import torch
 from torch import nn
 
 from accel_integrations.averaging import StepAverage
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, PendingSave
-from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.deepspeed_dummies import DummyOptim, DummyScheduler
 from accel_integrations.engines.deepspeed.active import get_active_deepspeed_plugin
 from accel_integrations.engines.deepspeed.config import MICRO_BATCH, fill_auto_values
@@ -44,6 +42,8 @@ from accel_integrations.parallel.module_states import all_reduce_over_group
 from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.prepared.prepared import Notes, keep
+from accel_integrations.training_state.formats.sharded import check_shared_folder
+from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, PendingSave
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace

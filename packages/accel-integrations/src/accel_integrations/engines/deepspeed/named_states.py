@@ -9,15 +9,19 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.load_states import BuiltNames, match_model, names_by_number, read_groups
-from accel_integrations.checkpoints.optimizer_fit import check_hyperparameters, check_optimizer
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
-from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
-from accel_integrations.checkpoints.stored_state import Keys, StoredState
-from accel_integrations.checkpoints.stored_states import LocalState, open_model_state, open_optimizer_state
-from accel_integrations.checkpoints.zero_states import ZeroFiles, engine_folder, zero_model_state, zero_optimizer_state
 from accel_integrations.engines.deepspeed.partitions import Partitions, full_shape, partitions_of
 from accel_integrations.engines.deepspeed.states import read_plain
+from accel_integrations.training_state.fit import check_hyperparameters, check_optimizer
+from accel_integrations.training_state.formats.sharded import holds_deepspeed_states, strict_of
+from accel_integrations.training_state.formats.zero import (
+    ZeroFiles,
+    engine_folder,
+    zero_model_state,
+    zero_optimizer_state,
+)
+from accel_integrations.training_state.interface import CheckpointFiles, Keys, PendingLoad, StoredState
+from accel_integrations.training_state.loading import BuiltNames, match_model, names_by_number, read_groups
+from accel_integrations.training_state.reader import LocalState, open_model_state, open_optimizer_state
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared

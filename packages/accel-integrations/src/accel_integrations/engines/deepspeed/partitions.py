@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 
-from accel_integrations.checkpoints.flat_layout import FlatPiece, divided_pieces, joined_pieces
-from accel_integrations.checkpoints.stored_state import Keys, StoredState
 from accel_integrations.prepared.parameters import plain_name
+from accel_integrations.training_state.formats.flat_layout import FlatPiece, divided_pieces, joined_pieces
+from accel_integrations.training_state.interface import Keys, StoredState
 
 Shape = tuple[int, ...]
 

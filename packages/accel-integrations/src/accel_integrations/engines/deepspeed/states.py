@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from accel_integrations.checkpoints.pending import (
+from accel_integrations.training_state.formats.sharded import holds_deepspeed_states, strict_of
+from accel_integrations.training_state.formats.zero import ZeroFiles, engine_folder, has_known_files
+from accel_integrations.training_state.interface import (
     CheckpointFiles,
     FileWriter,
     PendingLoad,
     PendingSave,
     warn_of_unused,
 )
-from accel_integrations.checkpoints.sharded_states import holds_deepspeed_states, strict_of
-from accel_integrations.checkpoints.zero_states import ZeroFiles, engine_folder, has_known_files
-from accel_ops.filenames import MODEL_NAME
-from accel_ops.files import allowed_globals, load, save
+from accel_ops.files.filenames import MODEL_NAME
+from accel_ops.files.serialization import allowed_globals, load, save
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.prepared import Prepared

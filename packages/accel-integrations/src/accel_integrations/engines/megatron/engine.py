@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 
 from accel_data.adapter import copied_arguments
 from accel_integrations.averaging import StepAverage
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad
-from accel_integrations.checkpoints.sharded_states import check_shared_folder
 from accel_integrations.engines.engine import Engine, EngineContext
 from accel_integrations.engines.megatron.arguments import RULES, make_scheduler, names_in
 from accel_integrations.engines.megatron.batches import Limits
@@ -49,6 +47,8 @@ from accel_integrations.engines.prepare_arguments import PrepareArguments
 from accel_integrations.engines.sharded_engines import warn_no_join
 from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 from accel_integrations.prepared.prepared import keep
+from accel_integrations.training_state.formats.sharded import check_shared_folder
+from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
 from accel_state.supervision import report_progress

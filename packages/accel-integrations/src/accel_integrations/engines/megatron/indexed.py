@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import Subset
 
 from accel_integrations.engines.megatron.library import load, quiet
-from accel_ops.outcomes import exchange_outcomes
+from accel_ops.collectives.outcomes import exchange_outcomes
 
 SPLITS = ("train_data_path", "valid_data_path", "test_data_path")
 OPTIONS = ("data_path", *SPLITS, "split", "splits_string", "seq_length", "seed", "data_cache_path", "data_impl")

@@ -8,13 +8,13 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from accel_integrations.checkpoints.full_states import FullStates, FullStatesLoad, read_full_states
-from accel_integrations.checkpoints.load_states import read_full_optimizer_state
-from accel_integrations.checkpoints.pending import CheckpointFiles, PendingLoad, UndoLog
-from accel_integrations.checkpoints.sharded_states import is_by_name
-from accel_integrations.checkpoints.stored_states import open_model_state, open_optimizer_state
 from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.prepared.prepared import Prepared
+from accel_integrations.training_state.formats.full import FullStates, FullStatesLoad, read_full_states
+from accel_integrations.training_state.formats.sharded import is_by_name
+from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, UndoLog
+from accel_integrations.training_state.loading import read_full_optimizer_state
+from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
 
 
 @final

@@ -1,0 +1,1 @@
+"""The formats of stored models and optimizers: full, sharded (FSDP) and ZeRO."""

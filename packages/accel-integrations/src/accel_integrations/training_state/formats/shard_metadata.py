@@ -1,0 +1,311 @@
+"""The metadata of a sharded checkpoint, as `torch.distributed.checkpoint` writes it.
+
+The file `.metadata` is a pickle, and unpickling runs what the file says. It is read here by an unpickler that knows
+the few names torch puts into it, returns plain records for them, and raises an error for every other name. So no code
+of the file runs, and `torch.distributed.checkpoint`, which takes seconds to import, is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from accel_ops.files.staging import path_inside
+
+METADATA_NAME = ".metadata"
+METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+MAX_METADATA_BYTES = 1 << 31
+READ_ERRORS = (
+    EOFError, AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError, MemoryError, RecursionError,
+    UnicodeDecodeError,
+)  # fmt: skip
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """The place of one saved object.
+
+    Attributes:
+        file: Path of the file.
+        begin: Position of its first byte.
+        num_bytes: Its length.
+    """
+
+    file: Path
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A rectangular shard of a tensor.
+
+    Attributes:
+        offsets: Its first index in the tensor, per dimension.
+        sizes: Its shape.
+        place: The place of its values.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: StoredBytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor whose shards are in the files of several ranks.
+
+    Attributes:
+        path: The keys that led to it in the nested state dict.
+        dtype: The dtype of all shards.
+        shape: The shape of the full tensor.
+        chunks: The shards; they cover it without gaps.
+    """
+
+    path: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the full tensor, in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An entry that is not a tensor.
+
+    Attributes:
+        path: The keys that led to it in the nested state dict.
+        place: Its place, in the format of `torch.save`.
+    """
+
+    path: tuple[str, ...]
+    place: StoredBytes
+
+
+def read_contents(folder: Path) -> tuple[list[StoredTensor], list[StoredObject]]:
+    """List the entries of a sharded checkpoint, after checking that all files exist.
+
+    Args:
+        folder: The folder with the file `.metadata`.
+
+    Returns:
+        Its tensors and its other objects, each in the order of the state dict.
+
+    Raises:
+        FileNotFoundError: A file that the metadata names is missing.
+        ValueError: The metadata names something that torch does not write, is damaged, or does not fit the files.
+        OSError: A file cannot be read.
+    """
+    try:
+        return _list_contents(folder, _unpickle(folder / METADATA_NAME))
+    except _Damage as damage:
+        raise ValueError(f"{folder / METADATA_NAME} is damaged ({damage}). Use another checkpoint.") from damage
+
+
+# ---- reading the pickle ---------------------------------------------------------------------------------------------
+
+
+class _Damage(Exception):  # noqa: N818 - never leaves this module
+    """The metadata is damaged."""
+
+
+class _Record:
+    """Stands for an object of torch: only its attributes are read."""
+
+
+class _Index(_Record):
+    """Identifies a chunk of a tensor; a key of `storage_data`."""
+
+    fqn: str
+    offset: tuple[int, ...] | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+
+class _Properties(_Record):
+    """Properties of a tensor, of which only the dtype is used."""
+
+    dtype: torch.dtype
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype = state[0] if isinstance(state, tuple) else state["dtype"]
+
+
+class _Contents(_Record): ...
+
+
+class _Tensor(_Record): ...
+
+
+class _Bytes(_Record): ...
+
+
+class _Chunk(_Record): ...
+
+
+class _Place(_Record): ...
+
+
+def _nothing(*values: Any) -> None:
+    """Stands for what is not used: layouts, memory formats, the path under which the checkpoint was saved."""
+
+
+ADMITTED: dict[tuple[str, str], Any] = {
+    (METADATA_MODULE, "Metadata"): _Contents,
+    (METADATA_MODULE, "MetadataIndex"): _Index,
+    (METADATA_MODULE, "TensorStorageMetadata"): _Tensor,
+    (METADATA_MODULE, "BytesStorageMetadata"): _Bytes,
+    (METADATA_MODULE, "ChunkStorageMetadata"): _Chunk,
+    (METADATA_MODULE, "TensorProperties"): _Properties,
+    (METADATA_MODULE, "StorageMeta"): _Record,
+    (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _nothing,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _nothing,
+    ("collections", "OrderedDict"): OrderedDict,
+    **{
+        (module, kind): _nothing
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+
+
+class _ContentsUnpickler(pickle.Unpickler):
+    """Unpickles torch's metadata and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name; raises for a name that torch does not write."""
+        if (module, name) in ADMITTED:
+            return ADMITTED[module, name]
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        """Raise: metadata never refers to other files."""
+        raise pickle.UnpicklingError("it refers to another file")
+
+
+def _unpickle(path: Path) -> _Contents:
+    if path.stat().st_size > MAX_METADATA_BYTES:
+        raise ValueError(
+            f"{path} has {path.stat().st_size} bytes, more than the metadata of any checkpoint needs. Do not trust "
+            "this checkpoint."
+        )
+    with path.open("rb") as file:
+        try:
+            return _expect(_ContentsUnpickler(file).load(), _Contents, "its root")
+        except pickle.UnpicklingError as error:
+            if "it names" in str(error) or "it refers" in str(error):
+                raise ValueError(
+                    f"{path} holds more than the metadata of a checkpoint ({error}), and nothing of it was executed. "
+                    "Do not trust this checkpoint."
+                ) from error
+            raise _Damage(str(error)) from error
+        except READ_ERRORS as error:
+            raise _Damage(f"{type(error).__name__}: {error}") from error
+
+
+# ---- what it says ---------------------------------------------------------------------------------------------------
+
+
+def _list_contents(folder: Path, contents: _Contents) -> tuple[list[StoredTensor], list[StoredObject]]:
+    entries = _field(contents, "state_dict_metadata", dict)
+    paths = vars(contents).get("planner_data") or {}
+    places = {
+        (_field(index, "fqn", str), _sizes_or_none(index)): place
+        for index, place in _field(contents, "storage_data", dict).items()
+    }
+    tensors, objects = [], []
+    for name, entry in entries.items():
+        path = tuple(str(key) for key in _expect(paths.get(name, (name,)), tuple, f"the path of {name!r}"))
+        if isinstance(entry, _Tensor):
+            tensors.append(_stored_tensor(folder, name, path, entry, places))
+        elif isinstance(entry, _Bytes):
+            objects.append(StoredObject(path, _stored_bytes(folder, name, places.get((name, None)))))
+        else:
+            raise _Damage(f"{name!r} is neither tensor nor bytes")
+    return tensors, objects
+
+
+def _stored_tensor(
+    folder: Path, name: str, path: tuple[str, ...], entry: _Tensor, places: dict[Any, Any]
+) -> StoredTensor:
+    dtype = _field(_field(entry, "properties", _Properties), "dtype", torch.dtype)
+    shape = _sizes(entry, "size")
+    chunks = []
+    for chunk in _field(entry, "chunks", list):
+        offsets, sizes = _sizes(chunk, "offsets"), _sizes(chunk, "sizes")
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=False)]
+        if not len(offsets) == len(sizes) == len(shape) or any(e > s for e, s in zip(ends, shape, strict=True)):
+            raise _Damage(f"a shard of {name!r} at {list(offsets)} lies outside its shape {list(shape)}")
+        chunks.append(StoredChunk(offsets, sizes, _stored_bytes(folder, name, places.get((name, offsets)))))
+    covered = sum(math.prod(chunk.sizes) for chunk in chunks)
+    if covered != math.prod(shape) or len({chunk.offsets for chunk in chunks if math.prod(chunk.sizes)}) < sum(
+        math.prod(chunk.sizes) > 0 for chunk in chunks
+    ):
+        raise _Damage(
+            f"the shards of {name!r} have {covered} elements, its shape {list(shape)} has {math.prod(shape)}"
+        )
+    return StoredTensor(path, dtype, shape, tuple(chunks))
+
+
+def _stored_bytes(folder: Path, name: str, place: Any) -> StoredBytes:
+    if not isinstance(place, _Place):
+        raise _Damage(f"it does not say where a shard of {name!r} is")
+    if vars(place).get("transform_descriptors"):
+        raise ValueError(
+            f"{folder} holds {name!r} encoded as {vars(place)['transform_descriptors']!r}, which cannot be read. Save "
+            "it without storage extensions."
+        )
+    file = path_inside(folder, _field(place, "relative_path", str))
+    begin, num_bytes = _field(place, "offset", int), _field(place, "length", int)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} lacks the file {file.name!r}, which holds a shard of {name!r}. Copy the files of all ranks into "
+            "one folder."
+        )
+    if begin < 0 or num_bytes < 0 or begin + num_bytes > file.stat().st_size:
+        raise ValueError(
+            f"{file} is truncated: {name!r} ends at byte {begin + num_bytes}, the file at {file.stat().st_size}. Copy "
+            "it again, or use another checkpoint."
+        )
+    return StoredBytes(file, begin, num_bytes)
+
+
+def _expect(value: Any, kind: type[T], what: str) -> T:
+    if not isinstance(value, kind):
+        raise _Damage(f"{what} is a {type(value).__name__.strip('_')}, not a {kind.__name__.strip('_')}")
+    return value
+
+
+def _field(record: Any, name: str, kind: type[T]) -> T:
+    return _expect(vars(_expect(record, _Record, f"what holds {name!r}")).get(name), kind, repr(name))
+
+
+def _sizes(record: Any, name: str) -> tuple[int, ...]:
+    sizes = tuple(_field(record, name, tuple))
+    if any(not isinstance(size, int) or size < 0 for size in sizes):
+        raise _Damage(f"{name!r} is {sizes!r}")
+    return sizes
+
+
+def _sizes_or_none(index: Any) -> tuple[int, ...] | None:
+    return None if vars(index).get("offset") is None else _sizes(index, "offset")

@@ -1,0 +1,117 @@
+"""A gloo group beside one that takes tensors of accelerators only.
+
+What hosts tell each other - sizes, Python objects, batches in CPU memory - goes through it: a host that sent them over the
+accelerator's group would wait for all work of its device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from accel_ops.collectives.outcomes import group_timeout
+from accel_state.warning import warn_user
+
+INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+LOOPBACK = 127
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
+
+def host_group(group: Any = None) -> Any:
+    """The process group for tensors in CPU memory of the ranks of another one.
+
+    The first call for a group is a collective of all its ranks, unless it takes CPU tensors itself.
+
+    Args:
+        group: The process group; the default one when None.
+
+    Returns:
+        The group itself if it takes CPU tensors, a gloo group of the same ranks if not; None where gloo cannot be had.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group not in _groups:
+        takes_cpu = torch.device("cpu") in group._device_types
+        _groups[group] = group if takes_cpu else new_host_group(group)
+    return _groups[group]
+
+
+def new_host_group(group: Any) -> Any:
+    """A further gloo group of the ranks of a process group, for collectives that must not get between others.
+
+    A collective of all its ranks. None, after a warning, where gloo cannot be had.
+    """
+    if not dist.is_gloo_available():
+        return None
+    is_world = group == dist.group.WORLD
+    try:
+        with _interface_to_rank_0():
+            return dist.new_group(
+                dist.get_process_group_ranks(group),
+                timeout=max(timedelta(seconds=group_timeout(group)), dist.default_pg_timeout),
+                backend="gloo",
+                use_local_synchronization=not is_world,
+                group_desc="host",
+            )
+    except RuntimeError as error:
+        warn_user(
+            f"The hosts cannot talk to each other through gloo ({error}), so every gather waits for the device. Set "
+            f"{INTERFACE_VARIABLE} to the network interface that connects the machines."
+        )
+        return None
+
+
+@contextmanager
+def _interface_to_rank_0() -> Iterator[None]:
+    """Have gloo use the network interface through which rank 0 is reached.
+
+    Of its own it uses the address of the host's name, which on many machines is that of the loopback interface.
+    """
+    interface = None if INTERFACE_VARIABLE in os.environ else interface_to(os.environ.get("MASTER_ADDR"))
+    if interface is None:
+        yield
+        return
+    os.environ[INTERFACE_VARIABLE] = interface
+    try:
+        yield
+    finally:
+        del os.environ[INTERFACE_VARIABLE]
+
+
+def interface_to(host: str | None) -> str | None:
+    """The network interface through which this machine reaches another.
+
+    Args:
+        host: A name or an IPv4 address.
+
+    Returns:
+        Its name; None if the other is this machine, or cannot be found, or where interfaces cannot be asked (not Linux).
+    """
+    if not host or sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
+        try:
+            connection.connect((host, 1))  # of a datagram socket: nothing is sent
+        except OSError:
+            return None
+        address = socket.inet_aton(connection.getsockname()[0])
+        if address[0] == LOOPBACK:
+            return None
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(connection, GET_ADDRESS, struct.pack("256s", name.encode()))
+                if answer[20:24] == address:
+                    return name
+    return None

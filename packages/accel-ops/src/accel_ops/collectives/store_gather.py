@@ -1,0 +1,98 @@
+"""All-gathers of Python objects through the key-value store of a process group, from any thread.
+
+A background thread must not call collectives: the main thread may be in one, and the ranks' threads would enter them in
+different orders. The store has no order. Its client serves one thread at a time, and the main thread may wait in it for
+a long time (`new_group` does), so a gather has a connection of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from accel_ops.collectives.outcomes import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, group_timeout
+
+SECONDS_TO_LEAVE = 60.0
+"""How long the rank that may hold the store waits, in the end, until the others have read everything."""
+
+
+def own_connection(store: Any) -> Any:
+    """A client of the same store that no other thread waits in; the client itself where it cannot be cloned."""
+    try:
+        return store.clone()
+    except (AttributeError, NotImplementedError, RuntimeError):
+        return store
+
+
+class StoreGather:
+    """All-gathers of one process group under one key; every rank of the group makes the same calls.
+
+    Args:
+        key: The same on all ranks, and never used before in this store.
+
+    Raises:
+        RuntimeError: There is no default process group with a store.
+    """
+
+    def __init__(self, key: str) -> None:
+        if not has_store():
+            raise RuntimeError("There is no process group with a key-value store. Call init_process_group() first.")
+        group: Any = dist.group.WORLD
+        self._served = dist.distributed_c10d._get_default_store()  # kept: rank 0 may be the one that serves it
+        self._store = dist.PrefixStore(f"accelerate_gather/{key}", own_connection(self._served))
+        self._rank: int = group.rank()
+        self._count: int = group.size()
+        self._timeout = group_timeout(group)
+        self._num_calls = 0
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order.
+
+        Args:
+            value: Of this rank; picklable.
+
+        Raises:
+            RuntimeError: A rank did not come within the timeout of the process group, or the store is gone.
+        """
+        number, self._num_calls = self._num_calls, self._num_calls + 1
+        self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes, too
+        deadline = time.monotonic() + self._timeout
+        return [pickle.loads(self._await(f"{number}/{rank}", rank, deadline)) for rank in range(self._count)]
+
+    def leave(self) -> None:
+        """End: each rank says that it has read everything; rank 0, which may serve the store, waits for it and tidies up."""
+        with contextlib.suppress(RuntimeError):  # the store has gone with a rank that failed
+            self._store.add("left", 1)
+            pause, deadline = FIRST_PAUSE_SECONDS, time.monotonic() + min(SECONDS_TO_LEAVE, self._timeout)
+            while self._rank == 0 and self._store.add("left", 0) < self._count:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+            if self._rank == 0:
+                for number in range(self._num_calls):
+                    for rank in range(self._count):
+                        self._store.delete_key(f"{number}/{rank}")
+                self._store.delete_key("left")
+
+    def _await(self, key: str, rank: int, deadline: float) -> bytes:
+        pause = FIRST_PAUSE_SECONDS
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"Rank {rank} did not answer rank {self._rank} within {self._timeout:g} s, the timeout of the process group. "
+                    "Check whether it still runs, or increase InitProcessGroupKwargs(timeout=...)."
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
+        value: bytes = self._store.get(key)
+        return value
+
+
+def has_store() -> bool:
+    """Whether there is a default process group whose ranks share a key-value store."""
+    return dist.is_available() and dist.is_initialized() and dist.distributed_c10d._get_default_store() is not None

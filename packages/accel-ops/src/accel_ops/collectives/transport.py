@@ -1,0 +1,147 @@
+"""All-gather, all-reduce and broadcast of flat buffers, with one implementation per kind of process group."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, final
+
+import torch
+import torch.distributed as dist
+
+from accel_ops.collectives.host_group import host_group
+from accel_state.enums import DistributedType
+from accel_state.processes import PartialState
+from accel_state.supervision import report_progress
+
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # its old name
+
+CPU = torch.device("cpu")
+CPU_BACKENDS = frozenset({"gloo", "mpi", "ccl"})
+"""Backends whose collectives take tensors in CPU memory."""
+
+Reduction = Literal["sum", "max", "min"]
+
+
+class Transport(Protocol):
+    """Runs collectives on flat buffers."""
+
+    group: Any
+    """The process group of `torch.distributed`; None for the default one."""
+
+    def collective_device(self, state: PartialState) -> torch.device:
+        """The device on which buffers must be."""
+        ...
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """The transport for tensors in CPU memory; this one itself where there is no other."""
+        ...
+
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather a buffer of shape (n,), the same on all ranks, to shape (world, n).
+
+        Args:
+            buffer: The data of this rank.
+            world: The number of ranks.
+            out: The output buffer, of shape (world * n,); allocated when None.
+        """
+        ...
+
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """All-reduce a buffer by sum, maximum or minimum; may change `buffer`."""
+        ...
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """Broadcast the buffer of rank `source`; may change `buffer`."""
+        ...
+
+
+@final
+class TorchTransport:
+    """`torch.distributed` with whatever backend its group has.
+
+    Args:
+        group: The process group; the default one when None.
+        takes_cpu: Whether buffers are in CPU memory, whatever the backend of the run.
+    """
+
+    def __init__(self, group: Any = None, takes_cpu: bool = False) -> None:
+        self.group = group
+        self._takes_cpu = takes_cpu
+
+    def collective_device(self, state: PartialState) -> torch.device:
+        """The CPU if the backend takes CPU tensors, as gloo and MPI do; the process's device otherwise."""
+        return CPU if self._takes_cpu or str(state.backend or "") in CPU_BACKENDS else state.device
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """The transport of the host group; this one itself if it takes CPU tensors, or there is no such group."""
+        if self.collective_device(state).type == "cpu":
+            return self
+        group = host_group(self.group)
+        return self if group is None else TorchTransport(group, takes_cpu=True)
+
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather a buffer of shape (n,) to shape (world, n)."""
+        report_progress()
+        gathered = buffer.new_empty(world * buffer.numel()) if out is None else out
+        getattr(dist, ALL_GATHER)(gathered, buffer, group=self.group)
+        return gathered.view(world, buffer.numel())
+
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """All-reduce a buffer in place."""
+        report_progress()
+        dist.all_reduce(buffer, getattr(dist.ReduceOp, how.upper()), group=self.group)
+        return buffer
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """Broadcast the buffer of rank `source`, in place."""
+        report_progress()
+        dist.broadcast(buffer, group=self.group, group_src=source)
+        return buffer
+
+
+@final
+class XlaTransport:
+    """torch_xla: collectives become part of the compiled program."""
+
+    group: Any = None
+
+    def collective_device(self, state: PartialState) -> torch.device:
+        """The XLA device."""
+        return state.device
+
+    def between_hosts(self, state: PartialState) -> Transport:
+        """This one: XLA has no group of hosts."""
+        return self
+
+    def all_gather(self, buffer: torch.Tensor, world: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """All-gather a buffer of shape (n,) to shape (world, n)."""
+        gathered = _xla().all_gather(buffer)
+        return (gathered if out is None else out.copy_(gathered)).view(world, buffer.numel())
+
+    def all_reduce(self, buffer: torch.Tensor, how: Reduction = "sum") -> torch.Tensor:
+        """All-reduce a buffer."""
+        return _xla().all_reduce(how, buffer)
+
+    def broadcast(self, buffer: torch.Tensor, source: int, rank: int) -> torch.Tensor:
+        """Broadcast the buffer of rank `source`, as an all-reduce of it and zeros."""
+        wide = buffer.to(torch.int32) if buffer.dtype == torch.uint8 else buffer
+        return _xla().all_reduce("sum", wide if rank == source else torch.zeros_like(wide)).to(buffer.dtype)
+
+
+def _xla() -> Any:
+    import torch_xla.core.xla_model as xm
+
+    return xm
+
+
+TORCH, XLA = TorchTransport(), XlaTransport()
+TRANSPORTS: dict[DistributedType, Transport] = {DistributedType.XLA: XLA}  # all others go through torch.distributed
+
+
+def transport_of(state: PartialState) -> Transport:
+    """The transport for the distributed type of the run."""
+    return TRANSPORTS.get(state.distributed_type, TORCH)
+
+
+def collective_device(group: Any) -> torch.device:
+    """The device of tensors for collectives of one process group of `torch.distributed`: as `TorchTransport` says."""
+    return CPU if dist.get_backend(group) in CPU_BACKENDS else PartialState().device
