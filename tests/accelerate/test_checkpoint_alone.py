@@ -89,7 +89,7 @@ def test_the_main_process_saves_alone_and_training_goes_on(
 
 
 @ranks(2)
-def test_a_call_that_was_made_alone_before_waits_no_more(
+def test_after_a_call_that_was_made_alone_the_next_waits_a_moment(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator, step = trained()

@@ -13,10 +13,11 @@ from accel_cli.launch.machine import free_port, is_free, network_variables
 from accel_cli.launch.plan import OWN_STORE
 from accel_cli.launch.settings import PRECISIONS
 from accel_cli.launched_function import PrepareForLaunch as PrepareForLaunch
+from accel_state import clusters
 from accel_state.environment import are_libraries_initialized, parse_flag_from_env, patch_environment
 
 ON_CUDA_WHEN_IMPORTED = ("bitsandbytes",)  # their import initializes CUDA
-DEFAULT_PORT = "29500"
+DEFAULT_PORT = str(clusters.DEFAULT_PORT)
 
 
 def notebook_launcher(

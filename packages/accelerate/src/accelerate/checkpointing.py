@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from accel_integrations.training_state.formats.full import FullStatesLoad, PlainOptimizers, write_full_states
-from accel_integrations.training_state.interface import FolderWriter
+from accel_integrations.training_state.interface import FolderWriter, LoadRequest
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.files.durable import make_folder
 from accel_ops.files.filenames import MODEL_NAME as MODEL_NAME
@@ -118,7 +118,8 @@ def load_accelerator_state(
     options = load_kwargs or {}
 
     def read() -> tuple[FullStatesLoad, TrainingState]:
-        pending = FullStatesLoad(checkpoint, optimizers, location, PlainOptimizers(), options, load_model_func_kwargs)
+        request = LoadRequest(checkpoint, location, options, load_model_func_kwargs)
+        pending = FullStatesLoad(request, optimizers, PlainOptimizers())
         return pending, read_state(checkpoint, receivers, process_index, load_kwargs=options)
 
     pending, state = read_verified(read, checkpoint.verify)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from accel_cli.errors import MissingFileError, UsageError
+from accel_state.clusters import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from accel_state.nvidia import MissingGpus
@@ -122,7 +123,7 @@ class Machine:
         done = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False)
         return f"{done.stdout}\n{done.stderr}".strip()
 
-    def port(self, wanted: int | None, default: int = 29500) -> int:
+    def port(self, wanted: int | None, default: int = DEFAULT_PORT) -> int:
         """Choose the port of the rendezvous.
 
         Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 from accel_cli.questionnaire.answer import Choice, Number, Path, Text, Truth, Words, choice
 from accel_cli.questionnaire.question import Answers, Question, Topic, about, every, opposite, said
+from accel_state.clusters import DEFAULT_PORT
 
 MACHINES = Choice(
     (
@@ -111,7 +112,7 @@ NETWORK = Topic(
     (
         about("machine_rank", None, opposite(by_hostfile), kind=Number(least=0), wrong=is_one_of_them),
         about("main_process_ip", kind=Text(without_blanks=True)),
-        Question("main_process_port", "Which port on it for the rendezvous?", Number(1, 65535), 29500),
+        Question("main_process_port", "Which port on it for the rendezvous?", Number(1, 65535), DEFAULT_PORT),
         about("same_network", True),
         Question("rdzv_backend",
                  "Rendezvous backend? static: all machines take part from the start; c10d: they may leave and join, as "

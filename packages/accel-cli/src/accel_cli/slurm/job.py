@@ -15,6 +15,7 @@ from accel_cli.launch.resolve import from_namespace, resolve
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.validate import OWN_RENDEZVOUS, check_flags, check_settings
 from accel_cli.slurm.flags import SLURM, check_slurm_flags, num_gpus, resume_words
+from accel_state.clusters import DEFAULT_PORT
 
 CPUS_PER_GPU = 4  # the default: the process itself, and data loader workers
 FOUND_BY_THE_JOB = "found-by-the-job"
@@ -97,7 +98,7 @@ class ComputeNode(Machine):
         """One core: the number of threads is chosen on the machine."""
         return 1
 
-    def port(self, wanted: int | None, default: int = 29500) -> int:
+    def port(self, wanted: int | None, default: int = DEFAULT_PORT) -> int:
         """The default: whether it is free is checked on the machine."""
         return wanted or default
 

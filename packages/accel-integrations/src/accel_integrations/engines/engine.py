@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from accel_integrations.precision.precision import Precision
     from accel_integrations.prepared.prepared import Prepared
-    from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, PendingSave
+    from accel_integrations.training_state.interface import LoadRequest, PendingLoad, PendingSave
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.gradient_state import GradientState
     from accel_state.settings.compile import TorchDynamoPlugin
@@ -380,20 +380,11 @@ class Engine(ABC):
         weights = [self.full_state_dict(model) for model in prepared.models]
         return FullStatesSave(weights, [self.full_optimizer_state(optimizer) for optimizer in prepared.optimizers])
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
+    def open(self, request: LoadRequest) -> PendingLoad:
         """Read the states of prepared models and optimizers from a checkpoint, without changing them.
 
         Args:
-            checkpoint: The files of a complete checkpoint.
-            location: The device to which tensors of optimizer states are loaded (`map_location`).
-            load_kwargs: Extra keyword arguments of `torch.load`.
-            model_kwargs: The extra keyword arguments of `load_state`, for `load_state_dict` of the models.
+            request: The checkpoint, and how to load it.
 
         Returns:
             The states, to be compared with this run and then loaded.
@@ -402,12 +393,12 @@ class Engine(ABC):
             ValueError: The checkpoint is damaged, or was saved by an engine whose states this one cannot read.
         """
         from accel_integrations.training_state.formats.full import FullStatesLoad
-        from accel_integrations.training_state.formats.sharded import ShardedStatesLoad, is_by_name, strict_of
+        from accel_integrations.training_state.formats.sharded import ShardedStatesLoad, is_by_name
 
         prepared = self.context.prepared
-        if self.sharded_form is not None or is_by_name(checkpoint.names):
-            return ShardedStatesLoad(checkpoint, prepared, strict_of(model_kwargs), self.built_names)
-        return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs)
+        if self.sharded_form is not None or is_by_name(request.checkpoint.names):
+            return ShardedStatesLoad(request, prepared, self.built_names)
+        return FullStatesLoad(request, prepared.optimizers, self)
 
     def forget(self) -> None:
         """Drop references to prepared objects, other than those in `context.prepared`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
@@ -24,7 +24,7 @@ from accel_integrations.parallel.pipeline.stage import StagedModel, check_nothin
 from accel_integrations.prepared.prepared import Notes
 from accel_integrations.training_state.formats.full import FullStates, FullStatesLoad
 from accel_integrations.training_state.formats.sharded import is_by_name
-from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
+from accel_integrations.training_state.interface import CheckpointFiles, LoadRequest, PendingLoad
 from accel_integrations.training_state.loading import read_full_optimizer_state
 from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
 from accel_state.enums import DynamoBackend
@@ -317,21 +317,16 @@ class PipelinedEngine(Engine):
             for names in layout.param_groups
         ]
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
+    def open(self, request: LoadRequest) -> PendingLoad:
         """Read states; of those by names of parameters, only the values of this rank's stages."""
+        checkpoint = request.checkpoint
         if not self._held or not is_by_name(checkpoint.names):
-            return super().open(checkpoint, location, load_kwargs, model_kwargs)
+            return super().open(request)
         prepared = self.context.prepared
         weights = [self._read_weights(checkpoint, index) for index in range(len(prepared.models))]
         states = [self._read_state(checkpoint, index) for index in range(len(prepared.optimizers))]
         contents = FullStates(weights, states)
-        return FullStatesLoad(checkpoint, prepared.optimizers, location, self, load_kwargs, model_kwargs, contents)
+        return FullStatesLoad(request, prepared.optimizers, self, contents)
 
     def _read_weights(self, checkpoint: CheckpointFiles, index: int) -> dict[str, Any]:
         """A model's weights; those of other ranks without values, for their names and shapes."""

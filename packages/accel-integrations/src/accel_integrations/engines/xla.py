@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast, final
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
+    from accel_integrations.training_state.interface import LoadRequest, PendingLoad
     from accel_state.settings.data import DataLoaderConfiguration
     from accel_state.settings.fsdp import FullyShardedDataParallelPlugin
 
@@ -334,15 +335,9 @@ class XlaEngine(Engine):
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     _mark(value, self.mesh, self._partition_of(parameter))
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
+    def open(self, request: LoadRequest) -> PendingLoad:
         """Read the states into CPU memory, whatever the location: from there they are sharded."""
-        return super().open(checkpoint, torch.device("cpu"), load_kwargs, model_kwargs)
+        return super().open(replace(request, location=torch.device("cpu")))
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:

@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,6 +45,28 @@ class CheckpointFiles(Protocol):
     def reading(self) -> AbstractContextManager[None]:
         """A context in which files are read, and whose errors say whether a file is damaged."""
         ...
+
+
+@dataclass(frozen=True)
+class LoadRequest:
+    """What a call of `load_state` asks an engine for.
+
+    Attributes:
+        checkpoint: The files of a complete checkpoint.
+        location: The device to which tensors of optimizer states are loaded (`map_location`).
+        load_kwargs: Further arguments of `torch.load`.
+        model_kwargs: The extra keyword arguments of `load_state`, for `load_state_dict` of the models.
+    """
+
+    checkpoint: CheckpointFiles
+    location: torch.device
+    load_kwargs: Mapping[str, Any]
+    model_kwargs: Mapping[str, Any]
+
+    @property
+    def strict(self) -> bool:
+        """Whether the names of weights must be the same on both sides."""
+        return bool(self.model_kwargs.get("strict", True))
 
 
 class FileWriter(Protocol):

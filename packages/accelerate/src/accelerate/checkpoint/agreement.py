@@ -52,6 +52,10 @@ class Ranks:
         other._gather = gather
         return other
 
+    def all_gather(self, value: Result) -> list[Result]:
+        """A picklable value of each process, in the order of ranks."""
+        return [value] if self.count == 1 else self._gather(value)
+
     def together(self, doing: str, work: Callable[[], Result]) -> list[Result]:
         """Do something on every process, and continue only if it succeeded on all of them.
 
@@ -68,28 +72,34 @@ class Ranks:
         """
         if self.count == 1:
             return [work()]
-        error: Exception | None = None
-        result = None
+        result = self._attempt(doing, work)
+        return self._agree(doing, None, result)
+
+    def each(self, doing: str, work: Callable[[], Result]) -> Result:
+        """The same, for a result that need not be picklable: each process gets its own."""
+        if self.count == 1:
+            return work()
+        result = self._attempt(doing, work)
+        self._agree(doing, None, None)
+        return result
+
+    def _attempt(self, doing: str, work: Callable[[], Result]) -> Result:
+        """Do something, and let the others know when it fails."""
         try:
-            result = work()
-        except Exception as raised:
-            error = raised
-        message = None if error is None else f"{type(error).__name__}: {error}"
-        outcomes = self._gather((message, result))
-        if error is not None:
-            raise error
+            return work()
+        except Exception as error:
+            self._agree(doing, f"{type(error).__name__}: {error}", None)
+            raise
+
+    def _agree(self, doing: str, problem: str | None, result: Any) -> list[Any]:
+        """Exchange problems and results; raises where only others have a problem."""
+        outcomes = self._gather((problem, result))
         failed = {rank: text for rank, (text, _) in enumerate(outcomes) if text is not None}
-        if failed:
+        if failed and problem is None:
             rank, text = next(iter(failed.items()))
             others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
             raise RuntimeError(f"Process {rank}{others} could not {doing}: {text}")
         return [value for _, value in outcomes]
-
-    def each(self, doing: str, work: Callable[[], Result]) -> Result:
-        """The same, for a result that need not be picklable: each process gets its own."""
-        results: list[Result] = []
-        self.together(doing, lambda: results.append(work()))
-        return results[0]
 
     def on_main(self, doing: str, work: Callable[[], Result]) -> Result:
         """The same, with `work` on process 0 only; every process gets its result."""
@@ -122,7 +132,7 @@ def find_storage(ranks: Ranks, folder: Path) -> Storage:
 
     A process that does not see them writes into the folder of its machine's first process.
     """
-    machines = sum(local_rank == 0 for local_rank in ranks.together("take part", lambda: ranks.local_rank))
+    machines = ranks.all_gather(ranks.local_rank).count(0)
     if machines <= 1:
         return Storage(0, ranks.is_main)
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 PATIENCE_SECONDS = 10.0
 """How long the main process waits for the other ranks where it can save without them."""
+SHORT_PATIENCE_SECONDS = 0.5
+"""The same, after a call of the kind that no other rank has joined, not even later."""
 LONG_PATIENCE_SECONDS = 300.0
 """How long it waits where it cannot save without them, or where some have joined already."""
 FIRST_PAUSE_SECONDS = 0.0005
@@ -76,7 +77,7 @@ class Attendance:
         self._num_waits = 0
         self._numbers: dict[str, int] = {}  # by kind of call: how many were opened, or the last one looked at
         self._places: dict[str, list[int]] = {}
-        self._alone_sites: dict[tuple[str, int], str] = {}  # with the key of the last call that was made alone there
+        self._alone: dict[str, str] = {}  # by kind of call: the key of the last one, if it was made alone
         self.has_warned = False
         shutdown.on_close(self.leave)
 
@@ -118,15 +119,14 @@ class Attendance:
             can_do_alone: Whether the main process can go through with it alone.
             facts: Published for the other ranks; JSON.
         """
-        site = _call_site()
         patience = PATIENCE_SECONDS if can_do_alone else self._long_patience
-        if (last := self._alone_sites.pop(site, None)) is not None and not self._store.check(self._notes(last)):
-            patience = 0.0  # no rank joined then, not even later
+        if (last := self._alone.pop(kind, None)) is not None and not self._store.check(self._notes(last)):
+            patience = min(SHORT_PATIENCE_SECONDS, patience)
         key = self.open_at_once(kind, facts)
         begin = time.monotonic()
         everyone = self._await_others(kind, key, patience, can_do_alone)
         if not everyone and can_do_alone:
-            self._alone_sites[site] = key
+            self._alone[kind] = key
         self._store.set(f"{key}/mode", "together" if everyone else "alone")
         return Call(key, everyone, time.monotonic() - begin, facts)
 
@@ -277,14 +277,6 @@ def _intervals() -> Iterator[float]:
         yield time.monotonic() - begin
         time.sleep(pause)
         pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
-
-
-def _call_site() -> tuple[str, int]:
-    """File and line of the user's program that called this library."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "accelerate":
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_writes_all: bool = False) -> Call | None:

@@ -73,7 +73,7 @@ def _shards(accelerator: Run, model: nn.Module, ranks: Ranks, storage: Storage) 
 
     weights = ranks.each("collect the weights", collect)
     possible = weights is not None and storage.owner == 0 and can_fill_in(weights)
-    return weights if all(ranks.together("take part", lambda: possible)) else None
+    return weights if all(ranks.all_gather(possible)) else None
 
 
 def _write_together(ranks: Ranks, weights: dict[str, Any], folder: Path, max_shard_size: int | str) -> None:

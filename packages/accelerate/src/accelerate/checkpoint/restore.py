@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from torch import nn
 
 from accel_data.position import Position
 from accel_integrations.training_state.fit import check_values, loads_itself
-from accel_integrations.training_state.interface import PendingLoad
+from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_ops.files.filenames import MODEL_NAME, SAFE_MODEL_NAME, SAMPLER_NAME, SCALER_NAME, numbered
 from accel_ops.files.staging import recover
 from accel_ops.random import capture_rng_state, restore_rng_state
@@ -40,8 +42,25 @@ if TYPE_CHECKING:
 
 
 LoadHook = Callable[[list[nn.Module], str], None]
+_Contents = tuple[PendingLoad, TrainingState]
+_Read = Callable[[Checkpoint], _Contents]
 
 logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """What this process has read of a checkpoint.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        contents: Its states; None where it is damaged.
+        damage: What is wrong with it.
+    """
+
+    checkpoint: Checkpoint
+    contents: _Contents | None
+    damage: str | None = None
 
 
 class StateLoader:
@@ -74,7 +93,7 @@ class StateLoader:
         location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
 
         def read(checkpoint: Checkpoint) -> tuple[PendingLoad, TrainingState]:
-            pending = accelerator.engine.open(checkpoint, location, load_kwargs or {}, model_kwargs)
+            pending = accelerator.engine.open(LoadRequest(checkpoint, location, load_kwargs or {}, model_kwargs))
             return pending, read_state(checkpoint, receivers, ranks.rank, ranks.count, load_kwargs=load_kwargs)
 
         checkpoint, pending, state = self._read(input_dir, read)
@@ -120,7 +139,7 @@ class StateLoader:
     def _read(
         self,
         input_dir: str | os.PathLike[str] | None,
-        read: Callable[[Checkpoint], tuple[PendingLoad, TrainingState]],
+        read: _Read,
     ) -> tuple[Checkpoint, PendingLoad, TrainingState]:
         """Read and verify the checkpoint; the newest undamaged one, when none is named."""
         ranks = self._ranks
@@ -129,34 +148,34 @@ class StateLoader:
             named = candidate if input_dir is None else Path(input_dir).expanduser()
             folder, here = self._folder_here(named)
             logger.info("Loading the training state from %s", folder)
-            loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = []
 
-            def read_here(
-                folder: Path = folder,
-                here: list[int] = here,
-                loaded: list[tuple[Checkpoint, PendingLoad, TrainingState]] = loaded,
-            ) -> str | None:
-                checkpoint = Checkpoint.open(folder, with_sharded=True)
-                try:
-                    contents = read_verified(
-                        lambda: read(checkpoint), lambda: checkpoint.verify(here.index(ranks.rank), len(here))
-                    )
-                except DamagedCheckpointError as error:
-                    if input_dir is not None:
-                        raise
-                    return str(error)
-                loaded.append((checkpoint, *contents))
-                return None
-
-            problems = [
-                text for text in ranks.together(f"read the checkpoint {folder}", read_here) if text is not None
-            ]
-            if not problems:
+            reading = partial(self._read_from, folder, here, read, keeps_damage=input_dir is None)
+            mine = ranks.each(f"read the checkpoint {folder}", reading)
+            damage = next(filter(None, ranks.all_gather(mine.damage)), None)
+            if mine.contents is not None and damage is None:
                 if self._passed_over:
                     reasons = " ".join(self._passed_over)
                     warn_user(f"load_state() loads {candidate}, because newer checkpoints cannot be used: {reasons}")
-                return loaded[0]
-            self._skipped[candidate] = problems[0]
+                return mine.checkpoint, *mine.contents
+            self._skipped[candidate] = str(damage)
+
+    def _read_from(self, folder: Path, here: list[int], read: _Read, *, keeps_damage: bool) -> _Attempt:
+        """Read a checkpoint on this process while its share of the files is verified.
+
+        Args:
+            folder: The folder of the checkpoint.
+            here: The ranks of this machine, which share the work of verifying.
+            read: Reads a checkpoint.
+            keeps_damage: Return what is wrong with a damaged checkpoint, instead of raising it.
+        """
+        checkpoint = Checkpoint.open(folder, with_sharded=True)
+        verify = partial(checkpoint.verify, here.index(self._ranks.rank), len(here))
+        try:
+            return _Attempt(checkpoint, read_verified(partial(read, checkpoint), verify))
+        except DamagedCheckpointError as error:
+            if not keeps_damage:
+                raise
+            return _Attempt(checkpoint, None, str(error))
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         """The folder to load from, on process 0, where an interrupted save of it has been finished."""

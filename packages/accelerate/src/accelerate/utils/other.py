@@ -21,6 +21,7 @@ from accel_ops.modules import is_repeated_blocks as is_repeated_blocks
 from accel_ops.modules import model_has_dtensor as model_has_dtensor
 from accel_ops.nested import merge_dicts as merge_dicts
 from accel_ops.nested import recursive_getattr as recursive_getattr
+from accel_state.clusters import DEFAULT_PORT
 from accel_state.kernel import check_os_kernel as check_os_kernel
 from accelerate.compat.legacy import legacy_getattr
 
@@ -36,4 +37,4 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     Args:
         port (`int`, *optional*): The port; by default 29500, that of the rendezvous.
     """
-    return not is_free(29500 if port is None else int(port))
+    return not is_free(DEFAULT_PORT if port is None else int(port))

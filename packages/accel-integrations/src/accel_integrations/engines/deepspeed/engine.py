@@ -43,7 +43,7 @@ from accel_integrations.parallel.replicas import mean_over_tokens
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.prepared.prepared import Notes, keep
 from accel_integrations.training_state.formats.sharded import check_shared_folder
-from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, PendingSave
+from accel_integrations.training_state.interface import LoadRequest, PendingLoad, PendingSave
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
@@ -387,18 +387,12 @@ class DeepSpeedEngine(Engine):
         """Have DeepSpeed write the states of all engines, each into its own folder."""
         return EnginesSave(self._engines, self._others, options)
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
+    def open(self, request: LoadRequest) -> PendingLoad:
         """Have DeepSpeed read its own states, as plain data only; lay out those of others as it keeps them."""
         engines, others, prepared = self._engines, self._others, self.context.prepared
-        if loads_as_saved(checkpoint, engines):
-            return EnginesLoad(checkpoint, engines, others, prepared, model_kwargs)
-        return NamedStatesLoad(checkpoint, engines, others, prepared, model_kwargs, self._names.get)
+        if loads_as_saved(request.checkpoint, engines):
+            return EnginesLoad(request, engines, others, prepared)
+        return NamedStatesLoad(request, engines, others, prepared, self._names.get)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -12,14 +12,14 @@ from torch import nn
 from accel_integrations.engines.deepspeed.partitions import Partitions, full_shape, partitions_of
 from accel_integrations.engines.deepspeed.states import read_plain
 from accel_integrations.training_state.fit import check_hyperparameters, check_optimizer
-from accel_integrations.training_state.formats.sharded import holds_deepspeed_states, strict_of
+from accel_integrations.training_state.formats.sharded import holds_deepspeed_states
 from accel_integrations.training_state.formats.zero import (
     ZeroFiles,
     engine_folder,
     zero_model_state,
     zero_optimizer_state,
 )
-from accel_integrations.training_state.interface import CheckpointFiles, Keys, PendingLoad, StoredState
+from accel_integrations.training_state.interface import Keys, LoadRequest, PendingLoad, StoredState
 from accel_integrations.training_state.loading import BuiltNames, match_model, names_by_number, read_groups
 from accel_integrations.training_state.reader import LocalState, open_model_state, open_optimizer_state
 
@@ -61,11 +61,10 @@ class NamedStatesLoad(PendingLoad):
     """States that are laid out as DeepSpeed keeps them.
 
     Args:
-        checkpoint: The checkpoint, of any engine.
+        request: The checkpoint, of any engine, and how to load it.
         engines: DeepSpeed's engines.
         others: Prepared models that are in no engine.
         prepared: The record of what was prepared.
-        options: The extra keyword arguments of `load_state`.
         built_names: As `Engine.built_names`, by the engine of DeepSpeed.
 
     Raises:
@@ -74,20 +73,20 @@ class NamedStatesLoad(PendingLoad):
 
     def __init__(
         self,
-        checkpoint: CheckpointFiles,
+        request: LoadRequest,
         engines: Sequence[Any],
         others: Sequence[nn.Module],
         prepared: Prepared,
-        options: Mapping[str, Any],
         built_names: Callable[[Any], BuiltNames | None],
     ) -> None:
-        self._folder = checkpoint.folder
-        self._of_deepspeed = holds_deepspeed_states(checkpoint.names)
+        options = request.model_kwargs
+        self._folder = request.checkpoint.folder
+        self._of_deepspeed = holds_deepspeed_states(request.checkpoint.names)
         self._all_engines = engines
         self._all_others = others
         self._prepared = prepared
         self._built_names = built_names
-        self._strict = bool(options.get("load_module_strict", strict_of(options)))
+        self._strict = bool(options.get("load_module_strict", request.strict))
         self._with_optimizers = options.get("load_optimizer_states", True) and not options.get("load_module_only")
         self._with_schedulers = options.get("load_lr_scheduler_states", True) and not options.get("load_module_only")
         self._partitions = [partitions_of(engine) for engine in engines]

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from accel_integrations.training_state.formats.sharded import holds_deepspeed_states, strict_of
+from accel_integrations.training_state.formats.sharded import holds_deepspeed_states
 from accel_integrations.training_state.formats.zero import ZeroFiles, engine_folder, has_known_files
 from accel_integrations.training_state.interface import (
     CheckpointFiles,
     FileWriter,
+    LoadRequest,
     PendingLoad,
     PendingSave,
     warn_of_unused,
@@ -93,28 +94,26 @@ class EnginesLoad(PendingLoad):
     """The states of DeepSpeed's engines in a checkpoint, checked but not loaded yet.
 
     Args:
-        checkpoint: The checkpoint.
+        request: The checkpoint, and how to load it: of `model_kwargs`, DeepSpeed takes `OPTIONS_OF_LOADING`.
         engines: DeepSpeed's engines, in the same order as when it was saved.
         others: Prepared models that are in no engine.
         prepared: The record of what was prepared.
-        options: The extra keyword arguments of `load_state`, of which DeepSpeed takes `OPTIONS_OF_LOADING`.
     """
 
     def __init__(
         self,
-        checkpoint: CheckpointFiles,
+        request: LoadRequest,
         engines: Sequence[Any],
         others: Sequence[nn.Module],
         prepared: Prepared,
-        options: Mapping[str, Any],
     ) -> None:
-        self._folder = checkpoint.folder
+        self._folder = request.checkpoint.folder
         self._all_engines = engines
         self._all_others = others
         self._prepared = prepared
         self._options = {
-            "load_module_strict": strict_of(options),
-            **{name: value for name, value in options.items() if name in OPTIONS_OF_LOADING},
+            "load_module_strict": request.strict,
+            **{name: value for name, value in request.model_kwargs.items() if name in OPTIONS_OF_LOADING},
         }
         self._engines: list[tuple[Any, str]] = []
         self._others: list[tuple[nn.Module, dict[str, Any]]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -48,7 +48,7 @@ from accel_integrations.engines.sharded_engines import warn_no_join
 from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
 from accel_integrations.prepared.prepared import keep
 from accel_integrations.training_state.formats.sharded import check_shared_folder
-from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad
+from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_state.enums import DynamoBackend
 from accel_state.mesh import DataPlace
 from accel_state.supervision import report_progress
@@ -392,15 +392,9 @@ class MegatronLMEngine(Engine):
         """All ranks read one folder."""
         check_shared_folder(sees_main, folder)
 
-    def open(
-        self,
-        checkpoint: CheckpointFiles,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> PendingLoad:
+    def open(self, request: LoadRequest) -> PendingLoad:
         """Read full states, or states by names of parameters; every rank takes its shards."""
-        return MegatronLoad(checkpoint, self.context.prepared, self.storing, location, load_kwargs, model_kwargs)
+        return MegatronLoad(request, self.context.prepared, self.storing)
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from accel_integrations.engines.megatron.storing import Storing
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.training_state.formats.full import FullStates, FullStatesLoad, read_full_states
 from accel_integrations.training_state.formats.sharded import is_by_name
-from accel_integrations.training_state.interface import CheckpointFiles, PendingLoad, UndoLog
+from accel_integrations.training_state.interface import CheckpointFiles, LoadRequest, PendingLoad, UndoLog
 from accel_integrations.training_state.loading import read_full_optimizer_state
 from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
 
@@ -22,37 +21,24 @@ class MegatronLoad(PendingLoad):
     """States of a checkpoint, of which every rank takes its shards.
 
     Args:
-        checkpoint: The files of the checkpoint.
+        request: The checkpoint, and how to load it.
         prepared: The models and optimizers of this run.
         owner: The prepared model and optimizer.
-        location: The device to which tensors of optimizer states are loaded (`map_location`).
-        load_kwargs: Further arguments of `torch.load`.
-        model_kwargs: Further arguments of `load_state`.
 
     Raises:
         ValueError: A file is damaged, or is missing.
     """
 
-    def __init__(
-        self,
-        checkpoint: CheckpointFiles,
-        prepared: Prepared,
-        owner: Storing,
-        location: torch.device,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, request: LoadRequest, prepared: Prepared, owner: Storing) -> None:
         self._owner = owner
         self._models: Sequence[nn.Module] = ()
         optimizers = prepared.optimizers
         self._contents = (
-            _read_by_name(checkpoint, prepared, owner)
-            if is_by_name(checkpoint.names)
-            else read_full_states(checkpoint, len(optimizers), location, load_kwargs)
+            _read_by_name(request.checkpoint, prepared, owner)
+            if is_by_name(request.checkpoint.names)
+            else read_full_states(request, len(optimizers))
         )
-        self._full = FullStatesLoad(
-            checkpoint, optimizers, location, owner, load_kwargs, model_kwargs, contents=self._contents
-        )
+        self._full = FullStatesLoad(request, optimizers, owner, contents=self._contents)
 
     def check(self) -> None:
         """Compare the groups and shapes of the optimizers."""

@@ -7,13 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
-import torch
 from torch import nn
 
 from accel_integrations.parallel.full_state import distribute_like
 from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.training_state.fit import check_optimizer, check_values, complete_ties, loads_itself
-from accel_integrations.training_state.interface import CheckpointFiles, FileWriter, PendingLoad, PendingSave, UndoLog
+from accel_integrations.training_state.interface import (
+    CheckpointFiles,
+    FileWriter,
+    LoadRequest,
+    PendingLoad,
+    PendingSave,
+    UndoLog,
+)
 from accel_ops.files.filenames import (
     OPTIMIZER_NAME,
     SAFE_WEIGHTS_NAME,
@@ -111,17 +117,16 @@ class FullStates:
     optimizers: list[dict[str, Any]]
 
 
-def read_full_states(
-    checkpoint: CheckpointFiles, num_optimizers: int, location: torch.device, load_kwargs: Mapping[str, Any]
-) -> FullStates:
+def read_full_states(request: LoadRequest, num_optimizers: int) -> FullStates:
     """Read the files with full states; see `FullStatesLoad`."""
+    checkpoint = request.checkpoint
     weights = [
-        _read_weights(checkpoint, index, load_kwargs)
+        _read_weights(checkpoint, index, request.load_kwargs)
         for index in range(count_files(checkpoint.names, SAFE_WEIGHTS_NAME, WEIGHTS_NAME))
     ]
     check_count(checkpoint, "optimizer", OPTIMIZER_FILE, num_optimizers)
     names = [numbered(OPTIMIZER_FILE, index) for index in range(num_optimizers)]
-    return FullStates(weights, [read_dict(checkpoint, name, location, load_kwargs) for name in names])
+    return FullStates(weights, [read_dict(checkpoint, name, request.location, request.load_kwargs) for name in names])
 
 
 @final
@@ -129,12 +134,9 @@ class FullStatesLoad(PendingLoad):
     """Full states of a checkpoint, read into CPU memory.
 
     Args:
-        checkpoint: The files of the checkpoint.
+        request: The checkpoint, and how to load it.
         optimizers: The optimizers of this run, prepared or plain; there may be fewer than were saved.
-        location: The device to which tensors of optimizer states are loaded (`map_location`).
         owner: Selects the entries of an optimizer's state for this rank.
-        load_kwargs: Further arguments of `torch.load`.
-        model_kwargs: Further arguments of the models' `load_state_dict`.
         contents: The states, where they were read already.
 
     Raises:
@@ -143,21 +145,19 @@ class FullStatesLoad(PendingLoad):
 
     def __init__(
         self,
-        checkpoint: CheckpointFiles,
+        request: LoadRequest,
         optimizers: Sequence[Any],
-        location: torch.device,
         owner: OptimizerStates,
-        load_kwargs: Mapping[str, Any],
-        model_kwargs: Mapping[str, Any],
         contents: FullStates | None = None,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint = request.checkpoint
         self._optimizers = optimizers
         self._owner = owner
-        self._model_kwargs = model_kwargs
+        self._strict = request.strict
+        self._model_kwargs = request.model_kwargs
         self._models: Sequence[nn.Module] = ()
         if contents is None:
-            contents = read_full_states(checkpoint, len(optimizers), location, load_kwargs)
+            contents = read_full_states(request, len(optimizers))
         self._weights, self._states = contents.weights, contents.optimizers
 
     def check(self) -> None:
@@ -179,10 +179,11 @@ class FullStatesLoad(PendingLoad):
                 f"{count}: {weights_file(count, True)!r} is missing. Prepare the same models as when it was saved, in "
                 "the same order."
             )
-        strict = self._model_kwargs.get("strict", True)
         for index, (model, weights) in enumerate(zip(models, self._weights, strict=False)):
             complete_ties(model.state_dict(), weights)
-            check_values(model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", strict)
+            check_values(
+                model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", self._strict
+            )
 
     def apply_undoable(self, undo: UndoLog) -> None:
         """Load the optimizers, and the models that customize loading."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from torch import nn
 
 from accel_integrations.training_state.formats.forms import write_states
-from accel_integrations.training_state.interface import CheckpointFiles, FileWriter, PendingLoad, PendingSave
+from accel_integrations.training_state.interface import FileWriter, LoadRequest, PendingLoad, PendingSave
 from accel_integrations.training_state.loading import BuiltNames, LoadedStates, read_states
 from accel_ops.files.filenames import FSDP_MODEL_NAME, MODEL_NAME
 
@@ -46,22 +46,20 @@ class ShardedStatesLoad(PendingLoad):
     """States of which each rank reads its shards, saved by any number of ranks in any form.
 
     Args:
-        checkpoint: The files of the checkpoint.
+        request: The checkpoint, and how to load it.
         prepared: The models and optimizers of this run.
-        strict: Whether the names of weights must be the same on both sides.
         built_names: As `Engine.built_names`.
     """
 
     def __init__(
         self,
-        checkpoint: CheckpointFiles,
+        request: LoadRequest,
         prepared: Prepared,
-        strict: bool = True,
-        built_names: Callable[[Any], BuiltNames | None] = lambda _: None,
+        built_names: Callable[[Any], BuiltNames | None],
     ) -> None:
-        self._folder = checkpoint.folder
+        self._folder = request.checkpoint.folder
+        self._strict = request.strict
         self._prepared = prepared
-        self._strict = strict
         self._built_names = built_names
         self._states = LoadedStates()
 
@@ -98,11 +96,6 @@ def check_shared_folder(sees_main: bool, folder: Path) -> None:
             f"save_state: this machine does not see the files that rank 0 writes next to {folder}, but all ranks write "
             "a sharded checkpoint into one folder. Save to a file system that all machines share."
         )
-
-
-def strict_of(options: Mapping[str, Any]) -> bool:
-    """The `strict` among keyword arguments of `load_state_dict`."""
-    return bool(options.get("strict", True))
 
 
 # ---- which engine saved a checkpoint, by the names of its files -----------------------------------------------------
