@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -175,21 +176,15 @@ def dispatch_model(
         ValueError: When the map does not match the model, or weights go to disk and no folder is given.
     """
     check_places(device_map)
-    _check(model, device_map, strict)
+    # transformers replaces the check for some models
+    check = look_up("check_device_map", check_device_map)
+    check(model, device_map, **({"strict": True} if strict else {}))
     take_weights_back(model)
-    places = set(device_map.values())
-    if len(places) > 1 or "disk" in places or _is_quantised(model) or force_hooks:
-        _dispatch_parts(
-            model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
-            preload_module_classes, streaming,
-        )  # fmt: skip
-    else:
-        (device,) = places
-        check_memory(bytes_to_move(model, device_map))
-        model.to(device)
-        start_streaming(model)  # nothing is offloaded, but the model gets its `offload_report`
-    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    return model
+    dispatch = _Dispatch(
+        device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers, skip_keys,
+        preload_module_classes, streaming,
+    )  # fmt: skip
+    return dispatch.apply(model, force_hooks)
 
 
 def load_checkpoint_and_dispatch(
@@ -249,16 +244,13 @@ def load_checkpoint_and_dispatch(
 
     if isinstance(device_map, str):
         device_map = _chosen_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
-    if device_map is not None:
-        check_places(device_map)
-    on_disk = device_map is not None and "disk" in device_map.values()
     index = load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=bool(on_disk if offload_state_dict is None else offload_state_dict),
+        offload_state_dict=bool(offload_state_dict),
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,
@@ -271,17 +263,18 @@ def load_checkpoint_and_dispatch(
         _offload_all(model, default_device(), offload_buffers, weights, preload_module_classes, streaming)
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
-    return dispatch_model(
-        model,
-        device_map=device_map,
+    # Loading has checked the map.
+    take_weights_back(model)
+    dispatch = _Dispatch(
+        device_map,
         offload_dir=offload_folder,
         offload_index=index or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        force_hooks=force_hooks,
         streaming=streaming,
     )
+    return dispatch.apply(model, force_hooks)
 
 
 def _chosen_map(
@@ -304,65 +297,95 @@ def _chosen_map(
     return infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers)
 
 
-def _check(model: nn.Module, device_map: Mapping[str, Device], strict: bool) -> None:
-    """Check the map; transformers replaces the check for some models, where a package has registered it."""
-    check = look_up("check_device_map", check_device_map)
-    check(model, device_map, **({"strict": True} if strict else {}))
+@dataclass(frozen=True)
+class _Dispatch:
+    """How the modules of a model are placed; the attributes are the arguments of `dispatch_model`."""
 
+    device_map: Mapping[str, Device]
+    main_device: Device | None = None
+    state_dict: Weights | None = None
+    offload_dir: str | os.PathLike[str] | None = None
+    offload_index: Mapping[str, Any] | None = None
+    offload_buffers: bool = False
+    skip_keys: str | list[str] | None = None
+    preload_module_classes: Sequence[str] | None = None
+    streaming: Streaming | None = None
 
-def _dispatch_parts(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    main_device: Device | None,
-    state_dict: Weights | None,
-    offload_dir: str | os.PathLike[str] | None,
-    offload_index: Mapping[str, Any] | None,
-    offload_buffers: bool,
-    skip_keys: str | list[str] | None,
-    preload_module_classes: Sequence[str] | None,
-    streaming: Streaming | None,
-) -> None:
-    if main_device is None:
-        accelerators = [device for device in device_map.values() if device not in NOT_ACCELERATORS]
-        main_device = accelerators[0] if accelerators else "cpu"
-    on_disk = [name for name, device in device_map.items() if device == "disk"]
-    offloaded_to = _offloaded_places(main_device)
-    in_memory = [name for name, device in device_map.items() if device == "cpu"] if "cpu" in offloaded_to else []
-    if on_disk and offload_dir is None and offload_index is None:
-        raise ValueError(
-            f"The device map offloads {on_disk[:5]} to disk, but there is no folder for their weights: pass offload_dir."
+    def apply(self, model: nn.Module, force_hooks: bool) -> nn.Module:
+        """Place the modules of a model by a map that was checked; see `dispatch_model`."""
+        devices = set(self.device_map.values())
+        if len(devices) > 1 or "disk" in devices or _is_quantised(model) or force_hooks:
+            self._attach_hooks(model)
+        else:
+            (device,) = devices
+            check_memory(bytes_to_move(model, self.device_map))
+            model.to(device)
+            start_streaming(model)  # nothing is offloaded, but the model gets its `offload_report`
+        model.hf_device_map = dict(self.device_map)  # type: ignore[assignment]
+        return model
+
+    def _attach_hooks(self, model: nn.Module) -> None:
+        """Attach a hook to each module of the map, which brings its weights and inputs to its device."""
+        main_device = self._main_device()
+        offloaded_to = _offloaded_places(main_device)
+        offload = {name: device in offloaded_to for name, device in self.device_map.items()}
+        devices = {
+            name: main_device if device in NOT_ACCELERATORS else device for name, device in self.device_map.items()
+        }
+        on_disk = [name for name, device in self.device_map.items() if device == "disk"]
+        if on_disk and self.offload_dir is None and self.offload_index is None:
+            raise ValueError(
+                f"The device map offloads {on_disk[:5]} to disk, but there is no folder for their weights: pass offload_dir."
+            )
+        check_memory(bytes_to_move(model, {name: device for name, device in devices.items() if not offload[name]}))
+        in_memory = [name for name, is_offloaded in offload.items() if is_offloaded and name not in on_disk]
+        weights = self._offloaded_weights(model, in_memory, on_disk)
+        tied = find_tied_parameters(model)
+        attach_align_device_hook_on_blocks(
+            model,
+            execution_device=devices if "" in devices else {"": main_device, **devices},
+            offload=offload,
+            weights_map=weights,
+            offload_buffers=self.offload_buffers,
+            skip_keys=self.skip_keys,
+            preload_module_classes=self.preload_module_classes,
+            tied_params_map={
+                recursive_getattr(model, name).data_ptr(): {}
+                for group in tied
+                for name in group
+                if _has_data(model, name)
+            },
         )
-    offload = {name: device in offloaded_to for name, device in device_map.items()}
-    devices = {name: main_device if device in NOT_ACCELERATORS else device for name, device in device_map.items()}
-    check_memory(bytes_to_move(model, {name: device for name, device in devices.items() if not offload[name]}))
-    if state_dict is None and in_memory:
-        state_dict = extract_submodules_state_dict(model.state_dict(), in_memory)
-    has_index = offload_dir is not None and os.path.isfile(os.path.join(offload_dir, INDEX_NAME))
-    if on_disk and offload_index is None and has_index:
-        assert offload_dir is not None
-        check_weights_are_stored(model, {*read_index(offload_dir), *(state_dict or ())}, offload_dir, on_disk)
-    if on_disk and offload_index is None and not has_index:
-        assert offload_dir is not None
-        offload_state_dict(offload_dir, extract_submodules_state_dict(model.state_dict(), on_disk))
-    weights = None
-    if state_dict is not None or (on_disk and (offload_dir is not None or offload_index is not None)):
-        weights = OffloadedWeightsLoader(state_dict, save_folder=offload_dir if on_disk else None, index=offload_index)
-    tied = find_tied_parameters(model)
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device=devices if "" in devices else {"": main_device, **devices},
-        offload=offload,
-        weights_map=weights,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        tied_params_map={
-            recursive_getattr(model, name).data_ptr(): {} for group in tied for name in group if _has_data(model, name)
-        },
-    )
-    retie_parameters(model, tied)
-    start_streaming(model, streaming or Streaming(budget=_largest_part(model, offload)))
-    warn_when_moved(model, offloaded=any(offload.values()))
+        retie_parameters(model, tied)
+        start_streaming(model, self.streaming or Streaming(budget=_largest_part(model, offload)))
+        warn_when_moved(model, offloaded=any(offload.values()))
+
+    def _main_device(self) -> Device:
+        """The device on which offloaded modules run."""
+        accelerators = (device for device in self.device_map.values() if device not in NOT_ACCELERATORS)
+        return next(accelerators, "cpu") if self.main_device is None else self.main_device
+
+    def _offloaded_weights(
+        self, model: nn.Module, in_memory: Sequence[str], on_disk: Sequence[str]
+    ) -> OffloadedWeightsLoader | None:
+        """The weights of offloaded modules by name; those that go to disk are written unless they are there.
+
+        Args:
+            model: The model.
+            in_memory: Names of the modules that are offloaded to CPU memory.
+            on_disk: Names of those that are offloaded to disk.
+        """
+        state_dict, folder = self.state_dict, self.offload_dir if on_disk else None
+        if state_dict is None and in_memory:
+            state_dict = extract_submodules_state_dict(model.state_dict(), list(in_memory))
+        if folder is not None and self.offload_index is None:
+            if os.path.isfile(os.path.join(folder, INDEX_NAME)):
+                check_weights_are_stored(model, {*read_index(folder), *(state_dict or ())}, folder, on_disk)
+            else:
+                offload_state_dict(folder, extract_submodules_state_dict(model.state_dict(), list(on_disk)))
+        if state_dict is None and not on_disk:
+            return None
+        return OffloadedWeightsLoader(state_dict, save_folder=folder, index=self.offload_index)
 
 
 def _offloaded_places(main_device: Device) -> tuple[str, ...]:
