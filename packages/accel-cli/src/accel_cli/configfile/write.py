@@ -10,9 +10,8 @@ from accel_cli.configfile.location import default_json_config_file
 from accel_cli.configfile.schema import BaseConfig, ClusterConfig
 from accel_cli.configfile.values import write_json, write_yaml
 from accel_cli.errors import UsageError
+from accel_cli.launch.settings import PRECISIONS
 from accel_state.enums import ComputeEnvironment, DistributedType
-
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def write_config(path: str | os.PathLike[str], config: BaseConfig) -> None:

@@ -12,10 +12,11 @@ from typing import Any, Self
 
 from accel_cli.arguments import Option, only_if_on, switch
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS
+from accel_state.enums import PrecisionType
 from accel_state.settings.option import BOOLEAN, INTEGER, NUMBER, one_of
 
 PRECEDENCE = ("flag", "file", "environment", "cluster", "guess")
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
+PRECISIONS = tuple(PrecisionType.list())
 
 COMMAND, HARDWARE, RESOURCES = "", "Hardware Selection Arguments", "Resource Selection Arguments"
 PARADIGM, PROCESSES, TPU = "Training Paradigm Arguments", "Distributed GPUs", "TPU"
