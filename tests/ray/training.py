@@ -43,7 +43,7 @@ def train(folder: Path, *, killed_at: int = -1, waits_at: int = -1, **options: A
         accelerator.backward((model(batch) - batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        taken = gather(batch).flatten().tolist()
+        taken = [round(sample * SAMPLES) for sample in gather(batch).flatten().tolist()]
         if accelerator.is_main_process:
             (folder / f"{step}.step").write_text(json.dumps(taken))
         accelerator.save_state()
