@@ -31,7 +31,24 @@ fsdp_config:
   fsdp_version: 2
   fsdp_cpu_ram_efficient_loading: false
 """
-EVERYTHING = ["--volume", "runs:/runs", "--volume", "data:/data", "--shared_memory", "16Gi", "--pod_env", "HF_HOME=/runs/a=b", "--memory", "64Gi", "--cpus", "500m", "--namespace", "team", "--name", "a-run"]
+EVERYTHING = [
+    "--volume",
+    "runs:/runs",
+    "--volume",
+    "data:/data",
+    "--shared_memory",
+    "16Gi",
+    "--pod_env",
+    "HF_HOME=/runs/a=b",
+    "--memory",
+    "64Gi",
+    "--cpus",
+    "500m",
+    "--namespace",
+    "team",
+    "--name",
+    "a-run",
+]
 
 
 def manifest(kind: str, *words: str, environ: dict[str, str] | None = None) -> list[dict[str, Any]]:

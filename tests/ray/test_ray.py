@@ -67,7 +67,7 @@ def launch(*words: str) -> subprocess.Popen[str]:
 def test_a_launch_restarts_saves_when_it_is_signalled_and_is_resumed_here(
     cluster: IO[str], undisturbed: str, tmp_path: Path
 ) -> None:
-    options = {"killed_at": 2, "waits_at": 4, "save_on_signals": "SIGTERM"}
+    options = {"kills": [(2, 1, "before")], "waits_at": 4, "save_on_signals": "SIGTERM"}
     words = ["--num_processes", "2", "--ray_resources", "CPU=1", "--max_restarts", "1", "--mixed_precision", "no"]
     with launch(*words, str(HERE / "training.py"), str(tmp_path), json.dumps(options)) as started:
         wait_for((tmp_path / "4.step").exists, seconds=300)

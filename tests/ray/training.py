@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,16 @@ from accelerate.utils import ProjectConfiguration, gather, set_seed
 SAMPLES = 40
 
 
-def train(folder: Path, *, killed_at: int = -1, waits_at: int = -1, **options: Any) -> None:
+def train(folder: Path, *, kills: Sequence[tuple[int, int, str]] = (), waits_at: int = -1, **options: Any) -> None:
     """Write the samples of each step and the final weight into a folder.
 
-    At one step, rank 1 is killed, if it was not before; at another, all wait for a signal, or for a file `end`.
+    At one step, all wait for a signal, or for a file `end`.
+
+    Args:
+        folder: Of the run.
+        kills: At which step which rank is killed, `before` the step or while `saving` after it; each once.
+        waits_at: The step at which all wait.
+        **options: Of `ProjectConfiguration`.
     """
     before = (
         signal.getsignal(signal.SIGTERM) if "save_on_signals" in options else None
@@ -35,17 +42,25 @@ def train(folder: Path, *, killed_at: int = -1, waits_at: int = -1, **options: A
     loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     accelerator.resume()
+
+    def die(step: int, when: str) -> None:
+        mark = folder / f"{step}.{when}.killed"
+        if (step, accelerator.process_index, when) in map(tuple, kills) and not mark.exists():
+            mark.write_text(str(time.time()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    accelerator.register_save_state_pre_hook(lambda *_: die(accelerator.project_configuration.iteration, "saving"))
     first = accelerator.project_configuration.iteration
     for step, batch in enumerate(loader, start=first):
-        if step == killed_at and accelerator.process_index == 1 and not (folder / "killed").exists():
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        die(step, "before")
         accelerator.backward((model(batch) - batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
         taken = [round(sample * SAMPLES) for sample in gather(batch).flatten().tolist()]
         if accelerator.is_main_process:
             (folder / f"{step}.step").write_text(json.dumps(taken))
+            with open(folder / "log", "a") as log:
+                log.write(f"{step} {time.time()}\n")
         accelerator.save_state()
         while step == waits_at and not (folder / "end").exists() and signal.getsignal(signal.SIGTERM) is not before:
             time.sleep(0.05)

@@ -70,7 +70,7 @@ def plan(settings: LaunchSettings, environ: Mapping[str, str]) -> Plan:
 
 
 def _resources(text: str) -> dict[str, float]:
-    """Read `CPU=4,GPU=1`."""
+    """Resource -> amount, from text such as `CPU=4,GPU=1`."""
     resources = {}
     for pair in filter(None, text.split(",")):
         name, _, amount = pair.partition("=")
@@ -82,7 +82,7 @@ def _resources(text: str) -> dict[str, float]:
 
 
 def _runtime_env(text: str) -> dict[str, Any]:
-    """Read the runtime environment of Ray: a file, or JSON."""
+    """The runtime environment of Ray, from a file or JSON."""
     import yaml
 
     try:
