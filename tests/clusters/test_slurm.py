@@ -223,12 +223,14 @@ def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm, why: str) ->
         "--resume_args=--resume",
     ]
     undisturbed = cluster.run("srun", "-N2", "-n2", "python", "train.py").stdout.splitlines()
-    limit = ["--time", "1", "--grace_seconds", "50"] if why == "time limit" else []
-    job = cluster.submit(*words, *limit, "train.py", "--waits")
+    job = cluster.submit(*words, "--time", "60", "--grace_seconds", "120", "train.py", "--waits")
     output = Path(f"train-{job}.out")
     wait_for(lambda: output.exists() and output.read_text().count("step") >= 4)
     if why == "signal":
         cluster.run("scancel", "--signal=TERM", job)
+    if why == "time limit":  # at most two minutes from now
+        hours, minutes, _ = map(int, cluster.about(job)["RunTime"].split(":"))
+        cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={60 * hours + minutes + 2}")
     if why == "node":
         cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
     wait_for(lambda: cluster.state(job) == "PENDING")
