@@ -169,6 +169,11 @@ def megatron(arguments: list[str]) -> int:
     return apart("megatron", ["tests/megatron"], arguments)
 
 
+def ray(arguments: list[str]) -> int:
+    """Launch and train through the real Ray Train, on a cluster of three nodes on this machine, in an environment of its own."""
+    return apart("ray", ["tests/ray"], arguments)
+
+
 def clusters(arguments: list[str]) -> int:
     """Run jobs on a real SLURM of two nodes on this machine, installed first where that can be done without asking."""
     if which("slurmctld") is None and os.geteuid() == 0 and which("apt-get"):
@@ -260,6 +265,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         trackers,
         quantization,
         megatron,
+        ray,
         clusters,
         xla,
         sagemaker,

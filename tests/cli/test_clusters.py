@@ -16,6 +16,7 @@ from accel_cli.launch import network
 from accel_cli.launch.show import show
 from tests.cli.pretended import Pretended, settings_of, settled
 from tests.support.hidden_devices import NO_DEVICES
+from tests.support.machines import ADDRESSES, needs_namespaces, two_machines
 
 KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "trainer-0", "PET_MASTER_PORT": "1234"}
 SKYPILOT = {
@@ -170,20 +171,59 @@ def test_a_batch_script_without_srun_is_told() -> None:
 
 def test_a_name_without_an_address_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
+    real = socket.getaddrinfo
 
-    def getaddrinfo(host: str, *_: Any, **__: Any) -> list[Any]:
+    def getaddrinfo(host: str, *words: Any, **more: Any) -> list[Any]:
         asked.append(host)
-        if len(asked) < 3:
+        if len(asked) < 4:
             raise socket.gaierror(-2, "Name or service not known")
-        return []
+        return real("127.0.0.1", *words, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(network, "RETRY_SECONDS", 0.0)
-    network.wait_until_resolved("trainer-0", 30)
-    assert asked == ["trainer-0"] * 3
+    monkeypatch.setattr(network, "REACH_SECONDS", -1.0)
+    notes: list[str] = []
+    network.wait_until_reached("trainer-0", 9, listens_here=False, seconds=30, note=notes.append)
+    assert set(asked) == {"trainer-0"}
+    assert len(notes) == 1, "it is said once"
+    assert notes[0].endswith("resolve on all machines. Waiting for it, up to 30 s.")
     asked.clear()
     with pytest.raises(UsageError, match="'trainer-0', has no address on this machine .Name or service not known."):
-        network.wait_until_resolved("trainer-0", -1)
+        network.wait_until_reached("trainer-0", 9, listens_here=False, seconds=-1)
+
+
+def test_machine_0_may_start_later_and_has_an_address_of_its_own() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        network.wait_until_reached("127.0.0.1", port, listens_here=False, seconds=-1)
+    network.wait_until_reached("127.0.0.1", port, listens_here=False, seconds=-1)  # refused: it has not begun
+    network.wait_until_reached("127.0.0.1", port, listens_here=True, seconds=-1)
+
+
+REACHING = """
+import sys
+from accel_cli.launch.network import wait_until_reached
+wait_until_reached(sys.argv[1], 29511, listens_here=sys.argv[2] == "here", seconds=-1)
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize(
+    ("machine", "address", "where", "reason"),
+    [
+        (0, ADDRESSES[0], "here", ""),
+        (1, ADDRESSES[0], "there", ""),  # refused
+        (0, ADDRESSES[1], "here", f"'{ADDRESSES[1]}' is not an address of this machine, which is machine 0"),
+        (1, "10.79.0.77", "there", "Machine 0 does not answer at 10.79.0.77:29511 (No route to host)"),
+        (1, "10.80.0.1", "there", "Machine 0 does not answer at 10.80.0.1:29511 (Network is unreachable)"),
+    ],
+)
+def test_an_address_that_leads_nowhere(machine: int, address: str, where: str, reason: str) -> None:
+    with two_machines("reach") as machines:
+        words = ["ip", "netns", "exec", machines[machine], sys.executable, "-c", REACHING, address, where]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (not reason), done.stderr
+    assert reason in done.stderr
 
 
 PROGRAM = """

@@ -150,25 +150,29 @@ def test_a_cancelled_or_failed_job_does_not_start_again(cluster: Slurm) -> None:
 
 
 SAVING = """
-import sys, time
+import signal, sys, time
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import ProjectConfiguration, set_seed
 set_seed(0)
+before = signal.getsignal(signal.SIGTERM)
 folders = ProjectConfiguration("run", automatic_checkpoint_naming=True, save_on_signals="SIGTERM")
 loaders = DataLoaderConfiguration(use_stateful_dataloader=True)
 accelerator = Accelerator(cpu=True, project_config=folders, dataloader_config=loaders)
 model = torch.nn.Linear(1, 1)
 numbers = torch.utils.data.DataLoader(torch.rand(40, 1), batch_size=1, shuffle=True)
 model, optimizer, numbers = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), numbers)
-if "--resume" in sys.argv:
-    accelerator.load_state()
-for number in numbers:
+is_resumed = "--resume" in sys.argv
+if is_resumed:
+    accelerator.resume()
+for step, number in enumerate(numbers):
     accelerator.backward(model(number).square().mean())
     optimizer.step()
     optimizer.zero_grad()
     accelerator.print("step", flush=True)
     time.sleep(0.3 if "--slowly" in sys.argv else 0)
+    while "--waits" in sys.argv and not is_resumed and step == 3 and signal.getsignal(signal.SIGTERM) is not before:
+        time.sleep(0.1)
 if accelerator.is_main_process:
     print("weight", accelerator.unwrap_model(model).weight.item())
 """
@@ -202,3 +206,37 @@ def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
     wait_for(lambda: cluster.state(job) == "CANCELLED")
     wait_for(lambda: cluster.run("squeue", "-h", "-j", job).stdout == "")
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+@pytest.mark.parametrize("why", ["signal", "node"])
+def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm, why: str) -> None:
+    Path("train.py").write_text(SAVING)
+    words = [
+        "--nodes",
+        "2",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--cpus_per_task",
+        "1",
+        "--requeue",
+        "--resume_args=--resume",
+    ]
+    undisturbed = cluster.run("srun", "-N2", "-n2", "python", "train.py").stdout.splitlines()
+    job = cluster.submit(*words, "train.py", "--waits")
+    output = Path(f"train-{job}.out")
+    wait_for(lambda: output.exists() and output.read_text().count("step") >= 4)
+    if why == "signal":
+        cluster.run("scancel", "--signal=TERM", job)
+    if why == "node":
+        cluster.run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    wait_for(lambda: cluster.state(job) == "PENDING")
+    if why == "node":
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    else:
+        assert "is requeued after 0 restarts" in output.read_text()
+        assert [path.name for path in Path("run/checkpoints").iterdir()] == ["checkpoint_0"]
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+    wait_for(lambda: cluster.state(job) == "COMPLETED")
+    (weight,) = (line for line in undisturbed if line.startswith("weight"))
+    assert weight in output.read_text().splitlines()

@@ -35,8 +35,18 @@ was_preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
 }
 
+# somebody has signalled the processes, which have saved, and has not cancelled the job
+has_saved() {
+    [ "$status" -eq 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
+}
+
 srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    bash -c 'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" &
+    bash -c 'trap : TERM
+    accelerate launch --machine_rank "$SLURM_NODEID" "$@"
+    status=$?
+    # after a signal all save, and end with 75: the other machines end by themselves within this time
+    [ "$status" -ne 75 ] || sleep 10
+    exit "$status"' launch "${words[@]}" &
 step=$!
 wait "$step"
 status=$?
@@ -44,7 +54,7 @@ while kill -0 "$step" 2>/dev/null; do
     wait "$step"
     status=$?
 done
-if [ "$status" -ne 0 ] && { [ -n "${gives_way:-}" ] || was_preempted; }; then
+if [ "$status" -ne 0 ] && { [ -n "${gives_way:-}" ] || was_preempted || has_saved; }; then
     echo "job $SLURM_JOB_ID is requeued after ${SLURM_RESTART_COUNT:-0} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -57,6 +57,7 @@ _COMMANDS = (
     Command("estimate-memory", "accel_cli.estimate.command", "Estimate the memory that a model needs."),
     Command("env", "accel_cli.env", "Print versions, devices and settings, for a bug report."),
     Command("examples", "accel_cli.examples.command", "List the examples, or copy one into a folder."),
+    Command("kubernetes", "accel_cli.kubernetes.command", "Print a launch as a manifest for Kubernetes."),
     Command("launch", "accel_cli.launch.command", "Run a script on one process or many."),
     Command("merge-weights", "accel_cli.merge", "Merge the weights of a sharded checkpoint."),
     Command("runs", "accel_cli.runs.command", "List, show, compare and export recorded runs."),

@@ -26,7 +26,7 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
     Raises:
         ValueError: When flags or file contradict the job, so that parts of it would train separate worlds.
     """
-    if settings.sagemaker or settings.tpu or settings.deepspeed_hostfile:
+    if settings.sagemaker or settings.tpu or settings.deepspeed_hostfile or settings.launcher:
         return settings  # which start the processes on all machines themselves
     place = detect_cluster(environ)
     if settings.mpirun_hostfile and (place is None or not _is_by_mpi(place)):

@@ -32,6 +32,8 @@ NEEDED = (
     Needed(lambda settings: "--tpu" if settings.tpu else "", "torch_xla", "'torch_xla[tpu]'"),
     Needed(lambda settings: "the config file (Amazon SageMaker)" if settings.sagemaker else "", "sagemaker",
            f"'{SAGEMAKER}'", has=("sagemaker.huggingface",)),
+    Needed(lambda settings: "--launcher ray" if settings.launcher == "ray" else "", "ray", "'accelerate[ray]'",
+           has=("ray.train",)),
 )  # fmt: skip
 
 

@@ -2,40 +2,96 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from accel_cli.errors import UsageError
 
-RESOLVE_SECONDS, RETRY_SECONDS = 20.0, 0.5
+REACH_SECONDS, RETRY_SECONDS, CONNECT_SECONDS = 20.0, 0.5, 5.0
+POD_SECONDS = (
+    600.0  # on Kubernetes, where pods that were created together may start minutes apart; torch waits as long
+)
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
-def wait_until_resolved(host: str, seconds: float = RESOLVE_SECONDS) -> None:
-    """Wait until the name of a machine has an address: schedulers may publish it later than they start the first processes.
+def wait_until_reached(
+    host: str, port: int, *, listens_here: bool, seconds: float, note: Callable[[str], None] = lambda text: None
+) -> None:
+    """Wait until machine 0 can be reached: schedulers may give it its name and address later than they start other machines.
+
+    A port at which nobody listens yet is no fault: torch waits for machine 0 to start.
 
     Args:
-        host: Name or address.
+        host: Name or address of machine 0.
+        port: Of the rendezvous.
+        listens_here: Whether this is machine 0.
         seconds: How long to wait.
+        note: Called once with the fault, if it lasts for `REACH_SECONDS` and there is more time.
 
     Raises:
-        UsageError: It has none.
+        UsageError: Its name has no address, or nothing answers there; or this machine cannot be reached by that address.
     """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.getaddrinfo(host, None)
-            return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise UsageError(
-                    f"The name of machine 0, {host!r}, has no address on this machine ({error.args[-1]}). Give its address with "
-                    "--main_process_ip, or make the name resolve on all machines."
-                ) from error
+    began = time.monotonic()
+    while (fault := _fault(host, port, listens_here)) is not None:
+        waited = time.monotonic() - began
+        if waited > seconds:
+            raise UsageError(fault)
+        if waited > REACH_SECONDS:
+            note(f"{fault} Waiting for it, up to {seconds:.0f} s.")
+            note = _ignore
         time.sleep(RETRY_SECONDS)
+
+
+def _ignore(text: str) -> None:
+    """Take a further note, and do nothing."""
+
+
+def _fault(host: str, port: int, listens_here: bool) -> str | None:
+    """Why machine 0 cannot be reached; None if it can, or nothing speaks against it."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        return (
+            f"The name of machine 0, {host!r}, has no address on this machine ({error.args[-1]}). Give its address with "
+            "--main_process_ip, or make the name resolve on all machines."
+        )
+    if listens_here:
+        return _fault_here(host, port)
+    try:
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except (ConnectionRefusedError, ConnectionResetError):  # it is there, and has not begun to listen
+        return None
+    except OSError as error:
+        return (
+            f"Machine 0 does not answer at {host}:{port} ({error.args[-1]}). Correct --main_process_ip, or open the port on all "
+            "machines."
+        )
+    return None
+
+
+def _fault_here(host: str, port: int) -> str | None:
+    """As `_fault`, on machine 0: an address of its own, or one that leads to it, such as that of a service."""
+    try:
+        with socket.socket(socket.getaddrinfo(host, port)[0][0]) as probe:
+            probe.bind((host, 0))
+            return None
+    except OSError:
+        pass
+    try:
+        with socket.create_server(("", port)):
+            socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # torch says so, or takes another
+            return None
+        return (
+            f"{host!r} is not an address of this machine, which is machine 0, and does not lead to it at port {port} "
+            f"({error.args[-1]}). Correct --main_process_ip or --machine_rank."
+        )
+    return None
 
 
 def own_address(towards: str) -> str | None:

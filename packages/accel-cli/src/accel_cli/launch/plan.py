@@ -114,6 +114,7 @@ PLANNERS: dict[str, Callable[[LaunchSettings, Mapping[str, str]], Plan]] = {
     "tpu": _elsewhere("tpu"),
     "tpu_pod": _elsewhere("tpu", "plan_pod"),
     "sagemaker": _elsewhere("sagemaker"),
+    "ray": _elsewhere("ray"),
 }
 
 

@@ -297,6 +297,7 @@ def _has_deepspeed_launcher(settings: LaunchSettings) -> bool:
 # which runner starts the processes: the first whose condition is true
 RUNNERS: dict[str, Callable[[LaunchSettings], bool]] = {
     "sagemaker": lambda settings: settings.sagemaker is not None,
+    "ray": lambda settings: settings.launcher == "ray",
     "tpu_pod": lambda settings: settings.tpu and settings.tpu_use_cluster,
     "tpu": lambda settings: settings.tpu,
     "simple": lambda settings: bool(settings.started_by) or (_is_single(settings) and not settings.hosts),

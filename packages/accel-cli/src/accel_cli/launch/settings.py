@@ -21,6 +21,7 @@ PRECISIONS = tuple(PrecisionType.list())
 COMMAND, HARDWARE, RESOURCES = "", "Hardware Selection Arguments", "Resource Selection Arguments"
 PARADIGM, PROCESSES, TPU = "Training Paradigm Arguments", "Distributed GPUs", "TPU"
 DEEPSPEED, FP8, AWS, MPI = "DeepSpeed Arguments", "FP8 Arguments", "AWS Arguments", "MPI Arguments"
+RAY = "Ray Arguments"
 RETIRED, SCRIPT = "retired", "script"  # not headings: options without help, and positional arguments
 
 
@@ -156,6 +157,16 @@ class LaunchSettings:
     engine: str | None = _row(
         PARADIGM,
         Option("--engine", "Train with an engine of another package.", environment="ACCELERATE_ENGINE"),
+    )
+    launcher: str | None = _row(
+        PROCESSES,
+        Option("--launcher", "Who starts the processes: ray, for the workers of Ray Train.", kind=one_of("ray")),
+    )
+    ray_resources: str | None = _row(
+        RAY, Option("--ray_resources", "What each process reserves, such as CPU=4,GPU=1.", metavar="PAIRS")
+    )
+    ray_runtime_env: str | None = _row(
+        RAY, Option("--ray_runtime_env", "Ray's runtime environment: a YAML or JSON file, or JSON.", metavar="ENV")
     )
     gpu_ids: str | None = _row(
         PROCESSES,

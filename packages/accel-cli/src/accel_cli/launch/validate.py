@@ -21,7 +21,7 @@ NUMBERED = ("fsdp_sharding_strategy", "fsdp_auto_wrap_policy", "fsdp_backward_pr
 NEEDS_NO_HOSTFILE = ("slurm",)  # DeepSpeed's launchers that do not get the machines from a hostfile
 
 # runners with a rendezvous of their own, which need no address
-OWN_RENDEZVOUS = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker")
+OWN_RENDEZVOUS = ("mpi", "deepspeed", "tpu", "tpu_pod", "sagemaker", "ray")
 
 
 def check_flags(settings: LaunchSettings) -> None:
@@ -43,6 +43,7 @@ def check_flags(settings: LaunchSettings) -> None:
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}.")
     _check_together(settings)
+    _check_launcher(settings)
 
 
 def check_settings(settings: LaunchSettings, *, script: bool = True) -> tuple[str, ...]:
@@ -90,8 +91,37 @@ def _check_together(settings: LaunchSettings) -> None:
             raise UsageError(f"--{flag} and --{other} contradict one another: {why}. Leave one of them out.")
 
 
+def _check_launcher(settings: LaunchSettings) -> None:
+    """Check for flags that say what Ray decides, or that its workers lack."""
+    if settings.launcher != "ray":
+        return
+    for name in (
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "hang_timeout",
+        "gpu_ids",
+        "log_dir",
+    ):
+        if getattr(settings, name) is not None:
+            raise UsageError(
+                f"--launcher ray and --{name} exclude one another: {WITHOUT_RAY.get(name, RAY_PLACES)} Leave one of them out."
+            )
+
+
+RAY_PLACES = "Ray places the workers, and gives them their address."
+WITHOUT_RAY = {
+    "hang_timeout": "the launch does not see the processes of other machines.",
+    "gpu_ids": "Ray gives each worker its GPUs (--ray_resources).",
+    "log_dir": "Ray has log files of its own.",
+}
+
 # flag, flag, why they contradict one another
 CONTRADICTIONS = (
+    ("launcher", "tpu", "Ray Train starts no processes of torch_xla"),
+    ("launcher", "mpirun_hostfile", "both start the processes"),
+    ("launcher", "deepspeed_hostfile", "both start the processes"),
     ("mpirun_hostfile", "multi_gpu", "mpirun starts CPU processes"),
     ("mpirun_hostfile", "tpu", "mpirun starts CPU processes"),
     ("mpirun_hostfile", "use_deepspeed", "DeepSpeed has --deepspeed_hostfile"),
@@ -101,6 +131,10 @@ CONTRADICTIONS = (
 
 def _check_processes(settings: LaunchSettings) -> None:
     count, machines = settings.num_processes, settings.num_machines
+    if settings.launcher and settings.sources.get("num_processes") == "guess":
+        raise UsageError(
+            "--launcher ray needs --num_processes: the number of workers, each of which reserves a GPU or a CPU core."
+        )
     if settings.sagemaker or count is None:  # counted by SageMaker or torch_xla
         return
     if settings.sources.get("num_processes") == "file" and count == -1:

@@ -20,6 +20,16 @@ SRUN = 'srun --nodes="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM
 # the rank of the machine is known in the task only
 TASK = """'exec accelerate launch --machine_rank "$SLURM_NODEID" "$@"' launch "${words[@]}" """.strip()
 
+# srun ends the other tasks when one ends with a status other than 0
+PATIENT_TASK = """
+'trap : TERM
+    accelerate launch --machine_rank "$SLURM_NODEID" "$@"
+    status=$?
+    # after a signal all save, and end with 75: the other machines end by themselves within this time
+    [ "$status" -ne 75 ] || sleep 10
+    exit "$status"' launch "${words[@]}"
+""".strip()
+
 SIGNALS = """
 # a signal for this shell alone is passed on to the processes, which may save before they end
 trap 'scancel --signal=TERM "$SLURM_JOB_ID"' TERM
@@ -32,6 +42,11 @@ trap 'gives_way=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 # on preemption, SLURM signals the processes, which then end
 was_preempted() {
     scontrol show job "$SLURM_JOB_ID" | grep -q ' PreemptTime=[0-9]'
+}
+
+# somebody has signalled the processes, which have saved, and has not cancelled the job
+has_saved() {
+    [ "$status" -eq 75 ] && scontrol show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING'
 }
 """.strip()
 
@@ -47,7 +62,7 @@ done
 """.strip()
 
 REQUEUE_OR_NOT = f"""
-if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted; }}; then
+if [ "$status" -ne 0 ] && {{ [ -n "${{gives_way:-}}" ] || was_preempted || has_saved; }}; then
     echo "job $SLURM_JOB_ID is requeued after ${{{RESTARTS}:-0}} restarts" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -142,5 +157,6 @@ def _resume(job: Job) -> str:
 
 def _start(job: Job) -> str:
     # bash handles signals only while it waits for a background process
-    lines = [f"{SRUN} \\\n    bash -c {TASK} &", WAIT, *([REQUEUE_OR_NOT] if job.requeue else []), 'exit "$status"']
+    task = PATIENT_TASK if job.requeue else TASK
+    lines = [f"{SRUN} \\\n    bash -c {task} &", WAIT, *([REQUEUE_OR_NOT] if job.requeue else []), 'exit "$status"']
     return "\n".join(lines)

@@ -123,7 +123,8 @@ RESOURCES = (_plain(own.RESOURCES), DYNAMO)
 GROUPS: tuple[OptionGroup, ...] = (
     _plain(own.COMMAND), _plain(own.HARDWARE), *RESOURCES, _plain(own.PARADIGM),
     _plain(own.PROCESSES, shown_with="--multi_gpu"), TPU, DEEPSPEED, FSDP, MEGATRON_LM, *FP8, *PARALLELISM,
-    _plain(own.AWS, shown_with="--aws_access_key_id"), MPI, _plain(own.RETIRED), _plain(own.SCRIPT),
+    _plain(own.AWS, shown_with="--aws_access_key_id"), MPI,
+    _plain(own.RAY, shown_with="--launcher"), _plain(own.RETIRED), _plain(own.SCRIPT),
 )  # fmt: skip
 
 SHOWN_WITH = {group.title: group.shown_with for group in GROUPS if group.shown_with}

@@ -91,7 +91,7 @@ class _Group:
             own = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
             try:
                 process = subprocess.Popen(
-                    self.plan.worker, env={**common, **own}, preexec_fn=_killed_with(os.getpid())
+                    self.plan.worker, env={**common, **own}, preexec_fn=killed_with(os.getpid())
                 )
             except OSError as error:
                 raise cannot_start(self.plan, error) from error
@@ -202,7 +202,7 @@ class _Group:
         return exit_status(code) or 1
 
 
-def _killed_with(launcher: int) -> Callable[[], None] | None:
+def killed_with(launcher: int) -> Callable[[], None] | None:
     """A function that a new process calls first, so that it is killed when the launcher is."""
     if not sys.platform.startswith("linux"):
         return None

@@ -10,6 +10,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from traceback import walk_tb
@@ -17,7 +18,7 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
-from accel_cli.launch.network import gloo_interface, own_address, wait_until_resolved
+from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, own_address, wait_until_reached
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
@@ -72,8 +73,12 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
     Returns:
         Variables for gloo, for the same reason.
     """
-    host = arguments.rdzv_endpoint.rpartition(":")[0] or arguments.master_addr
-    wait_until_resolved(host)
+    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    host, _, port = endpoint.rpartition(":")
+    listens_here = arguments.rdzv_backend == "static" and arguments.node_rank == 0
+    seconds = POD_SECONDS if os.environ.get("PET_NNODES") else REACH_SECONDS
+    note = partial(print, "accelerate launch:", file=sys.stderr, flush=True)
+    wait_until_reached(host, int(port), listens_here=listens_here, seconds=seconds, note=note)
     address = own_address(host)
     if address is None:
         return {}

@@ -1,0 +1,44 @@
+"""Ranks that are killed: the launch starts all of them again, from the newest checkpoint, and ends with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ray.training import SAMPLES
+
+SCRIPT = Path(__file__).parents[1] / "ray" / "training.py"
+RANKS, KILLS = 4, 2
+STEPS = SAMPLES // (2 * RANKS)
+
+
+def launch(folder: Path, *words: str, **options: object) -> str:
+    folder.mkdir()
+    words = ("launch", "--cpu", "--num_processes", str(RANKS), *words, str(SCRIPT), str(folder), json.dumps(options))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder), "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", *words], env=environ, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / "weight").read_text()
+
+
+@pytest.mark.launch
+def test_ranks_that_are_killed_at_random_steps(tmp_path: Path) -> None:
+    chance = random.Random(int(os.environ.get("FAULT_SEED", "0")))
+    steps = sorted(chance.sample(range(1, STEPS), KILLS))
+    kills = [(step, chance.randrange(RANKS), when) for step, when in zip(steps, ("before", "saving"), strict=True)]
+    undisturbed = launch(tmp_path / "undisturbed")
+    folder = tmp_path / "killed"
+    assert launch(folder, "--max_restarts", str(KILLS), kills=kills) == undisturbed
+    assert len(list(folder.glob("*.killed"))) == KILLS, "all were killed"
+    done = [int(line.split()[0]) for line in (folder / "log").read_text().splitlines()]
+    assert len(done) <= STEPS + KILLS, "after each, at most one step is done again"
+    taken = [sample for step in range(STEPS) for sample in json.loads((folder / f"{step}.step").read_text())]
+    assert sorted(taken) == list(range(SAMPLES))
