@@ -565,9 +565,7 @@ class Accelerator:
     def on_local_process(self, function: F, local_process_index: int | None = None) -> F: ...
 
     @overload
-    def on_local_process(
-        self, function: None = None, local_process_index: int | None = None
-    ) -> Callable[[F], F]: ...
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Callable[[F], F]: ...
 
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorator: only process `local_process_index` of each machine runs the function, the others get None."""
@@ -673,9 +671,7 @@ class Accelerator:
         """The same under FSDP 2."""
         return args
 
-    def prepare_model(
-        self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> M:
+    def prepare_model(self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False) -> M:
         """Prepare one model, and return the one to call from now on.
 
         Args:
@@ -746,9 +742,7 @@ class Accelerator:
         """Whether a `device_map` dispatched the model, or a submodule of it, to several devices."""
         return is_dispatched(model)
 
-    def unwrap_model(
-        self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> M:
+    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
         """The model inside what `prepare` returned.
 
         Args:

@@ -90,7 +90,9 @@ def dropping(place: Place) -> None:
     need_data_parallelism(place)
     accelerator: Accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 5
-    loader: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True))  # type: ignore[arg-type]
+    loader: DataLoader[torch.Tensor] = accelerator.prepare(
+        DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True)
+    )  # type: ignore[arg-type]
     samples = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     same(samples.tolist(), list(range(2 * BATCH * place.world)), "items")
 
