@@ -8,7 +8,7 @@ import pytest
 
 import accelerate
 from accel_cli.launch.flags.table import known_options
-from tools.docs import api, options
+from tools.docs import api, changes, evidence, options
 from tools.docs.check import Page, broken_links, far_answers, fetched_elsewhere
 
 HOME = '<a href="checkpoints/">c</a><a href="reference/">r</a><a href="parallelism/#choose">p</a>'
@@ -29,6 +29,25 @@ def test_a_link_to_a_missing_page_or_anchor_is_found(tmp_path: object) -> None:
 def test_what_comes_from_other_servers_is_found() -> None:
     site = site_of(home='<script src="https://cdn.example/x.js"></script><a href="https://example.org">fine</a>')
     assert fetched_elsewhere(site) == [": fetches https://cdn.example/x.js"]
+
+
+def test_readers_see_no_evidence() -> None:
+    page = "| what | goal | figure |\n|---|---|---|\n| a \\| b | 1 | 2 |\n\ntext\n<!-- evidence -->\nhow\n<!-- /evidence -->\nend\n"
+    assert evidence.without_evidence(page) == "| what | figure |\n| --- | --- |\n| a \\| b | 2 |\n\ntext\nend\n"
+    ((_, collected),) = evidence.pages()
+    assert "| goal |" in collected, "contributors do"
+    assert "<!-- evidence -->" not in collected
+
+
+def test_releases_are_listed_newest_first() -> None:
+    assert list(changes.releases("# C\n\n## Unreleased\n\nnew\n\n## 0.1.0 - 2026-11-25\n\nold\n")) == [
+        ("Unreleased", "\nnew\n\n"),
+        ("0.1.0 - 2026-11-25", "\nold\n"),
+    ]
+    ((_, page),) = changes.pages()
+    dates = re.findall("^## (.+)", page, re.MULTILINE)
+    assert dates[0] == "Not yet released"
+    assert dates[1:] == sorted(dates[1:], reverse=True)
 
 
 def test_an_answer_more_than_three_clicks_away_is_found() -> None:
