@@ -20,6 +20,8 @@ EXAMPLES = ROOT / "docs" / "examples"
 FRAGMENT = re.compile(r"^```py\n", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
 QUOTED_TYPE = re.compile(r"<code>([^<]*`[^<]*)</code>")
+DEFAULTS = {"_split_batches": "False"}  # of signatures: a constant that only says "not given" -> what that means
+DEFAULT = re.compile(rf">({'|'.join(DEFAULTS)})</")
 DIAGRAM = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*diagrams/([\w-]+)\.svg\)")
 
 
@@ -54,6 +56,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Types in docstrings stand between backticks, which the reference shows as code already."""
     if not page.file.src_uri.startswith("reference/"):
         return html
+    html = DEFAULT.sub(lambda name: name[0].replace(name[1], DEFAULTS[name[1]]), html)
     return QUOTED_TYPE.sub(lambda code: code[0].replace("`", "").replace("*optional*", "optional"), html)
 
 
