@@ -53,7 +53,7 @@ from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
-from accelerate.mistakes import accumulation_before, warn_of_other_accumulation
+from accelerate.mistakes import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
 from accelerate.overriding import OWN, is_overridden, remember_own
 from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
@@ -650,6 +650,7 @@ class Accelerator:
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         method = method_for(item)
         if method is None:
+            warn_of_unchanged(item)
             return item
         options = {} if method == "prepare_scheduler" else {"device_placement": device_placement}
         return getattr(self, method)(item, **options)
