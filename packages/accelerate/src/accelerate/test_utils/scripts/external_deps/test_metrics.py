@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,9 +91,8 @@ def dropping(place: Place) -> None:
     need_data_parallelism(place)
     accelerator: Accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 5
-    loader: DataLoader[torch.Tensor] = accelerator.prepare(
-        DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True)
-    )  # type: ignore[arg-type]
+    numbers: Any = torch.arange(count)
+    loader: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(numbers, batch_size=BATCH, drop_last=True))
     samples = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     same(samples.tolist(), list(range(2 * BATCH * place.world)), "items")
 
