@@ -226,3 +226,29 @@ def test_an_optimizer_without_hooks_trains() -> None:
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     assert not torch.equal(model.weight, before)
+
+
+def test_what_has_no_backward_pass_and_no_parameters_is_named() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 1))
+    with pytest.raises(TypeError, match=r"got 0\.5 \(float\), which has no gradients"):
+        accelerator.backward(0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"not a Linear\. Pass model\.parameters\(\)"):
+        accelerator.clip_grad_norm_(model, 1.0)  # type: ignore[arg-type]
+
+
+def test_what_prepare_returns_as_it_is_is_warned_of() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="TensorDataset as it is"):
+        accelerator.prepare(torch.utils.data.TensorDataset(torch.ones(2)))
+    with pytest.warns(UserWarning, match="list with Linear as it is"):
+        accelerator.prepare([torch.nn.Linear(2, 1), "a name"])
+    assert accelerator.prepare(["a name"]) == ["a name"]
+
+
+def test_a_log_before_the_trackers_start_is_warned_of_once(tmp_path: object) -> None:
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=str(tmp_path))
+    with pytest.warns(UserWarning, match=r"no tracker \(local\) has started"):
+        accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 1.0})
+    Accelerator(cpu=True).log({"loss": 1.0})

@@ -33,6 +33,9 @@ CASES = [
     ("accelerate merge-weights ot", "other folder"),
     ("accelerate launch --use_fsdp --fsdp_auto_wrap_policy TR", "TRANSFORMER_BASED_WRAP"),
     ("accelerate to-fsdp2 --ov", "--overwrite"),
+    ("accelerate examples co", "copy"),
+    ("accelerate examples copy cv_", "cv_example"),
+    ("accelerate launch --use_deepspeed --deepspeed_config_file se", "settings.yaml"),
 ]
 
 
@@ -139,7 +142,7 @@ def test_shells_can_read_the_script(shell: str, folder: Path) -> None:
 
 def test_every_command_has_its_words() -> None:
     found: dict[str, Words] = {words.path: words for words in read_words(full_parser())}
-    assert {*COMMANDS, "config default", "config update", ""} == set(found)
+    assert {*COMMANDS, "config default", "config update", "examples list", "examples copy", ""} == set(found)
     launch = {flag.spelling: flag.values for flag in found["launch"].flags}
     assert launch["--cpu"] == ()
     assert launch["--num_processes"] == (ANYTHING,)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import api, options
+from tools.docs import api, changes, evidence, options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("packages/*/README.md"))]
@@ -51,8 +51,9 @@ def test_titled_files_are_run(page: Path) -> None:
 
 @cache
 def generated() -> set[Path]:
-    """The pages of the reference, which exist in the built site only."""
-    return {ROOT / "docs" / path for path, _ in (*api.pages(), *options.pages())}
+    """Pages that exist in the built site only."""
+    pages = (*api.pages(), *options.pages(), *changes.pages(), *evidence.pages())
+    return {ROOT / "docs" / path for path, _ in pages}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -8,7 +8,7 @@ import pytest
 
 import accelerate
 from accel_cli.launch.flags.table import known_options
-from tools.docs import api, options
+from tools.docs import api, changes, evidence, options
 from tools.docs.check import Page, broken_links, far_answers, fetched_elsewhere
 
 HOME = '<a href="checkpoints/">c</a><a href="reference/">r</a><a href="parallelism/#choose">p</a>'
@@ -31,6 +31,25 @@ def test_what_comes_from_other_servers_is_found() -> None:
     assert fetched_elsewhere(site) == [": fetches https://cdn.example/x.js"]
 
 
+def test_readers_see_no_evidence() -> None:
+    page = "| what | goal | figure |\n|---|---|---|\n| a \\| b | 1 | 2 |\n\ntext\n<!-- evidence -->\nhow\n<!-- /evidence -->\nend\n"
+    assert evidence.without_evidence(page) == "| what | figure |\n| --- | --- |\n| a \\| b | 2 |\n\ntext\nend\n"
+    ((_, collected),) = evidence.pages()
+    assert "| goal |" in collected, "contributors do"
+    assert "<!-- evidence -->" not in collected
+
+
+def test_releases_are_listed_newest_first() -> None:
+    assert list(changes.releases("# C\n\n## Unreleased\n\nnew\n\n## 0.1.0 - 2026-11-25\n\nold\n")) == [
+        ("Unreleased", "\nnew\n\n"),
+        ("0.1.0 - 2026-11-25", "\nold\n"),
+    ]
+    ((_, page),) = changes.pages()
+    dates = re.findall("^## (.+)", page, re.MULTILINE)
+    assert dates[0] == "Not yet released"
+    assert dates[1:] == sorted(dates[1:], reverse=True)
+
+
 def test_an_answer_more_than_three_clicks_away_is_found() -> None:
     chain = {"home": HOME, "checkpoints": "", "parallelism": "", "reference": '<a href="a/">a</a>'}
     chain |= {"reference__a": '<a href="b/">b</a>', "reference__a__b": '<a href="../../commands/launch/">l</a>'}
@@ -43,6 +62,7 @@ def test_an_answer_more_than_three_clicks_away_is_found() -> None:
 
 def test_a_name_without_an_entry_is_found() -> None:
     everything = {page: {name.canonical for m in api.MODULES for name in api.exports(m)} for page, _ in api.pages()}
+    assert len(everything) == len(api.MODULES) + len(api.TOPICS)
     assert api.missing(everything) == []
     everything["reference/accel-ops.md"].discard("accel_ops.collectives.tensors.gather")
     gone = {line.partition(":")[0] for line in api.missing(everything)}

@@ -33,6 +33,29 @@ MODULES = {
     "accelerate.tracking": "Import path for trackers.",
 }
 
+BY_TOPIC = "accelerate.utils"  # has too many names for one page
+TOPICS = {  # of that module: the last part of the page's name -> its title, and where names of the topic are defined
+    "settings": ("settings and enums", ("accel_state.settings", "accel_state.mesh", "accel_state.enums")),
+    "communication": (
+        "collectives, nested data, random numbers, memory",
+        ("accel_ops.collectives", "accel_ops.objects", "accel_ops.nested", "accel_ops.batches", "accel_ops.placement",
+         "accel_ops.random", "accel_ops.memory"),
+    ),
+    "models": ("models larger than memory, modules", ("accel_bigmodel", "accel_ops", "accel_integrations.bitsandbytes")),
+    "checks": (
+        "installed libraries, hardware, environment",
+        ("accel_state.libraries", "accel_state.hardware", "accel_state.nvidia", "accel_state.environment", "accel_state.kernel",
+         "accel_state.numa"),
+    ),
+    "files": ("names of files, checkpoints", ("accel_ops.filenames", "accel_ops.files", "accel_ops.tensor_files",
+              "accel_integrations.checkpoints", "accel_state.constants")),
+    "engines": ("engines, precisions, launching", ("accel_integrations", "accelerate", "accel_cli")),
+}  # fmt: skip
+FIRST = (  # what most programs call of the `Accelerator`, in the order of a training loop
+    "prepare", "accumulate", "backward", "clip_grad_norm_", "gather_for_metrics", "save_state", "load_state", "resume",
+    "unwrap_model", "save_model", "print", "wait_for_everyone", "log", "init_trackers", "end_training",
+)  # fmt: skip
+
 
 def page_of(module: str) -> str:
     """The page of a module, relative to docs/."""
@@ -41,12 +64,28 @@ def page_of(module: str) -> str:
 
 @cache
 def homes() -> dict[str, str]:
-    """Which module's page describes an object: canonical path -> module."""
-    found: dict[str, str] = {}
+    """Which page describes an object: canonical path -> page."""
+    pages: dict[str, str] = {}
     for module in MODULES:
         for name in exports(module):
-            found.setdefault(name.canonical, module)
-    return found
+            pages.setdefault(name.canonical, topic_page(name) if module == BY_TOPIC else page_of(module))
+    return pages
+
+
+def topic_page(name: PublicName) -> str:
+    """The page of a name of the module that has a page for each topic."""
+    return f"reference/{BY_TOPIC}.{topic_of(name)}.md"
+
+
+def topic_of(name: PublicName) -> str:
+    """The topic with the longest prefix of the module that defines the name."""
+    matches = [
+        (len(prefix), topic)
+        for topic, (_, prefixes) in TOPICS.items()
+        for prefix in prefixes
+        if f"{name.defined_in}.".startswith(f"{prefix}.")
+    ]
+    return max(matches)[1]
 
 
 @cache
@@ -72,17 +111,38 @@ def pages() -> Iterator[tuple[str, str]]:
     """Yield the path and the Markdown of each page."""
     for module in MODULES:
         yield page_of(module), "\n".join(_page(module))
+    for topic, (title, _) in TOPICS.items():
+        yield f"reference/{BY_TOPIC}.{topic}.md", "\n".join(_topic_page(topic, title))
 
 
 def _page(module: str) -> Iterator[str]:
     yield f"# {module}\n"
     yield f"{MODULES[module]}\n"
+    if module == BY_TOPIC:
+        for topic, (title, _) in TOPICS.items():
+            yield f"## {title[0].upper()}{title[1:]}\n"
+            yield from _table(name for name in exports(module) if topic_of(name) == topic)
+        return
+    yield from _table(exports(module))
+    yield from _entries(name for name in exports(module) if homes()[name.canonical] == page_of(module))
+
+
+def _topic_page(topic: str, title: str) -> Iterator[str]:
+    """The names of a topic that no other page describes."""
+    yield f"# {BY_TOPIC}: {title}\n"
+    yield f"All names, also those that other pages describe: [`{BY_TOPIC}`]({BY_TOPIC}.md).\n"
+    page = f"reference/{BY_TOPIC}.{topic}.md"
+    names = [name for name in exports(BY_TOPIC) if homes()[name.canonical] == page]
+    yield from _table(names)
+    yield from _entries(names)
+
+
+def _table(names: Iterable[PublicName]) -> Iterator[str]:
     yield "| name | |"
     yield "|---|---|"
-    for name in exports(module):
+    for name in names:
         yield f"| [`{name.name}`][{name.canonical}] | {_first_line(name)} |"
     yield ""
-    yield from _entries(name for name in exports(module) if homes()[name.canonical] == module)
 
 
 def _entries(names: Iterable[PublicName]) -> Iterator[str]:
@@ -96,7 +156,26 @@ def _entries(names: Iterable[PublicName]) -> Iterator[str]:
         yield "    options:"
         yield f"      heading: {name.name}"
         yield f"      toc_label: {name.name}"
+        if name.name == "Accelerator":
+            yield "      group_by_category: false"
+            yield f"      members: [{', '.join(_members(name))}]"
         yield ""
+
+
+def _members(name: PublicName) -> list[str]:
+    """The members of a class in the order of its page: what is called most, other methods, attributes."""
+    statement = defined_statement(name)
+    assert isinstance(statement, ast.ClassDef)
+    methods, attributes = [], []
+    for node in statement.body:
+        if isinstance(node, ast.FunctionDef):
+            decorators = [ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list]
+            is_attribute = not {"property", "cached_property", "setter"}.isdisjoint(decorators)
+            (attributes if is_attribute else methods).append(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            attributes.append(node.target.id)
+    ordered = dict.fromkeys((*FIRST, *methods, *attributes))
+    return [member for member in ordered if not member.startswith("_") and member in (*methods, *attributes)]
 
 
 def _first_line(name: PublicName) -> str:
@@ -116,8 +195,8 @@ def missing(built: dict[str, set[str]]) -> list[str]:
         One line for each.
     """
     return [
-        f"{name.path}: {page_of(homes()[name.canonical])} has no entry for {name.canonical}"
+        f"{name.path}: {homes()[name.canonical]} has no entry for {name.canonical}"
         for module in MODULES
         for name in exports(module)
-        if name.canonical not in built.get(page_of(homes()[name.canonical]), set())
+        if name.canonical not in built.get(homes()[name.canonical], set())
     ]

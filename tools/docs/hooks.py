@@ -14,12 +14,14 @@ sys.path.insert(0, str(ROOT))
 
 from mkdocs.structure.files import File, Files  # noqa: E402
 
-from tools.docs import api, options  # noqa: E402
+from tools.docs import api, changes, evidence, options, search  # noqa: E402
 
 EXAMPLES = ROOT / "docs" / "examples"
 FRAGMENT = re.compile(r"^```py\n", re.MULTILINE)
 LINK = re.compile(r"\[([^\]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]+)?\)")
 QUOTED_TYPE = re.compile(r"<code>([^<]*`[^<]*)</code>")
+DEFAULTS = {"_split_batches": "False"}  # of signatures: a constant that only says "not given" -> what that means
+DEFAULT = re.compile(rf">({'|'.join(DEFAULTS)})</")
 DIAGRAM = re.compile(r"!\[([^\]]*)\]\((?:\.\./)*diagrams/([\w-]+)\.svg\)")
 
 
@@ -33,14 +35,17 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the generated pages of the reference."""
-    for path, text in (*api.pages(), *options.pages()):
+    """Add the generated pages."""
+    for path, text in (*api.pages(), *options.pages(), *changes.pages(), *evidence.pages()):
         files.append(File.generated(config, path, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Caption fragments, draw diagrams into the page, and name files of the repository that the site does not have."""
+    if page.file.src_uri != evidence.PATH:
+        markdown = evidence.without_evidence(markdown)
+    page.meta.update(search.page_settings(page.file.src_uri))
     markdown = FRAGMENT.sub('```python title="fragment"\n', markdown)
     markdown = DIAGRAM.sub(_drawn, markdown)
     folder = (Path("docs") / page.file.src_uri).parent
@@ -51,7 +56,19 @@ def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
     """Types in docstrings stand between backticks, which the reference shows as code already."""
     if not page.file.src_uri.startswith("reference/"):
         return html
+    html = DEFAULT.sub(lambda name: name[0].replace(name[1], DEFAULTS[name[1]]), html)
     return QUOTED_TYPE.sub(lambda code: code[0].replace("`", "").replace("*optional*", "optional"), html)
+
+
+def on_post_page(output: str, page: Any, config: Any) -> str:
+    """Have the page search as `tools.docs.search` says."""
+    return search.use_plain_queries(output)
+
+
+def on_post_build(config: Any) -> None:
+    """Add what the search needs."""
+    search.write_queries(Path(config.site_dir))
+    search.add_options(Path(config.site_dir))
 
 
 def _drawn(image: re.Match[str]) -> str:

@@ -189,6 +189,11 @@ class CommandParser(argparse.ArgumentParser):
             self.register("action", word, action)
         self.register("action", None, NOTED_ACTIONS["store"])
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        from accel_cli.color import paint
+
+        super()._print_message(paint(message, file), file)
+
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         """Add an option under both spellings of its flags."""
         return super().add_argument(*spellings(args), **kwargs)

@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-"):
         if words[0] in foreign_commands():
             return run_command(words[0], words[1:])
-        print(f"accelerate: error: {_no_command(words[0])}", file=sys.stderr)
+        _print_error(f"accelerate: error: {_no_command(words[0])}")
         sys.exit(2)  # as argparse does for other errors
     parser = full_parser(with_options=not words)
     parser.parse_args(words)  # exits for --help and for an unknown flag
@@ -145,8 +145,14 @@ def run_command(name: str, words: Sequence[str] | None = None) -> int:
             import traceback
 
             traceback.print_exc()
-        print(f"accelerate {name}: error: {error}", file=sys.stderr)
+        _print_error(f"accelerate {name}: error: {error}")
         return 2
+
+
+def _print_error(text: str) -> None:
+    from accel_cli.color import paint
+
+    print(paint(text, sys.stderr), file=sys.stderr)
 
 
 def _print_anything() -> None:

@@ -91,6 +91,8 @@ def notebook_launcher(
         _run_here(function, args, mixed_precision)
         return
 
+    _check_forks("notebook_launcher")
+
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from accel_cli.supervise.function import showing_the_first_error
@@ -156,6 +158,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     """
     if num_processes < 1:
         raise UsageError(f"num_processes must be at least 1, got {num_processes}.")
+    _check_forks("debug_launcher")
     from torch.multiprocessing import start_processes
 
     with tempfile.NamedTemporaryFile() as rendezvous_file:
@@ -253,6 +256,14 @@ def _group_variables(
         "MASTER_PORT": port,
         "MIXED_PRECISION": mixed_precision,
     }
+
+
+def _check_forks(name: str) -> None:
+    if not hasattr(os, "fork"):  # on Windows
+        raise UsageError(
+            f"{name} forks this process, which {sys.platform} cannot. Put the function into a script, and run: accelerate "
+            "launch --cpu --num_processes 2 script.py"
+        )
 
 
 def _check_no_state() -> None:

@@ -42,6 +42,7 @@ class TrackerSet:
         self.unreachable: set[str] = set()
         """Names of trackers whose service could not be reached at the start."""
         self._num_failures: dict[str, int] = {}
+        self._is_expected = bool(self.wanted)  # that `start` is called before the first `log`
 
     def start(
         self,
@@ -64,6 +65,7 @@ class TrackerSet:
         """
         if project_name is not None and not isinstance(project_name, str) and self._has_services:
             raise _no_name(project_name)
+        self._is_expected = False
         arguments = _arguments_by_name(init_kwargs, "init_kwargs", "init_trackers")
         if not PartialState().is_main_process:
             return
@@ -144,11 +146,22 @@ class TrackerSet:
                 raise TypeError(f"step={step!r} is not an integer. Pass the number of the training step.")
             step = step if as_int is None else as_int
         arguments = _arguments_by_name(log_kwargs, "log_kwargs", "log") if log_kwargs else {}
+        if self._is_expected:
+            self._warn_of_no_start()
         for tracker in self.active:
             try:
                 tracker.log(values, step=step, **arguments.get(tracker.name, {}))
             except Exception as error:
                 self._note_failure(tracker, "log", error)
+
+    def _warn_of_no_start(self) -> None:
+        self._is_expected = False
+        if not self.active and PartialState().is_main_process:
+            names = ", ".join(entry if isinstance(entry, str) else entry.name for entry in self.wanted)
+            warn_user(
+                f"log() was called before init_trackers(), so that no tracker ({names}) has started and nothing is logged. Call "
+                "accelerator.init_trackers(project_name) first."
+            )
 
     def _note_failure(self, tracker: GeneralTracker, action: str, error: Exception) -> None:
         seen = self._num_failures.get(tracker.name, 0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
 from reprlib import repr as shorten
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, TypeVarTuple, cast, overload
 
 import torch
 
@@ -53,7 +53,7 @@ from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
 from accelerate.delegated import delegated
 from accelerate.device_maps import check_not_dispatched, check_quantized, is_dispatched
 from accelerate.gathering import gather_for_metrics
-from accelerate.mistakes import accumulation_before, warn_of_other_accumulation
+from accelerate.mistakes import accumulation_before, warn_of_other_accumulation, warn_of_unchanged
 from accelerate.overriding import OWN, is_overridden, remember_own
 from accelerate.preemption import SignalSaver
 from accelerate.preparing import (
@@ -84,6 +84,11 @@ if TYPE_CHECKING:
     from accelerate.checkpoint.keeper import CheckpointKeeper
 
 _split_batches = NOT_GIVEN  # other libraries pass it on as "not given"
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+M = TypeVar("M", bound=torch.nn.Module)
+Loader = TypeVar("Loader")
+F = TypeVar("F", bound=Callable[..., Any])
 __getattr__ = legacy_getattr(__name__)  # what programs import from here
 register_lookup("convert_model_to_fp8_ao", lambda: late_bound(__name__, "convert_model_to_fp8_ao"))
 
@@ -153,7 +158,7 @@ class Accelerator:
         self,
         device_placement: bool = True,
         split_batches: bool | NotGiven = _split_batches,
-        mixed_precision: PrecisionType | str | None = None,
+        mixed_precision: PrecisionType | Literal["no", "fp16", "bf16", "fp8"] | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -522,25 +527,47 @@ class Accelerator:
 
     # ---- doing things on some processes -------------------------------------------------------------------------
 
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def on_main_process(self, function: F) -> F: ...
+
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[F], F]: ...
+
+    def on_main_process(self, function: Any = None) -> Any:
         """Decorator: only the main process runs the function, the others get None."""
         return self.state.on_main_process(function)
 
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+    @overload
+    def on_local_main_process(self, function: F) -> F: ...
+
+    @overload
+    def on_local_main_process(self, function: None = None) -> Callable[[F], F]: ...
+
+    def on_local_main_process(self, function: Any = None) -> Any:
         """Decorator: only the main process of each machine runs the function, the others get None."""
         return self.state.on_local_main_process(function)
 
-    def on_last_process(self, function: Callable[..., Any]) -> Any:
+    def on_last_process(self, function: F) -> F:
         """Decorator: only the process of the highest rank runs the function, the others get None."""
         return self.state.on_last_process(function)
 
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+    @overload
+    def on_process(self, function: F, process_index: int | None = None) -> F: ...
+
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Callable[[F], F]: ...
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorator: only the process of rank `process_index` runs the function, the others get None."""
         return self.state.on_process(function, process_index=process_index)
 
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
+    @overload
+    def on_local_process(self, function: F, local_process_index: int | None = None) -> F: ...
+
+    @overload
+    def on_local_process(self, function: None = None, local_process_index: int | None = None) -> Callable[[F], F]: ...
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorator: only process `local_process_index` of each machine runs the function, the others get None."""
         return self.state.on_local_process(function, local_process_index=local_process_index)
 
@@ -552,7 +579,7 @@ class Accelerator:
         """A block that the main process of each machine runs before the others enter it."""
         return self.state.local_main_process_first()
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> AbstractContextManager[T]:
         """A block with this rank's split of the inputs; see `PartialState.split_between_processes`.
 
         Args:
@@ -574,7 +601,13 @@ class Accelerator:
 
     # ---- preparing ----------------------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    @overload
+    def prepare(self, item: T, /, *, device_placement: Sequence[bool | None] | None = None) -> T: ...
+
+    @overload
+    def prepare(self, *args: *Ts, device_placement: Sequence[bool | None] | None = None) -> tuple[*Ts]: ...
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:  # type: ignore[misc]
         """Make models, optimizers, schedulers and data loaders ready to train here.
 
         Args:
@@ -617,6 +650,7 @@ class Accelerator:
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         method = method_for(item)
         if method is None:
+            warn_of_unchanged(item)
             return item
         options = {} if method == "prepare_scheduler" else {"device_placement": device_placement}
         return getattr(self, method)(item, **options)
@@ -638,9 +672,7 @@ class Accelerator:
         """The same under FSDP 2."""
         return args
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    def prepare_model(self, model: M, device_placement: bool | None = None, evaluation_mode: bool = False) -> M:
         """Prepare one model, and return the one to call from now on.
 
         Args:
@@ -654,11 +686,11 @@ class Accelerator:
         if self.is_fsdp2 and replaced is None:
             warn_of_uncalled()
         shard = None if replaced is None else partial(replaced, self)
-        wrapper = self._preparer.prepared_model(model)
+        wrapper: Any = self._preparer.prepared_model(model)
         if wrapper is not None:
             return wrapper
         self._check_device_map(model)
-        prepared = self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
+        prepared: Any = self._preparer.prepare_model(model, device_placement, evaluation_mode, shard)
         self._stepping.first_step.watch_model(prepared)
         return prepared
 
@@ -678,10 +710,10 @@ class Accelerator:
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: Loader,
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> Loader:
         """Prepare one data loader; it then yields this rank's shard of the data.
 
         Args:
@@ -690,10 +722,10 @@ class Accelerator:
             slice_fn_for_dispatch (`Callable`, *optional*): How a batch is sliced when the main process scatters
                 batches; called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
         """
-        place = None
+        place, loader = None, cast("DataLoader[Any]", data_loader)
         if is_overridden(self, "num_processes") or is_overridden(self, "process_index"):
             place = DataPlace(self.process_index, self.num_processes)
-        return self._preparer.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch, place)
+        return self._preparer.prepare_data_loader(loader, device_placement, slice_fn_for_dispatch, place)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """The loader with batches sharded along the sequence, for DeepSpeed's sequence parallelism; unchanged without.
@@ -711,9 +743,7 @@ class Accelerator:
         """Whether a `device_map` dispatched the model, or a submodule of it, to several devices."""
         return is_dispatched(model)
 
-    def unwrap_model(
-        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> nn.Module:
+    def unwrap_model(self, model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> M:
         """The model inside what `prepare` returned.
 
         Args:
@@ -722,9 +752,10 @@ class Accelerator:
                 model.
             keep_torch_compile (`bool`): False removes the wrapper of `torch.compile`, too.
         """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        unwrapped: Any = extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return unwrapped
 
-    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """A loader that skips the first `num_batches` batches, to resume in the middle of an epoch."""
         return skip_first_batches(dataloader, num_batches=num_batches)
 
@@ -1006,7 +1037,7 @@ class Accelerator:
 
     # ---- collectives --------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """All-gather tensors and concatenate them along the first dimension.
 
         Args:
@@ -1016,6 +1047,12 @@ class Accelerator:
             The same structure on every process; 0-dim tensors become 1-dim, one element per process.
         """
         return collectives.gather(tensor)
+
+    @overload
+    def gather_for_metrics(self, input_data: T, use_gather_object: Literal[False] = False) -> T: ...
+
+    @overload
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any: ...
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather a batch's results and drop those of samples that only padded the last batch.
@@ -1041,8 +1078,8 @@ class Accelerator:
         )
 
     def reduce(
-        self, tensor: Any, reduction: Literal["sum", "mean", "none", "max", "min"] = "sum", scale: float = 1.0
-    ) -> Any:
+        self, tensor: T, reduction: Literal["sum", "mean", "none", "max", "min"] = "sum", scale: float = 1.0
+    ) -> T:
         """All-reduce tensors: their sum, mean, maximum or minimum over all processes.
 
         Args:
@@ -1055,7 +1092,7 @@ class Accelerator:
         """
         return collectives.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pad tensors to the largest size that any process has.
 
         Args:

@@ -7,7 +7,9 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Dataset
 
 from accel_integrations.prepared.prepared import Notes
 from accel_state.gradient_state import GradientState
@@ -24,6 +26,36 @@ if TYPE_CHECKING:
 NUM_WATCHED = 3
 """Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""
 _latest: weakref.ref[Run] | None = None
+
+
+def check_loss(loss: object) -> None:
+    """Check that a loss has a backward pass.
+
+    Raises:
+        TypeError: It is a number, for instance.
+    """
+    if not hasattr(loss, "backward"):
+        raise TypeError(
+            f"backward() takes the loss as a tensor, got {loss!r} ({type(loss).__name__}), which has no gradients. Pass the "
+            "tensor itself, without .item() or float()."
+        )
+
+
+def warn_of_unchanged(item: object) -> None:
+    """Warn of an object that `prepare` returns as it is, although it looks as if it was meant to be prepared."""
+    if isinstance(item, Dataset):
+        warn_user(
+            f"prepare() returned a {type(item).__name__} as it is: datasets are not prepared, so each process reads all of "
+            "it. Pass DataLoader(dataset, batch_size=...)."
+        )
+    elif isinstance(item, list | tuple | dict):
+        parts = item.values() if isinstance(item, dict) else item
+        kinds = [type(part).__name__ for part in parts if isinstance(part, nn.Module | Optimizer | DataLoader)]
+        if kinds:
+            warn_user(
+                f"prepare() returned a {type(item).__name__} with {', '.join(kinds)} as it is: what is in it was not prepared. "
+                "Pass the objects one by one: prepare(model, optimizer)."
+            )
 
 
 class ForwardNote:

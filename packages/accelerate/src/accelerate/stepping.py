@@ -16,7 +16,7 @@ from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.prepared import is_prepared
 from accel_ops.collectives.tensors import reduce
 from accel_state import supervision
-from accelerate.mistakes import FirstStepCheck
+from accelerate.mistakes import FirstStepCheck, check_loss
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -128,6 +128,7 @@ class StepController:
         self, loss: torch.Tensor, weight: float | torch.Tensor | None, kwargs: dict[str, Any]
     ) -> bool:
         """Look at the run before its first backward passes; whether a LOMO optimizer has done this one."""
+        check_loss(loss)
         self.first_step.before_backward()
         self._asks_before_backward = self.has_lomo_optimizer or self.first_step.is_watching
         if not self.has_lomo_optimizer or "learning_rate" not in kwargs:
@@ -161,6 +162,10 @@ class StepController:
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float
     ) -> torch.Tensor | None:
         """Clip gradients by their total norm; see `Accelerator.clip_grad_norm_`."""
+        if isinstance(parameters, torch.nn.Module):
+            raise TypeError(
+                f"clip_grad_norm_() takes parameters, not a {type(parameters).__name__}. Pass model.parameters()."
+            )
         self.unscale_gradients()
         return self.engine.clip_grad_norm_(parameters, max_norm, norm_type)
 

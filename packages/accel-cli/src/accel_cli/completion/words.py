@@ -16,6 +16,9 @@ KINDS = {
     "FILE": FILE,
     "FOLDER": FOLDER,
     "training_script": FILE,
+    "deepspeed_config_file": FILE,
+    "offload_optimizer_nvme_path": FOLDER,
+    "offload_param_nvme_path": FOLDER,
     "checkpoint_directory": FOLDER,
     "output_path": FOLDER,
     "model_name": FOLDER,
@@ -76,9 +79,22 @@ def read_words(parser: argparse.ArgumentParser, path: str = "") -> Iterator[Word
             words.argument = words.argument or _values(action)
         elif action.help != argparse.SUPPRESS:
             words.flags += [Flag(name, action.help or "", _values(action)) for name in _spellings(action)]
+    if path == "examples":
+        yield from _words_of_examples(words)
+        return
     yield words
     for name, command in below:
         yield from read_words(command, f"{path} {name}".strip())
+
+
+def _words_of_examples(words: Words) -> Iterator[Words]:
+    """The words of `accelerate examples`, whose second argument is the name of an example."""
+    from accel_cli.examples.catalog import read_examples
+
+    words.commands, words.argument = dict.fromkeys(words.argument, ""), ()
+    yield words
+    yield Words(f"{words.path} list")
+    yield Words(f"{words.path} copy", argument=tuple(read_examples()))
 
 
 def _spellings(action: argparse.Action) -> list[str]:

@@ -284,7 +284,7 @@ def _needs_no_agent(settings: LaunchSettings) -> bool:
     """True when torch's agent would only start CPU processes on this machine."""
     plain = all(getattr(settings, name) == ROWS[name].default for name in AGENT_OPTIONS)
     local = settings.use_cpu and settings.num_machines == 1 and not settings.use_deepspeed
-    return bool(local and plain and os.name == "posix")
+    return bool(local and plain)
 
 
 def _has_deepspeed_launcher(settings: LaunchSettings) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
+from accel_state.process_ids import exists
 from accel_state.supervision import REPORT, STACK_SIGNAL, VARIABLE
 from accel_state.watch.on_request import ASKS, requests_of
 
@@ -302,12 +303,8 @@ def _remove_left_behind() -> None:
         launcher = name.removeprefix(PREFIX).partition("_")[0]
         if not name.startswith(PREFIX) or not launcher.isdigit():
             continue
-        try:
-            os.kill(int(launcher), 0)
-        except ProcessLookupError:
+        if not exists(int(launcher)):
             shutil.rmtree(os.path.join(root, name), ignore_errors=True)
-        except OSError:  # of another user
-            continue
 
 
 def _busy_seconds(process_id: int) -> float:

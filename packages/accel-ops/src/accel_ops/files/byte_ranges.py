@@ -58,6 +58,13 @@ def write_chunk(
     for place, begin, count in chunk_runs(tuple(shape), tuple(offsets), tuple(values.shape)):
         left, at = content[begin * width : (begin + count) * width], position + place * width
         while left:
-            written = os.pwrite(descriptor, left, at)
+            written = _write_at(descriptor, left, at)
             left, at = left[written:], at + written
     return len(content)
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> int:
+    if hasattr(os, "pwrite"):  # not on Windows
+        return os.pwrite(descriptor, data, position)
+    os.lseek(descriptor, position, os.SEEK_SET)
+    return os.write(descriptor, data)

@@ -27,7 +27,8 @@ RENAME_EXCHANGE = 2
 
 def fsync_file(path: StrPath) -> None:
     """Sync a file's content to the disk (fsync)."""
-    descriptor = os.open(path, os.O_RDONLY)
+    writable = sys.platform == "win32"  # which syncs no descriptor that was opened for reading
+    descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -20,6 +20,8 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
+from accel_state.process_ids import exists
+
 PATTERN = r"(?P<host>[\w-]*)-(?P<machine>[0-9a-f]{8})-(?P<process>\d+)-(?P<started>\d+)-(?P<since>\d+)"
 MAX_HOST_LETTERS = 24
 BEAT_SECONDS = 10.0
@@ -118,12 +120,8 @@ class Heartbeat:
 
 
 def _is_running(process: int, started: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
+    if not exists(process):
         return False
-    except OSError:  # somebody else's
-        pass
     return _start_of(process) == started or not started
 
 

@@ -143,7 +143,7 @@ class FullyShardedDataParallelPlugin(Plugin):
     works_on: ClassVar[frozenset[str]] = VENDOR_KINDS | {"cpu", "xla"}
     left_to_device: ClassVar[frozenset[str]] = frozenset({"xla"})
 
-    fsdp_version: int = option(
+    fsdp_version: Literal[1, 2] = option(
         None,
         kind=VERSION,
         env="FSDP_VERSION",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_state.process_ids import exists
 from accel_tracking.local.record import FILE, FOLDER, process_start
 
 MAX_DEPTH = 6  # of folders below the one that is searched
@@ -252,10 +253,4 @@ def _is_alive(process: dict[str, Any], last_heard: float) -> bool:
         return time.time() - last_heard < SECONDS_OF_SILENCE
     if process["pid_started"] is not None:
         return process_start(int(process["pid"])) == process["pid_started"]
-    try:
-        os.kill(int(process["pid"]), 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return exists(int(process["pid"]))

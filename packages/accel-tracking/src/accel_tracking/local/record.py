@@ -108,7 +108,10 @@ class Record:
 
 def _ends_with_newline(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
-    return size == 0 or os.pread(descriptor, 1, size - 1) == b"\n"
+    if size == 0:
+        return True
+    os.lseek(descriptor, size - 1, os.SEEK_SET)  # what is written is appended wherever this is
+    return os.read(descriptor, 1) == b"\n"
 
 
 def process_identity() -> dict[str, Any]:

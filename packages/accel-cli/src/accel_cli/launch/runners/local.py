@@ -23,6 +23,7 @@ INTERRUPT_SECONDS = 3.0
 FAILURE_SECONDS = 30.0  # for the others once a process has failed
 HUNG_STATUS = 124  # as in timeout(1)
 PR_SET_PDEATHSIG = 1
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows ends processes in one way only
 
 
 def run(plan: Plan) -> int:
@@ -158,6 +159,8 @@ class _Group:
         self._send(number)
 
     def _send(self, number: int) -> None:
+        if number == signal.SIGINT and sys.platform == "win32":  # whose console interrupts them all
+            return
         for rank, process in enumerate(self.processes):
             if rank not in self.ended:
                 process.send_signal(number)
@@ -176,7 +179,7 @@ class _Group:
             self._sleep()
             self._newly_ended()
             self._pass_interrupt_on()
-        self._send(signal.SIGKILL)
+        self._send(KILL)
         codes = {rank: process.wait() for rank, process in enumerate(self.processes)}
         self.ended = failed_on_their_own  # the others were terminated
         return codes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from accelerate.state import PartialState
@@ -22,7 +24,8 @@ def gathering(place: Place) -> None:
     """`gather` concatenates tensors in rank order, also in nested structures."""
     accelerator = make_accelerator()
     tensor = torch.full((2, 3), float(place.rank), device=accelerator.device)
-    gathered = accelerator.gather({"a": tensor, "b": [tensor.long()]})
+    tensors: dict[str, Any] = {"a": tensor, "b": [tensor.long()]}
+    gathered = accelerator.gather(tensors)
     ranks = torch.arange(place.world).repeat_interleave(2)
     same(gathered["a"].shape, torch.Size([2 * place.world, 3]), "shape")
     same(gathered["a"][:, 0].tolist(), ranks.tolist(), "ranks of the rows")

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ def objects(place: Place) -> None:
     need_data_parallelism(place)
     accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 3
-    loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH))  # type: ignore[arg-type]
+    loader: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH))  # type: ignore[arg-type]
     batches = [accelerator.gather_for_metrics([f"item {number}" for number in batch.tolist()]) for batch in loader]
     same([word for batch in batches for word in batch], [f"item {number}" for number in range(count)], "items")
 
@@ -90,7 +91,8 @@ def dropping(place: Place) -> None:
     need_data_parallelism(place)
     accelerator: Accelerator = make_accelerator()
     count = 2 * BATCH * place.world + 5
-    loader = accelerator.prepare(DataLoader(torch.arange(count), batch_size=BATCH, drop_last=True))  # type: ignore[arg-type]
+    numbers: Any = torch.arange(count)
+    loader: DataLoader[torch.Tensor] = accelerator.prepare(DataLoader(numbers, batch_size=BATCH, drop_last=True))
     samples = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
     same(samples.tolist(), list(range(2 * BATCH * place.world)), "items")
 

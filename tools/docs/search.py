@@ -1,0 +1,91 @@
+"""The search of the site: what readers type finds the page that answers, guides before reference pages."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+# page -> what people type who want it, where neither its title nor its headings have the words
+WORDS = {
+    "checkpoints.md": ["resume", "resume training", "continue a run", "save checkpoint"],
+    "compatibility.md": ["transformers", "Trainer", "trl", "peft", "diffusers"],
+    "config.md": ["accelerate config", "default_config.yaml"],
+    "data.md": ["dataset", "dataloader", "DataLoader", "shuffle"],
+    "estimate.md": ["how much memory", "VRAM"],
+    "how-to/kubernetes.md": ["k8s", "Kubeflow"],
+    "how-to/mps.md": ["macbook", "mac", "M1", "M2", "M3", "Apple silicon", "Metal"],
+    "how-to/out-of-memory.md": ["OOM", "OutOfMemoryError"],
+    "how-to/processes.md": ["print once", "main process", "rank 0"],
+    "how-to/several-gpus.md": ["multiple GPUs", "multi-GPU", "DDP", "CUDA_VISIBLE_DEVICES", "data parallel"],
+    "how-to/several-machines.md": ["multi-node", "multinode", "nodes", "multiple machines", "two machines"],
+    "how-to/low-precision.md": ["mixed precision", "autocast", "AMP", "half precision", "float16"],
+    "hangs-and-crashes.md": ["NCCL timeout", "deadlock", "stuck", "hang", "SIGTERM", "segfault"],
+    "launch.md": ["accelerate launch", "torchrun"],
+    "migrating.md": ["Hugging Face", "upgrade"],
+    "start/install.md": ["pip install", "installation"],
+    "start/notebooks.md": ["Jupyter", "Colab", "Kaggle", "notebook_launcher"],
+    "tracking.md": ["wandb", "TensorBoard", "MLflow", "logging", "metrics", "progress bar"],
+    "whats-new.md": ["changelog", "release notes", "releases"],
+}
+BOOSTS = [  # of the first pattern that matches a page's path: how much its matches count
+    (r"reference/(commands|config-file|environment|accelerate\.md)", 1.0),
+    (r"reference/", 0.05),
+    (r"(architecture|compatibility|first-change|performance|reliability|contributing|concepts/internals)", 0.2),
+    (r"", 4.0),
+]
+WORKER = re.compile(r"assets/javascripts/(workers/search\.\w+\.min\.js)")
+OPTION = re.compile(r'<dt><a id="([^"]+)"></a>(.+?)</dt>\s*<dd>(.*?)</dd>', re.DOTALL)
+OPTION_PAGES = ("reference/commands/", "reference/config-file/", "reference/environment/")
+CODE = re.compile(r"<code>([^<]+)</code>")
+TAG = re.compile(r"<[^>]+>")
+OPTION_BOOST = 4.0
+QUERIES = """// Rewrites what is typed before the search of the theme parses it, where `--flag` would mean "without flag"
+const QUERY = 2
+addEventListener("message", event => {
+  const { type, data, isPlain } = event.data
+  if (type !== QUERY || isPlain) return
+  event.stopImmediatePropagation()
+  const plain = data.replace(/(^|\\s)[-+]+/g, "$1").replace(/[*:^~]+/g, " ")
+  dispatchEvent(new MessageEvent("message", { data: { type, data: plain, isPlain: true } }))
+})
+importScripts("%s")
+"""
+
+
+def page_settings(path: str) -> dict[str, object]:
+    """The metadata that the search plugin reads.
+
+    Args:
+        path: Of the page, relative to docs/.
+    """
+    boost = next(boost for pattern, boost in BOOSTS if re.match(pattern, path))
+    return {"search": {"boost": boost}, "tags": WORDS.get(path, [])}
+
+
+def use_plain_queries(html: str) -> str:
+    """A page whose search asks through `workers/queries.js`."""
+    return WORKER.sub("assets/javascripts/workers/queries.js", html)
+
+
+def add_options(site: Path) -> None:
+    """Add each flag, key and variable of the reference to the index: they are no headings, which the search plugin takes."""
+    path = site / "search" / "search_index.json"
+    index = json.loads(path.read_text())
+    pages = {entry["location"] for entry in index["docs"] if entry["location"].startswith(OPTION_PAGES)}
+    for page in sorted(location for location in pages if "#" not in location):
+        index["docs"].extend(_options(page, (site / page / "index.html").read_text()))
+    path.write_text(json.dumps(index, separators=(",", ":")))
+
+
+def _options(page: str, html: str) -> Iterator[dict[str, object]]:
+    for anchor, names, text in OPTION.findall(html):
+        title = ", ".join(CODE.findall(names))
+        yield {"location": f"{page}#{anchor}", "title": title, "text": TAG.sub("", text), "boost": OPTION_BOOST}
+
+
+def write_queries(site: Path) -> None:
+    """Write that script beside the worker of the theme, whose name has a hash in it."""
+    (worker,) = (site / "assets" / "javascripts" / "workers").glob("search.*.min.js")
+    worker.with_name("queries.js").write_text(QUERIES % worker.name)
