@@ -134,3 +134,5 @@ def test_what_bert_cannot_do_is_refused(rank: int, world: int) -> None:
             model(**batch)
         with pytest.raises(ValueError, match=r"next_sentence_label has the shape \(3,\).*per sample"):
             model(**batch, next_sentence_label=torch.zeros(3).long())
+        with pytest.raises(NotImplementedError, match=r"generate\(\) is for models that predict the next token"):
+            model.generate(batch["input_ids"])

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from accel_integrations.engines.megatron.batches import Batch, Limits, make_batch
 from accel_integrations.engines.megatron.build import Chunks
 from accel_integrations.engines.megatron.cpu import on_device
+from accel_integrations.engines.megatron.generation import GenerationOptions, Prompts, generate
+from accel_integrations.engines.megatron.library import load
 from accel_integrations.engines.megatron.optimizing import ShardedOptimizer
 from accel_integrations.engines.megatron.schedule import Outcome, Schedule
+from accel_integrations.engines.megatron.tasks import Causal
 from accel_integrations.engines.megatron.weights import ShardedWeights
 from accel_state.public_names import known_as
+
+WRITE_INSTEAD = "Or write it with accelerator.save_model(), and load it in one process."
 
 
 @dataclass
@@ -46,6 +52,47 @@ class Parts:
     return_logits: bool
     after_step: Callable[[], None]
     handler: Any = None
+
+    @torch.no_grad()
+    def generate(self, inputs: torch.Tensor, mask: torch.Tensor | None, options: GenerationOptions) -> torch.Tensor:
+        """Continue prompts, int64 (prompts, tokens); see `MegatronEngine.megatron_generate`."""
+        limits, parallel = replace(self.limits, is_raw=False), load("parallel_state")
+        if not isinstance(limits.task, Causal):
+            raise NotImplementedError(
+                f"generate() is for models that predict the next token, and {type(self.original).__name__} does not under "
+                f"Megatron-LM. {WRITE_INSTEAD}"
+            )
+        if parallel.get_expert_model_parallel_world_size() > 1 and parallel.get_data_parallel_world_size() > 1:
+            raise NotImplementedError(
+                "generate() of a model whose experts are spread over replicas would need all of these to generate equally "
+                f"many tokens. Set expert_model_parallel_size=1. {WRITE_INSTEAD}"
+            )
+        prompts = Prompts.of(inputs, mask, options.bos_token_id if options.add_BOS else None)
+        num_new = options.num_new(prompts.columns)
+        longest = min(limits.max_length, limits.window or limits.max_length)
+        if prompts.longest + num_new > longest:
+            raise ValueError(
+                f"{prompts.longest} tokens of the longest prompt and {num_new} new ones are more than the {longest} that the "
+                "model takes. Shorten the prompts, or set max_new_tokens lower."
+            )
+        schedule, device = self.schedule.without_hooks(), self.device
+        prompts = replace(prompts, rows=[row.to(device) for row in prompts.rows])
+
+        def next_logits(tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+            batch = make_batch({"input_ids": tokens}, limits, device, training=False)
+            logits = schedule.evaluate(batch, with_logits=True).logits["logits"]
+            return logits[torch.arange(len(tokens), device=device), lengths - 1].float()
+
+        with on_device(device):
+            return generate(next_logits, prompts, options, self._seed(options))
+
+    def _seed(self, options: GenerationOptions) -> int:
+        """The seed of drawn tokens, the same on all ranks."""
+        if options.random_seed is not None or not options.samples:
+            return options.random_seed or 0
+        seed = torch.randint(2**31, (1,)).to(self.device)
+        dist.broadcast(seed, 0)
+        return int(seed)
 
 
 @known_as("accelerate.utils.megatron_lm.MegatronEngine")
@@ -175,12 +222,66 @@ class MegatronEngine(nn.Module):
             "Checkpoints are read for all prepared objects together: call accelerator.load_state(input_dir)."
         )
 
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: this rank holds a part of the model only."""
-        raise NotImplementedError(
-            "generate() needs the full model on one rank. Write it with accelerator.save_model(model, folder), and load it "
-            f"there: {type(self.parts.original).__name__}.from_pretrained(folder)."
+    def megatron_generate(
+        self,
+        inputs: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        length_penalty: float | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Continue prompts: greedily, with drawn tokens, or by beam search. All ranks of a replica pass the same prompts.
+
+        Args:
+            inputs: The prompts, int64 (prompts, tokens), padded on either side.
+            attention_mask: 0 where they are padded, as `inputs`; None for no padding.
+            max_length: Columns of the result, prompts included.
+            max_new_tokens: New tokens after each prompt, instead; 20 by default.
+            num_beams: How many sequences beam search follows.
+            temperature: By which logits are divided; tokens are drawn, where this or one of the next two is set.
+            top_k: Draw from this many most probable tokens.
+            top_p: Draw from the most probable tokens that have this probability together.
+            length_penalty: Exponent of the number of new tokens that scores of beams are divided by.
+            **kwargs: Other fields of `GenerationOptions`, such as `add_BOS`, `top_p_decay`, `eos_token_id`, `random_seed`.
+
+        Returns:
+            The prompts, each with its continuation, int64 (prompts, tokens + new tokens), the same on all ranks of a replica.
+
+        Raises:
+            NotImplementedError: The model does not predict the next token, or its experts are spread over replicas.
+            TypeError, ValueError: For options and prompts that cannot be used.
+        """
+        chosen = {
+            "max_length": max_length,
+            "max_new_tokens": max_new_tokens,
+            "num_beams": num_beams,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "length_penalty": length_penalty,
+        }
+        original = self.parts.original
+        options = GenerationOptions.of(
+            chosen | kwargs, getattr(original, "generation_config", None) or original.config
         )
+        was_training = self.training
+        self.eval()
+        try:
+            return self.parts.generate(inputs, attention_mask, options)
+        finally:
+            self.train(was_training)
+
+    def generate(self, inputs: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Continue prompts, with the arguments of `megatron_generate`; prompts may be named `input_ids`, as in transformers."""
+        prompts = kwargs.pop("input_ids", None) if inputs is None else inputs
+        if prompts is None:
+            raise ValueError("generate() got no prompts. Pass input_ids, int64 of shape (prompts, tokens).")
+        return self.megatron_generate(prompts, **kwargs)
 
     def _batch(self, values: Any) -> Batch:
         return make_batch(values, self.parts.limits, self.parts.device, training=self.training)

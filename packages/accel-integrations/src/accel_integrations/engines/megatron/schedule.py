@@ -58,6 +58,10 @@ class Schedule:
         self._has_replicas = dist.get_world_size(self._replicas) > 1
         self._run_all = load("pipeline_parallel").get_forward_backward_func()
 
+    def without_hooks(self) -> Schedule:
+        """The same without functions of the program, which need not give logits."""
+        return Schedule(self._chunks, self._task, self._num_tokens, self._device, Hooks())
+
     def train(self, batch: Batch) -> Outcome:
         """Forward and backward passes; gradients, averaged over replicas, are in `main_grad` afterwards."""
         for chunk in self._chunks.wrapped:
