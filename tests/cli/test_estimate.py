@@ -443,3 +443,57 @@ def test_older_programs_may_call_it(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     assert gather_data(args)[0][0] == "int8"
     assert COMMANDS["estimate-memory"].module == "accel_cli.estimate.command"
+
+
+OWN_CLASS = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.layer = torch.nn.Linear(width, width, bias=False)
+
+NUMBER = 3
+def make_number():
+    return NUMBER
+"""
+
+
+def test_a_class_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_nets.py").write_text(OWN_CLASS)
+    monkeypatch.chdir(tmp_path)
+    for name in ("own_nets.py:Net", "own_nets:Net", str(tmp_path / "own_nets.py:Net")):
+        assert main(["estimate-memory", name, "--arguments", '{"width": 16}', "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert printed["dtypes"][0]["total_bytes"] == 16 * 16 * 4
+    assert main(["estimate-memory", "own_nets.py:Net", "--training"]) == 0
+    printed_text = capsys.readouterr().out
+    assert "N/A: weights of 8 and 4 bits are not trained" in printed_text
+    assert "Without activations" in printed_text
+    sys.modules.pop("own_nets")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["own_nets.py:Nett"], "own_nets.py has no 'Nett'. Did you mean 'Net'?"),
+        (["own_nets.py:Net", "--arguments", "{"], "--arguments is not valid JSON"),
+        (["own_nets.py:Net", "--arguments", "[3]"], "--arguments must be a JSON object"),
+        (["own_nets.py:Net", "--arguments", '{"wide": 3}'], "cannot be made with {'wide': 3} (TypeError"),
+        (["own_nets.py:make_number"], "made a int, which is not a torch.nn.Module"),
+        (["absent.py:Net"], "The file 'absent.py' does not exist"),
+        (["no_such_module:Net"], "no_such_module cannot be imported"),
+        ([".", "--arguments", "{}"], "--arguments are those of a class"),
+    ],
+)
+def test_a_class_that_cannot_be_made(
+    words: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_nets.py").write_text(OWN_CLASS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["estimate-memory", *words]) == 2
+    said = capsys.readouterr().err
+    assert reason in said
+    assert len(said.splitlines()) == 1

@@ -15,7 +15,7 @@ import yaml
 from accel_cli.errors import UsageError
 from accel_cli.kubernetes.manifest import documents
 from accel_cli.kubernetes.workload import make_workload
-from accel_cli.main import COMMANDS
+from accel_cli.main import COMMANDS, main
 from tests.cli.pretended import settled
 from tests.clusters.kubernetes import check, pods
 from tests.support.machines import ADDRESSES, inside, needs_namespaces, two_machines
@@ -125,6 +125,22 @@ def test_failures_and_evictions_are_told_apart() -> None:
 def test_what_is_refused(words: list[str], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         manifest("job", *words, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["train.py", "--image", "me/train:1"], "--image stands after train.py, so it is passed to the script"),
+        (["train.py"], "--image is needed: the image of the containers"),
+    ],
+)
+def test_without_an_image_nothing_is_printed(
+    words: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["kubernetes", *words]) == 2
+    said = capsys.readouterr()
+    assert reason in said.err
+    assert said.out == ""
 
 
 WORLD = """

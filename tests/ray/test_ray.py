@@ -126,13 +126,13 @@ def test_what_cannot_start_is_said_in_one_sentence(
     environ: dict[str, str], words: list[str], reason: str, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").touch()
-    known = {
+    variables = {
         name: text
         for name, text in ENVIRON.items()
         if name not in ("RAY_ADDRESS", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S")
     }
     command = [PROGRAM, "launch", "--cpu", "--launcher", "ray", *words, str(tmp_path / "train.py")]
-    done = subprocess.run(command, env={**known, **environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env={**variables, **environ}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert reason in done.stderr
     assert len(done.stderr.splitlines()) == 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.errors import UsageError, did_you_mean
+from accel_cli.estimate.own_class import LIBRARY, build_class
 from accel_cli.estimate.source import ModelSource, check_library, find_model
 from accel_state.errors import missing_library
 from accel_state.libraries import is_timm_available, is_transformers_available
@@ -64,6 +65,8 @@ def build(source: ModelSource, trust_remote_code: bool = False) -> nn.Module:
         UsageError: It cannot be built.
         MissingLibraryError: Its library is not installed.
     """
+    if source.library == LIBRARY:
+        return build_class(source)
     if source.library is None:
         raise UsageError(
             f"The model {source.name!r} cannot be built, because it has only safetensors files. Estimate its sizes alone, "

@@ -21,7 +21,9 @@ HELP = "Estimate the memory that a model needs."
 PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
 
 OPTIONS = (
-    Option("model_name", "A folder with a model, or the name of one on the Hugging Face Hub."),
+    Option("model_name", "A folder with a model, the name of one on the Hugging Face Hub, or a class of your own: file.py:Class or "
+           "module:Class."),
+    Option("--arguments", "Keyword arguments of the class, as a JSON object.", metavar="JSON"),
     Option("--library_name", "Library of the model; detected if left out.", kind=one_of("timm", "transformers")),
     Option("--dtypes", "Dtypes to estimate for.", nargs="+", metavar="DTYPE",
            default=("float32", "float16", "int8", "int4"), kind=one_of(*BITS)),
@@ -141,9 +143,17 @@ def _check(args: Namespace) -> None:
 
 
 def _find(args: Namespace) -> ModelSource:
+    from accel_cli.estimate.own_class import find_class, is_class_name
     from accel_cli.estimate.source import find_model
 
+    arguments = getattr(args, "arguments", None)
     with without_traceback():
+        if is_class_name(args.model_name):
+            return find_class(args.model_name, arguments)
+        if arguments is not None:
+            raise UsageError(
+                f"--arguments are those of a class, such as file.py:Class, and {args.model_name!r} names none."
+            )
         return find_model(args.model_name, args.library_name)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,7 +55,14 @@ class Report:
         if self.shards is not None:
             title = f"{PARALLEL[self.shards.parallel].title}, each of {self.shards.num_devices} devices"
             tables.append(create_ascii_table(["per device", "memory"], self._shard_rows(), title))
-        return "\n".join(tables)
+        return "\n".join([*tables, *self._notes()])
+
+    def _notes(self) -> Iterator[str]:
+        """Why a figure is missing."""
+        if any(row.adam < 0 for row in self.formats):
+            yield "N/A: weights of 8 and 4 bits are not trained, adapters on them are."
+        if self.args.training and self.step is None and self.shards is None:
+            yield "Without activations: what a forward pass takes is not known for this kind of model."
 
     def as_json(self) -> str:
         """The report as JSON, with sizes in bytes."""

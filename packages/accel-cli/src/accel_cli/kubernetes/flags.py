@@ -12,7 +12,7 @@ from accel_state.settings.option import INTEGER, one_of
 KUBERNETES = (
     Option("--kind", "trainjob, for Kubeflow Trainer, or job, which needs Kubernetes alone.", default="trainjob",
            kind=one_of("trainjob", "job")),
-    Option("--image", "Image of the containers: it has the script and this library.", required=True, metavar="IMAGE"),
+    Option("--image", "Image of the containers: it has the script and this library.", metavar="IMAGE"),
     Option("--name", "Name of the job; that of the script if left out.", metavar="NAME"),
     Option("--namespace", "Namespace; the user's own if left out.", metavar="NAME"),
     Option("--runtime", "Training runtime of a TrainJob.", default="torch-distributed", metavar="NAME"),
@@ -60,6 +60,8 @@ def check_kubernetes_flags(args: Namespace) -> None:
     Raises:
         ValueError: A value is not valid, or two contradict one another.
     """
+    if args.image is None:
+        raise UsageError(_no_image(args))
     for name, (pattern, shape) in SHAPES.items():
         value = getattr(args, name)
         for text in value if isinstance(value, list) else [value]:
@@ -81,3 +83,13 @@ def check_kubernetes_flags(args: Namespace) -> None:
     paths = [text.partition(":")[2] for text in args.volume or ()] + (["/dev/shm"] if args.shared_memory else [])
     if len(paths) != len(set(paths)):
         raise UsageError(f"Two volumes cannot be mounted at one path: {', '.join(sorted(paths))}. Give each its own.")
+
+
+def _no_image(args: Namespace) -> str:
+    """What is missing, or in the wrong place: as in `accelerate launch`, what follows the script is passed to it."""
+    if any(word.startswith("--image") for word in args.training_script_args):
+        return (
+            f"--image stands after {args.training_script}, so it is passed to the script. Write options first: accelerate kubernetes "
+            f"--image IMAGE {args.training_script}"
+        )
+    return "--image is needed: the image of the containers, which has the script and this library."
