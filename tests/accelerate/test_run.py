@@ -74,7 +74,8 @@ def test_tracking_a_run() -> None:
     tracker = MemoryTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     assert accelerator.log_with == [tracker]
-    accelerator.log({"ignored": 1})
+    with pytest.warns(UserWarning, match="log.. was called before init_trackers"):
+        accelerator.log({"ignored": 1})
     accelerator.init_trackers("digits", config={"rate": 0.1}, init_kwargs={"memory": {}})
     assert accelerator.trackers == [tracker]
     assert accelerator.get_tracker("memory") is tracker

@@ -24,7 +24,7 @@ START = "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_process
         (START + "\n\nzero_stage: 3\n", "line 6 has unknown keys: ['zero_stage']."),
         (START + "zero_stage: 3\n", "Put zero_stage into the section deepspeed_config."),
         (START + "fsdp_version: 2\n", "Put fsdp_version into the section fsdp_config."),
-        (START + "mixed_precision: bf61\n", "line 4: mixed_precision: 'bf61' is not one of no, fp8, fp16, bf16. Did "
+        (START + "mixed_precision: bf61\n", "line 4: mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8. Did "
                                             "you mean 'bf16'?"),
         (START + "num_machines: two\n", "line 4: num_machines: 'two' is not an integer."),
         (START + "main_process_port: true\n", "line 4: main_process_port: True is not an integer."),

@@ -120,7 +120,7 @@ def test_unknown_keys_of_a_section_are_mentioned(write: Any) -> None:
     [
         (
             {"mixed_precision": "bf61"},
-            r"mixed_precision: 'bf61' is not one of no, fp8, fp16, bf16\. Did you mean 'bf16'",
+            r"mixed_precision: 'bf61' is not one of no, fp16, bf16, fp8\. Did you mean 'bf16'",
         ),
         ({"num_processes": "two", "distributed_type": "MULTI_GPU"}, "num_processes: 'two' is not an integer"),
         ({"num_machines": True}, "num_machines: True is not an integer"),

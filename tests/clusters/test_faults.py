@@ -29,6 +29,7 @@ def launch(folder: Path, *words: str, **options: object) -> str:
     return (folder / "weight").read_text()
 
 
+@pytest.mark.thorough
 @pytest.mark.launch
 def test_ranks_that_are_killed_at_random_steps(tmp_path: Path) -> None:
     chance = random.Random(int(os.environ.get("FAULT_SEED", "0")))

@@ -208,6 +208,7 @@ def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["checkpoint_0"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("why", ["signal", "node"])
 def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm, why: str) -> None:
     Path("train.py").write_text(SAVING)

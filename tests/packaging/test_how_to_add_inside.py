@@ -28,7 +28,7 @@ ROWS = (
         "ENGINES: dict[str, str] = {",
         '    "COUNTING": "accel_integrations.engines.counting:CountingEngine",',
     ),
-    ("accel_state/enums.py", '    NO = "no"\n    FP8 = "fp8"', '    DOUBLE = "double"'),
+    ("accel_state/enums.py", '    BF16 = "bf16"\n    FP8 = "fp8"', '    DOUBLE = "double"'),
     (
         "accel_integrations/precision/registry.py",
         "PRECISIONS: dict[str, Callable[[str, Handlers], Precision]] = {",

@@ -17,7 +17,11 @@ import pytest
 from tests.clusters.slurm import wait_for
 from tests.ray.training import SAMPLES
 
-pytestmark = [pytest.mark.launch, pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]")]
+pytestmark = [
+    pytest.mark.launch,
+    pytest.mark.thorough,
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]"),
+]
 
 HERE = Path(__file__).parent
 PROGRAM = str(Path(sys.executable).parent / "accelerate")

@@ -122,7 +122,7 @@ def test_the_environment_gives_the_number_format(monkeypatch: pytest.MonkeyPatch
 
 def test_unknown_number_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        ValueError, match="mixed_precision='bf17' is not a mixed precision: use one of no, fp8, fp16, bf16"
+        ValueError, match="mixed_precision='bf17' is not a mixed precision: use one of no, fp16, bf16, fp8"
     ):
         make(mixed_precision="bf17")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "half")

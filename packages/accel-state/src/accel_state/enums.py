@@ -112,9 +112,9 @@ class PrecisionType(str, BaseEnum):
     """The values of `mixed_precision`."""
 
     NO = "no"
-    FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+    FP8 = "fp8"
 
 
 @known_as("accelerate.utils.dataclasses.RNGType")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LIBRARY = "python"
-NAME = re.compile(r"(?P<place>.+\.py|[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_]\w*)")
+NAME = re.compile(r"(?P<origin>.+\.py|[A-Za-z_][\w.]*):(?P<attribute>[A-Za-z_]\w*)")
 
 
 def is_class_name(name: str) -> bool:
@@ -35,9 +35,9 @@ def find_class(name: str, arguments: str | None) -> ModelSource:
     Raises:
         UsageError: There is no such file, or the arguments are no JSON object.
     """
-    place = name.rpartition(":")[0]
-    if place.endswith(".py") and not Path(place).is_file():
-        raise MissingFileError(f"The file {place!r} does not exist. Check the path.")
+    origin = name.rpartition(":")[0]
+    if origin.endswith(".py") and not Path(origin).is_file():
+        raise MissingFileError(f"The file {origin!r} does not exist. Check the path.")
     try:
         values = json.loads(arguments or "{}")
     except ValueError as error:
@@ -57,10 +57,10 @@ def build_class(source: ModelSource) -> nn.Module:
 
     match = NAME.fullmatch(source.name)
     assert match is not None
-    place, attribute = match["place"], match["attribute"]
-    values = _names_of(place)
+    origin, attribute = match["origin"], match["attribute"]
+    values = _names_of(origin)
     if attribute not in values:
-        raise UsageError(f"{place} has no {attribute!r}.{did_you_mean(attribute, list(values))}")
+        raise UsageError(f"{origin} has no {attribute!r}.{did_you_mean(attribute, list(values))}")
     model: Any = values[attribute]
     try:
         model = model(**source.config)
@@ -74,13 +74,13 @@ def build_class(source: ModelSource) -> nn.Module:
     return model
 
 
-def _names_of(place: str) -> dict[str, Any]:
+def _names_of(origin: str) -> dict[str, Any]:
     """The names that a file or module defines."""
-    is_file = place.endswith(".py")
-    sys.path.insert(0, str(Path(place).parent if is_file else Path.cwd()))  # as Python does for a script
+    is_file = origin.endswith(".py")
+    sys.path.insert(0, str(Path(origin).parent if is_file else Path.cwd()))  # as Python does for a script
     try:
-        return runpy.run_path(place, run_name="model") if is_file else vars(import_module(place))
+        return runpy.run_path(origin, run_name="model") if is_file else vars(import_module(origin))
     except ImportError as error:
-        raise UsageError(f"{place} cannot be imported ({error}). Run the command where `import` finds it.") from error
+        raise UsageError(f"{origin} cannot be imported ({error}). Run the command where `import` finds it.") from error
     finally:
         sys.path.pop(0)
