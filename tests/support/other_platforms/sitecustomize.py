@@ -34,9 +34,10 @@ NOT_ON_MACOS = {
     os: "pidfd_open sched_getaffinity sched_setaffinity posix_fadvise posix_fallocate fdatasync RWF_NOWAIT memfd_create",
     signal: "SIGRTMIN SIGRTMAX",
 }
+# `os.O_NONBLOCK` stays: Python's own shutil, imported on this system, uses it.
 NOT_ON_WINDOWS = {
     os: "fork forkpty mkfifo pread preadv pwrite pwritev sysconf statvfs getuid geteuid getpgid killpg setsid register_at_fork "
-    "getloadavg O_NONBLOCK sendfile " + NOT_ON_MACOS[os],
+    "getloadavg sendfile " + NOT_ON_MACOS[os],
     signal: "SIGKILL SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGSTOP SIGCONT setitimer pthread_kill "
     + NOT_ON_MACOS[signal],
     faulthandler: "register unregister",
