@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.packaging.test_how_to_add import run
 
 OUTSIDE = Path(__file__).with_name("outside") / "outside"
 PACKAGES = (
@@ -70,14 +70,6 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (site / "place.py").write_text((OUTSIDE / "place.py").read_text())
     shutil.copytree(OUTSIDE, site / "outside")
     return {**os.environ, "PYTHONPATH": str(site), "ACCELERATE_CONFIG_FILE": str(site / "none"), "SITE": str(site)}
-
-
-def run(environment: dict[str, str], *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", *command], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.takes_turns

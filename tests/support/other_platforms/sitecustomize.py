@@ -15,7 +15,7 @@ import fcntl
 import io
 import multiprocessing.connection  # noqa: F401 - Python's own modules ask for the system when they are imported
 import os
-import shutil  # noqa: F401
+import shutil
 import signal
 import socket  # noqa: F401
 import subprocess  # noqa: F401
@@ -34,10 +34,9 @@ NOT_ON_MACOS = {
     os: "pidfd_open sched_getaffinity sched_setaffinity posix_fadvise posix_fallocate fdatasync RWF_NOWAIT memfd_create",
     signal: "SIGRTMIN SIGRTMAX",
 }
-# `os.O_NONBLOCK` stays: Python's own shutil, imported on this system, uses it.
 NOT_ON_WINDOWS = {
     os: "fork forkpty mkfifo pread preadv pwrite pwritev sysconf statvfs getuid geteuid getpgid killpg setsid register_at_fork "
-    "getloadavg sendfile " + NOT_ON_MACOS[os],
+    "getloadavg O_NONBLOCK sendfile " + NOT_ON_MACOS[os],
     signal: "SIGKILL SIGHUP SIGQUIT SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGSTOP SIGCONT setitimer pthread_kill "
     + NOT_ON_MACOS[signal],
     faulthandler: "register unregister",
@@ -128,6 +127,7 @@ if platform == "darwin":
     ctypes.CDLL = LibraryOfMacOS  # type: ignore[assignment,misc]
 if platform == "win32":
     remove(NOT_ON_WINDOWS)
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]
     sys.modules.update(dict.fromkeys(MODULES_OF_POSIX))  # type: ignore[arg-type]
     ctypes.CDLL = library_on_windows  # type: ignore[assignment,misc]
     ctypes.WinDLL, ctypes.get_last_error = Kernel32, lambda: 87  # type: ignore[attr-defined,misc,assignment]

@@ -291,7 +291,7 @@ def search_beams(next_logits: NextLogits, prompt: Tensor, options: GenerationOpt
     """
     beams, ends = options.num_beams, prompt.new_tensor(options.ends)
     tokens, scores = prompt.expand(beams, -1), torch.full((beams,), -torch.inf, device=prompt.device)
-    scores[0] = 0.0  # all beams begin alike: one counts
+    scores[0] = 0.0  # all beams are the same at first, so a single one counts
     complete: list[tuple[float, Tensor]] = []
     for count in range(1, num_new + 1):
         logits = next_logits(tokens, torch.full((beams,), tokens.shape[1], device=tokens.device))
