@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +18,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
+from accel_data import starting_workers
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -223,12 +226,46 @@ class Slow(Noisy):
 
 @pytest.mark.takes_turns
 @pytest.mark.parametrize(("seconds", "is_told"), [(0.05, True), (60.0, False)])
-def test_workers_that_deliver_no_first_batch_are_named(
-    seconds: float, is_told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_workers_that_deliver_no_first_batch_are_named_and_print_their_stacks(
+    seconds: float,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("accel_data.worker_states.SILENT_SECONDS", seconds)
+    monkeypatch.setattr("accel_data.starting_workers.SILENT_SECONDS", seconds)
+    monkeypatch.setattr("accel_data.starting_workers.STACK_DELAY_SECONDS", seconds)
     loader = Accelerator(cpu=True).prepare(DataLoader(Slow(), batch_size=2, num_workers=2))
     assert len(read(loader)) == NUM_SAMPLES // 2
     told = [record.getMessage() for record in caplog.records if "have delivered no batch" in record.getMessage()]
     assert len(told) == is_told
     assert all("pid " in message and "forkserver" in message for message in told)
+    assert (f"{Path(__file__).name}\", line" in capfd.readouterr().err) == is_told
+
+
+def test_workers_are_told_of_before_the_launcher_ends_a_run_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert starting_workers.seconds_of_patience() == 60
+    monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "20")
+    assert starting_workers.seconds_of_patience() == 10
+    monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "3600")
+    assert starting_workers.seconds_of_patience() == 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.takes_turns
+def test_a_thread_that_computes_is_seen_before_a_fork() -> None:
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)  # without the GIL
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        assert any(starting_workers.another_thread_runs() for _ in range(100_000))
+        starting_workers.wait_for_idle_threads(seconds=0)  # and no longer
+    finally:
+        stop.set()
+        thread.join()
+    assert not all(starting_workers.another_thread_runs() for _ in range(100_000))

@@ -239,10 +239,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if reading.skipped:
             restore_rng_state(reading.states)
         batches = start(batches)
-        end = None if indices is None else indices.end  # none, too, for persistent workers that were started elsewhere
-        if end is not None and not runs_ahead:
-            return zip(batches, end.are_last(), strict=False)
-        return self._one_ahead(batches, None if end is not None else reading.order_drawn)
+        if indices is None:
+            return self._one_ahead(batches, reading.order_drawn)
+        assert indices.end is not None  # since the source has begun to read by them
+        return self._one_ahead(batches, None) if runs_ahead else zip(batches, indices.end.are_last(), strict=False)
 
     def _indices_of(self, source: Any) -> IndicesAhead | None:
         """What tells where the epoch ends; None for streams, and for classes whose batches are no matter of indices alone."""

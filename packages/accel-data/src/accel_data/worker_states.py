@@ -7,9 +7,7 @@ resumed epoch begin with them, in the same turn. A stream is read again from its
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,16 +16,18 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accel_data.look_ahead import IndicesAhead
+from accel_data.starting_workers import (
+    FORK_MAY_DEADLOCK,
+    awaited_first_batch,
+    first_batch_is_done,
+    print_stack_unless_done,
+    wait_for_idle_threads,
+)
 from accel_data.torchdata_state import reads_from_start
 from accel_ops.random import capture_cpu_rng_state, restore_rng_state, same_rng_states
-from accel_state.logging import get_logger
-
-logger = get_logger(__name__)
 
 RAISED_IN_WORKER = "in DataLoader worker process"
 """What torch writes into errors of datasets and collators."""
-SILENT_SECONDS = 60.0
-"""How long workers may take to their first batch before a warning."""
 STATES_KEY = "workers"
 """Of the random states that a batch is read from, as a checkpoint has them."""
 
@@ -153,13 +153,15 @@ class WorkerStates:
             source._iterator = (
                 None  # persistent workers that a program has started itself tell nothing: others take their place
             )
+        if FORK_MAY_DEADLOCK:
+            wait_for_idle_threads()
         with _telling_workers(source, states, draws_no_seed=self.were_alive):
             batches = iter(source)
         self.are_alive = bool(source.persistent_workers)
         return self._told_batches(batches, turns, runs_ahead)
 
     def _told_batches(self, batches: Iterator[Any], turns: int, runs_ahead: bool) -> Iterator[Any]:
-        with _warning_of_silence():
+        with awaited_first_batch():
             for _ in range(turns):
                 _drop_empty(batches)
             item = next(batches, None)
@@ -170,29 +172,6 @@ class WorkerStates:
                 self.settle()
             yield batch
             item = next(batches, None)
-
-
-@contextmanager
-def _warning_of_silence() -> Iterator[None]:
-    """A context in which workers are to deliver their first batch; if it lasts too long, a warning names their processes."""
-    workers = [f"{process.name} (pid {process.pid})" for process in multiprocessing.active_children()]
-    timer = threading.Timer(SILENT_SECONDS, _warn_of_silence, (workers,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _warn_of_silence(workers: list[str]) -> None:
-    logger.warning(
-        "The workers of a data loader have delivered no batch for %g s. They are among %s; `py-spy dump --pid PID` shows where one stands. A "
-        "worker that hangs at its start has often inherited a lock that a thread held: start workers with "
-        "DataLoader(multiprocessing_context='forkserver'), or load in the dataset's __getitem__ what uses threads.",
-        SILENT_SECONDS,
-        ", ".join(workers) or "processes that have ended",
-    )
 
 
 def _drop_empty(batches: Iterator[Any]) -> None:
@@ -227,9 +206,11 @@ class TellingWorker:
         self._states = states
         self._start: dict[str, Any] = {}
         self._drawn: set[str] = set()
+        self._is_first = True
 
     def begin(self, worker: int) -> None:
         """Takes the place of `worker_init_fn`."""
+        print_stack_unless_done()
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
         states = self._states.get(worker, {})
@@ -239,6 +220,9 @@ class TellingWorker:
     def collate(self, samples: Any) -> tuple[Any, int, bytes | None]:
         """Takes the place of `collate_fn`: the batch, the worker, and its pickled random states; None for no change."""
         batch = self._collate_fn(samples)
+        if self._is_first:
+            first_batch_is_done()
+            self._is_first = False
         info = get_worker_info()
         assert info is not None
         now = capture_cpu_rng_state()

@@ -18,6 +18,7 @@ from typing import Any
 from accel_state.watch.on_request import answer_requests
 
 VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
+HANG_TIMEOUT = "ACCELERATE_HANG_TIMEOUT"  # seconds without progress after which the launcher ends the run
 # one that scripts do not use: SIGUSR1 and SIGUSR2 are theirs, to save a checkpoint when a scheduler sends them
 STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", None)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.process_ids import exists
-from accel_state.supervision import REPORT, STACK_SIGNAL, VARIABLE
+from accel_state.supervision import HANG_TIMEOUT, REPORT, STACK_SIGNAL, VARIABLE
 from accel_state.watch.on_request import ASKS, requests_of
 
 PREFIX = "accelerate_watch_"
@@ -70,7 +70,8 @@ class Watch:
     @property
     def variables(self) -> dict[str, str]:
         """The environment variables of the processes."""
-        return {VARIABLE: f"{os.getpid()}:{self.folder}"}
+        timeout = {} if self.hang_timeout is None else {HANG_TIMEOUT: str(self.hang_timeout)}
+        return {VARIABLE: f"{os.getpid()}:{self.folder}", **timeout}
 
     @property
     def crashed(self) -> frozenset[int]:

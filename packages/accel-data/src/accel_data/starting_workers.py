@@ -1,0 +1,93 @@
+"""Starting the workers of a loader: no thread may be caught in the middle of a fork, and workers that stand still are told of."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from accel_state.logging import get_logger
+from accel_state.supervision import HANG_TIMEOUT
+
+logger = get_logger(__name__)
+
+SILENT_SECONDS = 60.0
+"""How long workers may take to their first batch before a warning."""
+STACK_DELAY_SECONDS = 1.0
+"""How long after the warning a worker prints its stack."""
+FORK_MAY_DEADLOCK = sys.version_info < (3, 11, 10)
+"""Whether a forked process may stand still before any of its code runs: https://github.com/python/cpython/issues/112275"""
+
+
+def wait_for_idle_threads(seconds: float = 0.1) -> None:
+    """Wait until all other threads of this process sleep, on Linux.
+
+    Called before a fork where `FORK_MAY_DEADLOCK`: the new process hangs if another thread was creating a thread state at that
+    moment, without the GIL. Those of gloo do when they release the tensors of a collective that has just ended.
+
+    Args:
+        seconds: How long to wait at most.
+    """
+    end = time.monotonic() + seconds
+    while another_thread_runs() and time.monotonic() < end:
+        time.sleep(0.001)  # and release the GIL, which such a thread needs next
+
+
+def another_thread_runs() -> bool:
+    """Whether a thread of this process, other than this one, is running or waiting for memory."""
+    this_thread = str(threading.get_native_id())
+    with suppress(OSError):  # no /proc, or a thread that has just ended
+        for thread in os.listdir("/proc/self/task"):
+            # "<thread id> (<name>) <state> ...", where R is running and D waits for memory
+            if thread != this_thread and Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(") ")[2][0] in "RD":
+                return True
+    return False
+
+
+def seconds_of_patience() -> float:
+    """How long to wait for the first batch before a warning; less than a launcher that ends the run waits."""
+    with suppress(KeyError, ValueError):
+        return min(SILENT_SECONDS, 0.5 * float(os.environ[HANG_TIMEOUT]))
+    return SILENT_SECONDS
+
+
+@contextmanager
+def awaited_first_batch() -> Iterator[None]:
+    """A context in which workers are to deliver their first batch; if it lasts too long, a warning names their processes."""
+    seconds = seconds_of_patience()
+    timer = threading.Timer(seconds, _warn_of_silence, (seconds,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _warn_of_silence(seconds: float) -> None:
+    workers = [f"{process.name} (pid {process.pid})" for process in multiprocessing.active_children()]
+    logger.warning(
+        "The workers of a data loader have delivered no batch for %g s. They are among %s. Each prints its stack; of one that cannot, "
+        "`py-spy dump --native --pid PID` shows it. A worker that hangs at its start has often inherited a lock that a thread held: start "
+        "workers with DataLoader(multiprocessing_context='forkserver'), or load in the dataset's __getitem__ what uses threads.",
+        seconds,
+        ", ".join(workers) or "processes that have ended",
+    )
+
+
+def print_stack_unless_done() -> None:
+    """In a worker that begins: print its stack, just after the warning, unless `first_batch_is_done` before."""
+    # A thread of faulthandler's does, without the GIL, which a worker that hangs may hold.
+    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # an error stream that is no file
+        faulthandler.dump_traceback_later(seconds_of_patience() + STACK_DELAY_SECONDS, file=sys.__stderr__)
+
+
+def first_batch_is_done() -> None:
+    """In a worker: it has read its first batch."""
+    faulthandler.cancel_dump_traceback_later()
