@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from accel_state.watch import this_process
-from accel_state.watch.notes import STANDS
+from accel_ops.watch import this_process
+from accel_ops.watch.notes import STANDS
 from accelerate import Accelerator
 
 PATIENCE = float(os.environ.get("MISTAKEN_PATIENCE", "45"))  # seconds, after which a program counts as hanging

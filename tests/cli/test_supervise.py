@@ -26,7 +26,7 @@ from accel_cli.supervise.stacks import parse
 from accel_cli.supervise.watch import MOST_UNANSWERED, Watch, _busy_seconds, _holds_accelerator
 from accel_ops.collectives.transport import ALL_GATHER
 from accel_state import supervision
-from accel_state.watch.on_request import answer_requests
+from accel_state.stack_requests import answer_requests
 
 SCRIPT = str(Path(__file__).parent / "supervised.py")
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
@@ -258,7 +258,7 @@ def test_stacks_are_asked_for_without_a_signal(monkeypatch: pytest.MonkeyPatch) 
                 file.write(answer)
             assert any("test_supervise.py" in str(frame) for frame in stack.frames)
             assert "most recent call first" in stack.text
-            assert "on_request" not in stack.text, "the thread that writes is none of the program's"
+            assert "stack_requests" not in stack.text, "the thread that writes is none of the program's"
         assert sent == []
         with monkeypatch.context() as context:
             context.setattr("accel_cli.supervise.watch._parent_of", lambda process_id: os.getpid())

@@ -240,7 +240,7 @@ def test_workers_that_deliver_no_first_batch_are_named_and_print_their_stacks(
     told = [record.getMessage() for record in caplog.records if "have delivered no batch" in record.getMessage()]
     assert len(told) == is_told
     assert all("pid " in message and "forkserver" in message for message in told)
-    assert (f"{Path(__file__).name}\", line" in capfd.readouterr().err) == is_told
+    assert (f'{Path(__file__).name}", line' in capfd.readouterr().err) == is_told
 
 
 def test_workers_are_told_of_before_the_launcher_ends_a_run_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

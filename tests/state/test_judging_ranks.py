@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_state.watch import this_process, watcher
-from accel_state.watch.calls import Call, GroupCalls, read_calls
-from accel_state.watch.judging import LEFT, Verdict, judge, may_conflict
-from accel_state.watch.notes import ENDED, RUNS, STANDS, Board, Note, lives, machine
+from accel_ops.watch import this_process, watcher
+from accel_ops.watch.calls import Call, GroupCalls, read_calls
+from accel_ops.watch.judging import LEFT, Verdict, judge, may_conflict
+from accel_ops.watch.notes import ENDED, RUNS, STANDS, Board, Note, lives, machine
 from tests.support.ranks import ranks
 
 LONG = 1000.0

@@ -162,7 +162,7 @@ def _work(pipe: Connection, root: str) -> None:
     sys.path.insert(0, root)
     import torch
 
-    from accel_state.watch.calls import start_recorder
+    from accel_ops.watch.calls import start_recorder
 
     torch.set_num_threads(1)
     gc.freeze()

@@ -45,7 +45,10 @@ def another_thread_runs() -> bool:
     with suppress(OSError):  # no /proc, or a thread that has just ended
         for thread in os.listdir("/proc/self/task"):
             # "<thread id> (<name>) <state> ...", where R is running and D waits for memory
-            if thread != this_thread and Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(") ")[2][0] in "RD":
+            if (
+                thread != this_thread
+                and Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(") ")[2][0] in "RD"
+            ):
                 return True
     return False
 

@@ -1,5 +1,6 @@
 """Nested structures, collectives, randomness, memory and safe files, on any number of processes."""
 
+from accel_state.group_events import on_group_started
 from accel_state.lazy import lazy_exports
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -21,3 +22,5 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_ops.tied": "find_tied_parameters retie_parameters",
     },
 )
+
+on_group_started("accel_ops.watch.this_process")  # whoever imports a collective has its ranks watched

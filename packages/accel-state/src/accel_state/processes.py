@@ -18,13 +18,13 @@ from accel_state.clusters import ClusterPlace, detect_cluster
 from accel_state.devices import DeviceKind, default_device, detect_device_kind, device_kind, device_kinds
 from accel_state.enums import DistributedType
 from accel_state.environment import get_int_from_env, parse_flag_from_env
+from accel_state.group_events import observers
 from accel_state.numa import set_numa_affinity
 from accel_state.nvidia import explain_missing_gpus
 from accel_state.public_names import known_as
 from accel_state.shared import SharedDict, fact
 from accel_state.splitting import split
 from accel_state.warning import warn_user
-from accel_state.watch import this_process as watch
 
 logger = logging.getLogger("accelerate.state")
 
@@ -316,7 +316,8 @@ class PartialState(ProcessPlace):
         else:
             self.set_device()
         if self.backend is not None:
-            watch.begin(began)
+            for observer in observers():
+                observer.begin(began)
         if self.backend is not None or kind.always_distributed:
             self.distributed_type = self._distributed_type()
         asked_for = cpu or "ACCELERATE_TORCH_DEVICE" in os.environ
@@ -343,7 +344,8 @@ class PartialState(ProcessPlace):
         self.set_device()
         if kind.before_group is not None and rank_info.world_size > 1:
             kind.before_group()
-        watch.prepare()
+        for observer in observers():
+            observer.prepare()
         process_group.start_process_group(rank_info, self.backend, options)
         if kind.name == "cpu":
             process_group.split_cpu_threads(rank_info.local_world_size)

@@ -1,7 +1,7 @@
 """What a process reports to the launcher that supervises it: progress, its Python stacks, and the error it exits with.
 
 The launcher names a folder. Each process keeps a counter there, writes its Python stacks into a file when it is asked to
-(`accel_state.watch.on_request`; a signal where that cannot work), and writes the traceback of an uncaught exception, which the launcher prints once and first. Without such a
+(`accel_state.stack_requests`; a signal where that cannot work), and writes the traceback of an uncaught exception, which the launcher prints once and first. Without such a
 launcher, nothing of this happens.
 """
 
@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from accel_state.watch.on_request import answer_requests
+from accel_state.stack_requests import answer_requests
 
 VARIABLE = "ACCELERATE_SUPERVISION"  # "<process id of the launcher>:<folder>"
 HANG_TIMEOUT = "ACCELERATE_HANG_TIMEOUT"  # seconds without progress after which the launcher ends the run

@@ -4,6 +4,7 @@ import os
 from importlib import import_module
 from typing import Any
 
+import accel_ops  # noqa: F401 # watches the ranks of a PartialState, too
 from accel_state.lazy import lazy_exports
 from accel_state.public_names import use_public_names
 

@@ -8,8 +8,8 @@ import signal
 from dataclasses import dataclass
 
 from accel_cli.supervise.stacks import parse
+from accel_state.stacks import place_of
 from accel_state.supervision import SIGNS_OF_LOSS
-from accel_state.watch.stacks import place_of
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
 

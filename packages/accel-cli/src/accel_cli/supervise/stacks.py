@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
-from accel_state.watch.stacks import IN_DISTRIBUTED, collective_of, place_of
+from accel_state import stack_requests
+from accel_state.stacks import IN_DISTRIBUTED, collective_of, place_of
 
 THREAD = re.compile(r"^(?=Thread |Current thread |Stack )", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
-WRITER = re.compile(r'^  File ".*\bon_request\.py", line', re.MULTILINE)
+WRITER = re.compile(rf'^  File ".*\b{Path(stack_requests.__file__).name}", line', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)

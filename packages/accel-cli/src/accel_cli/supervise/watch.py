@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.process_ids import exists
+from accel_state.stack_requests import ASKS, requests_of
 from accel_state.supervision import HANG_TIMEOUT, REPORT, STACK_SIGNAL, VARIABLE
-from accel_state.watch.on_request import ASKS, requests_of
 
 PREFIX = "accelerate_watch_"
 START_SECONDS = 60.0  # until a process must have reported

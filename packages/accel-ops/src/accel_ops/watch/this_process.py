@@ -11,13 +11,13 @@ import traceback
 
 import torch.distributed as dist
 
-from accel_state import shutdown
+from accel_ops.watch import losses
+from accel_ops.watch.calls import start_recorder
+from accel_ops.watch.judging import FINISHED, LEFT, RAISED
+from accel_ops.watch.notes import tcp_store
+from accel_ops.watch.watcher import Watcher
+from accel_state import shutdown, stacks
 from accel_state.environment import parse_flag_from_env
-from accel_state.watch import losses, stacks
-from accel_state.watch.calls import start_recorder
-from accel_state.watch.judging import FINISHED, LEFT, RAISED
-from accel_state.watch.notes import tcp_store
-from accel_state.watch.watcher import Watcher
 
 VARIABLE = "ACCELERATE_WATCH_RANKS"
 

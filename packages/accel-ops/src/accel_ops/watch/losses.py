@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 
+from accel_ops.watch.notes import Note
 from accel_state.supervision import SIGNS_OF_LOSS
-from accel_state.watch.notes import Note
 
 WITHOUT_STORE = "Rank 0, whose process held the key-value store of the process group, has ended."
 SECONDS_TO_ASK = 1.0

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from accel_state.watch.calls import ITEM_BYTES, WORDS_OF_DTYPES, Call
-from accel_state.watch.notes import ENDED, STANDS, Note, first
+from accel_ops.watch.calls import ITEM_BYTES, WORDS_OF_DTYPES, Call
+from accel_ops.watch.notes import ENDED, STANDS, Note, first
 
 Notes = Mapping[int, Note]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accel_state.watch import ending, losses, stacks
-from accel_state.watch.calls import GroupCalls, count_calls, read_calls
-from accel_state.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
-from accel_state.watch.notes import (
+from accel_ops.watch import ending, losses
+from accel_ops.watch.calls import GroupCalls, count_calls, read_calls
+from accel_ops.watch.judging import DIED, LEFT, Verdict, judge, may_conflict
+from accel_ops.watch.notes import (
     ENDED,
     NEVER,
     RUNS,
@@ -34,6 +34,7 @@ from accel_state.watch.notes import (
     machine,
     tcp_store,
 )
+from accel_state import stacks
 
 TICK_SECONDS = 0.15
 STANDING_SECONDS = 0.3

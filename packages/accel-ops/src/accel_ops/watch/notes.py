@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
-from accel_state.watch.calls import GroupCalls
+from accel_ops.watch.calls import GroupCalls
 
 SECONDS_TO_REACH = 5.0  # the machine of the store
 SECONDS_TO_CONNECT = 20.0  # torch asks DNS for the names of both ends first: each question that gets lost costs 5 s
