@@ -61,13 +61,13 @@ def run_all(folder: Path, *programs: str, options: Sequence[str] = ()) -> tuple[
 
 
 def test_all_programs_are_there() -> None:
-    found = {
+    actual = {
         row.name.removeprefix(f"{scripts.__name__}.")
         for package in (scripts, external_deps)
         for row in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
         if row.name.rpartition(".")[2].startswith("test_")
     }
-    assert found == set(ON_ONE_MACHINE)
+    assert actual == set(ON_ONE_MACHINE)
     for name in ON_ONE_MACHINE:
         assert callable(importlib.import_module(f"{scripts.__name__}.{name}").main)
 

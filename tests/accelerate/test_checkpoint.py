@@ -660,9 +660,9 @@ def test_a_model_whose_parts_wait_on_disk_is_saved_whole(tmp_path: Path) -> None
     accelerator = Accelerator(cpu=True)
     for safe in (True, False):
         accelerator.save_model(offloaded, tmp_path / str(safe), safe_serialization=safe)
-        found = load_state_dict(tmp_path / str(safe) / ("model.safetensors" if safe else "pytorch_model.bin"))
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        actual = load_state_dict(tmp_path / str(safe) / ("model.safetensors" if safe else "pytorch_model.bin"))
+        assert actual.keys() == weights.keys()
+        assert all(torch.equal(actual[name], tensor) for name, tensor in weights.items())
     assert not any(tensor.is_meta for tensor in accelerator.get_state_dict(offloaded).values())
 
 

@@ -47,8 +47,8 @@ ON_FOUR_RANKS = ("hsdp>single", "zero2>fsdp2+pp", "fsdp2+tp>pp", "ddp+pp>hsdp", 
 def differences(folder: Path, names: tuple[str, ...]) -> dict[str, list[str]]:
     tried = [(saver, loader, number) for saver, loader, number in cells() if f"{saver}>{loader}" in names]
     assert len(tried) == len(names)
-    found = try_cells(folder, tried, timeout=300)
-    return {cell: texts for cell, texts in found.items() if mark_of(texts) != "="}
+    actual = try_cells(folder, tried, timeout=300)
+    return {cell: texts for cell, texts in actual.items() if mark_of(texts) != "="}
 
 
 @pytest.mark.takes_turns
@@ -100,13 +100,13 @@ def test_flat_buffers_hold_every_value_once(num_ranks: int, sizes: list[tuple[in
     ]
     layouts.append((list(divided_pieces(shapes, num_ranks)), divided))
     for pieces, held in layouts:
-        found = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
+        actual = {name: torch.full_like(value, torch.nan) for name, value in values.items()}
         for piece in pieces:
-            target = found[piece.name][piece.begin : piece.begin + piece.count]
+            target = actual[piece.name][piece.begin : piece.begin + piece.count]
             assert target.isnan().all()
-            target.copy_(held[piece.rank][piece.place : piece.place + piece.count])
+            target.copy_(held[piece.rank][piece.position : piece.position + piece.count])
         for name, value in values.items():
-            assert torch.equal(found[name], value)
+            assert torch.equal(actual[name], value)
 
 
 # ---- models with more than trained parameters -----------------------------------------------------------------------

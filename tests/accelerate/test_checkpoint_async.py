@@ -36,10 +36,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> HeldWriter:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a checkpoint; of the manifest what does not depend on the time."""
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    manifest = json.loads(found.pop("manifest.json"))
+    actual = {path.name: path.read_bytes() for path in folder.iterdir()}
+    manifest = json.loads(actual.pop("manifest.json"))
     del manifest["writer"]
-    return {**found, "manifest.json": json.dumps(manifest).encode()}
+    return {**actual, "manifest.json": json.dumps(manifest).encode()}
 
 
 class Anything:
@@ -117,9 +117,9 @@ def test_a_run_that_goes_on_leaves_the_files_as_they_were(safe: bool, held: Held
         train(kept)
     held.release()
     assert saving.result() == folder
-    found = contents(folder)
-    assert sorted(found) == sorted(wanted)
-    assert [name for name in wanted if found[name] != wanted[name]] == []
+    actual = contents(folder)
+    assert sorted(actual) == sorted(wanted)
+    assert [name for name in wanted if actual[name] != wanted[name]] == []
 
 
 def test_what_hooks_write_and_leave_out_counts(held: HeldWriter, tmp_path: Path) -> None:
@@ -131,10 +131,10 @@ def test_what_hooks_write_and_leave_out_counts(held: HeldWriter, tmp_path: Path)
     kept.keeper.register_save_state_pre_hook(hook)
     saving = kept.save_state(tmp_path / "state", async_save=True)
     held.release()
-    found = contents(saving.result())
-    assert found["adapter.txt"] == b"mine"
-    assert "model.safetensors" not in found
-    assert "adapter.txt" in json.loads(found["manifest.json"])["files"]
+    actual = contents(saving.result())
+    assert actual["adapter.txt"] == b"mine"
+    assert "model.safetensors" not in actual
+    assert "adapter.txt" in json.loads(actual["manifest.json"])["files"]
 
 
 def test_old_checkpoints_go_when_the_new_one_is_there(held: HeldWriter, tmp_path: Path) -> None:
@@ -294,8 +294,8 @@ def endings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("ending", "code"), [("returns", 0), ("raises", 1), ("exits", 3)])
 def test_a_program_that_ends_completes_its_checkpoint(ending: str, code: int, endings: Any) -> None:
-    folder, found = endings
-    assert found[ending]["code"] == code
+    folder, actual = endings
+    assert actual[ending]["code"] == code
     assert os.listdir(folder / ending) == ["state"]
     other = make_kept()
     other.load_state(folder / ending / "state")
@@ -304,8 +304,8 @@ def test_a_program_that_ends_completes_its_checkpoint(ending: str, code: int, en
 
 @pytest.mark.takes_turns
 def test_a_program_that_ends_says_what_failed(endings: Any) -> None:
-    folder, found = endings
+    folder, actual = endings
     assert os.listdir(folder / "fails") == []
-    assert "Exception in save_state" in found["fails"]["stderr"]
-    assert "No space left on device" in found["fails"]["stderr"]
-    assert "Exception in save_state" not in found["fails and is told"]["stderr"]
+    assert "Exception in save_state" in actual["fails"]["stderr"]
+    assert "No space left on device" in actual["fails"]["stderr"]
+    assert "Exception in save_state" not in actual["fails and is told"]["stderr"]

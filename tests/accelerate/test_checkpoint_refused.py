@@ -201,7 +201,7 @@ def test_a_spoiled_checkpoint_changes_nothing(name: str, tmp_path: Path) -> None
     before = run.everything()
     with pytest.raises(Exception, match=message):
         run.accelerator.load_state(tmp_path / "state")
-    assert not (found := changed(run, before)), found
+    assert not (actual := changed(run, before)), actual
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -213,7 +213,7 @@ def test_a_run_that_does_not_take_it_stays_as_it_was(name: str, tmp_path: Path) 
     before = run.everything()
     with pytest.raises(Exception, match=f"(?s){message}"):
         run.accelerator.load_state(tmp_path / "state")
-    assert not (found := changed(run, before)), found
+    assert not (actual := changed(run, before)), actual
 
 
 def test_what_all_is_compared_does_change_when_it_loads(tmp_path: Path) -> None:
@@ -361,4 +361,4 @@ def test_one_rank_that_refuses_takes_all_back(rank: int, what: str, tmp_path: Pa
     before = run.everything()
     with pytest.raises(Exception, match="Process 1 could not" if rank == 0 else "not|parameter groups"):
         run.accelerator.load_state(tmp_path / "state")
-    assert not (found := changed(run, before)), found
+    assert not (actual := changed(run, before)), actual

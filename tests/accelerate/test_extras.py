@@ -21,7 +21,7 @@ def test_extras_that_are_named_exist() -> None:
         tomllib.loads((ROOT / "packages/accelerate/pyproject.toml").read_text())["project"]["optional-dependencies"]
     )
     sources = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/src/**/*.py"), *ROOT.glob("packages/*/README.md")]
-    named = {name for source in sources for found in NAMED.findall(source.read_text()) for name in found if name}
+    named = {name for source in sources for actual in NAMED.findall(source.read_text()) for name in actual if name}
     assert len(named) > 5
     assert named | OF_1_15 <= there
 

@@ -30,10 +30,10 @@ class Pair(NamedTuple):
 
 
 def collect(accelerator: Accelerator, loader: Any) -> list[int]:
-    found: list[int] = []
+    actual: list[int] = []
     for batch in accelerator.prepare(loader):
-        found += accelerator.gather_for_metrics(batch).tolist()
-    return found
+        actual += accelerator.gather_for_metrics(batch).tolist()
+    return actual
 
 
 @ranks(1, 2, 3)
@@ -54,10 +54,10 @@ def test_streams_and_dispatched_loaders(rank: int, world: int) -> None:
     for length, dispatch in itertools.product((3, 4, 7, 9), (None, True, False)):
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
         expected = list(range(length))
-        found = collect(accelerator, DataLoader(Stream(length), batch_size=2))
-        assert found[:length] == expected, (length, dispatch)
+        actual = collect(accelerator, DataLoader(Stream(length), batch_size=2))
+        assert actual[:length] == expected, (length, dispatch)
         if dispatch is not False:
-            assert len(found) == length
+            assert len(actual) == length
             assert collect(accelerator, DataLoader(torch.arange(length), batch_size=2)) == expected
 
 
@@ -120,8 +120,8 @@ def test_the_last_batch_is_known_when_its_iterator_is_gone(rank: int, dispatch: 
     del iterator
 
     batch = next(iter(nine))
-    found = [gathered(outer) for outer in nineteen]
-    assert found == [10, 9]
+    actual = [gathered(outer) for outer in nineteen]
+    assert actual == [10, 9]
     assert gathered(batch) == 10, "another iteration has begun since"
     for outer in nineteen:
         next(iter(nine))
@@ -162,8 +162,8 @@ def test_parts_of_a_stream_may_differ_in_length(rank: int, world: int) -> None:
 
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(Halves(), batch_size=3))
-    found = [value for batch in loader for value in accelerator.gather_for_metrics(batch).tolist()]
-    assert sorted(found) == list(range(14))
+    actual = [value for batch in loader for value in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(actual) == list(range(14))
 
 
 def test_loaders_of_unknown_length_may_be_nested() -> None:
@@ -208,9 +208,9 @@ def test_predictions_of_any_structure_come_once_and_in_order(rank: int, world: i
         accelerator = Accelerator()
         rows: list[Any] = []
         for batch in accelerator.prepare(DataLoader(torch.arange(length), batch_size=2)):
-            found = accelerator.gather_for_metrics(make(batch.tolist()))
-            assert isinstance(found, (list, type(make([0]))))
-            rows.append(plain(found))
+            actual = accelerator.gather_for_metrics(make(batch.tolist()))
+            assert isinstance(actual, (list, type(make([0]))))
+            rows.append(plain(actual))
         ids = list(range(length))
         rounds = [ids[start : start + 2 * world] for start in range(0, length, 2 * world)]
         assert rows == [plain(make(some)) for some in rounds], (name, length)
@@ -219,8 +219,8 @@ def test_predictions_of_any_structure_come_once_and_in_order(rank: int, world: i
 @ranks(2)
 def test_leaves_of_the_whole_batch_are_listed_by_rank(rank: int, world: int) -> None:
     accelerator = Accelerator()
-    found = accelerator.gather_for_metrics({"loss": 0.5 + rank, "name": f"rank{rank}", "text": ["a", "b", "c"]})
-    assert found == {"loss": [0.5, 1.5], "name": ["rank0", "rank1"], "text": ["a", "b", "c"] * 2}
+    actual = accelerator.gather_for_metrics({"loss": 0.5 + rank, "name": f"rank{rank}", "text": ["a", "b", "c"]})
+    assert actual == {"loss": [0.5, 1.5], "name": ["rank0", "rank1"], "text": ["a", "b", "c"] * 2}
 
 
 @ranks(2)

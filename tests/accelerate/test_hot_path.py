@@ -23,20 +23,20 @@ BUDGETS = {"plain": 7, "accumulate": 17, "clip": 16, "bf16": 9}
 
 def calls_of(function: Callable[[], None]) -> Counter[str]:
     """The Python functions of ours that `function` entered, and those of others that must not be."""
-    found: Counter[str] = Counter()
+    actual: Counter[str] = Counter()
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             code = frame.f_code
             if code.co_name in NEVER or str(frame.f_globals.get("__name__")).startswith(OURS):
-                found[code.co_qualname] += 1
+                actual[code.co_qualname] += 1
 
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return found
+    return actual
 
 
 def make_step(case: str) -> Callable[[], None]:

@@ -69,9 +69,9 @@ def run(
         accelerator.save_state(folder / "state")
         accelerator.load_state(folder / "state")
     names = ("prepared model", "prepared optimizer", "prepared scheduler", "prepared loader")
-    found = dict(zip(names, prepared, strict=True))
-    found |= {"accelerator": accelerator, "model": model, "optimizer": optimizer, "scheduler": scheduler}
-    return {name: weakref.ref(one) for name, one in found.items()}
+    actual = dict(zip(names, prepared, strict=True))
+    actual |= {"accelerator": accelerator, "model": model, "optimizer": optimizer, "scheduler": scheduler}
+    return {name: weakref.ref(one) for name, one in actual.items()}
 
 
 def alive(references: dict[str, weakref.ref[Any]]) -> list[str]:

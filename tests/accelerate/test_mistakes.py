@@ -18,14 +18,14 @@ from tests.support.ranks import POOL
 
 def two_steps(accelerator: Accelerator, model: Any, optimizer: Any, backward: Callable[[Any], None]) -> list[str]:
     """Two optimizer steps; returns the warnings."""
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as actual:
         warnings.simplefilter("always")
         for _ in range(2 * accelerator.gradient_accumulation_steps):
             with accelerator.accumulate(model):
                 backward(model(torch.ones(2, 3)).mean())
                 optimizer.step()
                 optimizer.zero_grad()
-    return [str(warning.message) for warning in found]
+    return [str(warning.message) for warning in actual]
 
 
 def test_right_programs_are_not_warned() -> None:

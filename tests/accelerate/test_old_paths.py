@@ -33,8 +33,8 @@ def test_ports() -> None:
 def test_old_kernels_are_warned_about(
     system: str, release: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found = types.SimpleNamespace(system=system, release=release)
-    monkeypatch.setattr(platform, "uname", lambda: found)
+    actual = types.SimpleNamespace(system=system, release=release)
+    monkeypatch.setattr(platform, "uname", lambda: actual)
     other.check_os_kernel()
     Accelerator(cpu=True)  # the first one tells, too
     Accelerator(cpu=True)

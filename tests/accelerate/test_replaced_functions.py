@@ -291,10 +291,10 @@ def test_what_is_no_seam_is_not_called_through_one() -> None:
 
 def test_what_is_put_back_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     names = vars(accelerate.accelerator)
-    found = accelerate.accelerator.fsdp2_prepare_model
-    monkeypatch.setitem(names, "fsdp2_prepare_model", wrapper := functools.partial(found))
+    actual = accelerate.accelerator.fsdp2_prepare_model
+    monkeypatch.setitem(names, "fsdp2_prepare_model", wrapper := functools.partial(actual))
     assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is wrapper
-    monkeypatch.setitem(names, "fsdp2_prepare_model", found)
+    monkeypatch.setitem(names, "fsdp2_prepare_model", actual)
     assert seams.replacement("accelerate.accelerator", "fsdp2_prepare_model") is None
 
 

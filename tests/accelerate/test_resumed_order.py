@@ -43,14 +43,14 @@ def read_part(world: int, folder: str, kind: str, dispatch: bool, step: str) -> 
     else:
         accelerator.load_state(folder)
         rest = accelerator.skip_first_batches(loader, STEPS if step == "resume" else 2 * STEPS)
-    found: list[int] = []
+    actual: list[int] = []
     for index, batch in enumerate(rest):
-        found += batch.tolist()
+        actual += batch.tolist()
         torch.rand(accelerator.process_index + 1)  # as dropout does, of batches that differ in size
         if index + 1 == STEPS:
             accelerator.save_state(folder)
             break
-    together = gather_object(found)
+    together = gather_object(actual)
     if accelerator.is_main_process:
         (Path(folder) / f"{step}.json").write_text(json.dumps(together))
 

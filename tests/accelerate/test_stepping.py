@@ -25,11 +25,11 @@ def prepared(accelerator: Accelerator, batches: int = 5) -> tuple[nn.Module, Any
 
 
 def decisions(accelerator: Accelerator, model: nn.Module, loader: Any) -> list[tuple[int, bool]]:
-    found = []
+    actual = []
     for _ in loader:
         with accelerator.accumulate(model):
-            found.append((accelerator.step, accelerator.sync_gradients))
-    return found
+            actual.append((accelerator.step, accelerator.sync_gradients))
+    return actual
 
 
 # ---- when a window ends -------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
 def test_a_gpu_that_is_full_is_left_out(pretend: Pretend, caplog: pytest.LogCaptureFixture) -> None:
     pretend(broken=(1,))
     with caplog.at_level(logging.WARNING):
-        found = get_max_memory()
-    assert list(found) == [0, 2, "cpu"]
-    assert (found[0], found[2]) == (10, 12)
+        actual = get_max_memory()
+    assert list(actual) == [0, 2, "cpu"]
+    assert (actual[0], actual[2]) == (10, 12)
     assert "cuda:1 is left out of the device map: CUDA out of memory" in caplog.text
 
 

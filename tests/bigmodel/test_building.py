@@ -131,10 +131,10 @@ def test_sizes_add_up(model: nn.Module) -> None:
 
 
 def test_element_sizes() -> None:
-    found = [
+    actual = [
         dtype_byte_size(dtype) for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.complex64, *CustomDtype)
     ]
-    assert found == [0.125, 1, 2, 8, 1, 0.5, 0.25]
+    assert actual == [0.125, 1, 2, 8, 1, 0.5, 0.25]
 
 
 @pytest.mark.parametrize(

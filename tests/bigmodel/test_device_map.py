@@ -57,8 +57,8 @@ def test_devices_are_filled_in_order(max_memory: dict[Any, int], expected: dict[
 
 
 def test_classes_that_stay_whole() -> None:
-    found = infer_auto_device_map(small_model(), {0: 200, 1: 200, "cpu": 1000}, no_split_module_classes="Block")
-    assert found == OrderedDict({"0": 1, "1": "cpu", "emb": "cpu", "head": "cpu"})
+    actual = infer_auto_device_map(small_model(), {0: 200, 1: 200, "cpu": 1000}, no_split_module_classes="Block")
+    assert actual == OrderedDict({"0": 1, "1": "cpu", "emb": "cpu", "head": "cpu"})
 
 
 def test_buffers_that_would_not_fit_are_pointed_out() -> None:
@@ -129,8 +129,8 @@ def test_shared_parameters_count_once_where_sizes_have_them_under_each_name() ->
     sizes = {name: 440 for name in names} | {f"{name}.weight": 400 for name in names}
     sizes |= {f"{name}.bias": 40 for name in names}
     weights = [f"{name}.weight" for name in names]
-    found = get_module_size_with_ties(weights, 440, sizes, parts)
-    assert found == (440 + 3 * 40, list(names), [part for _, part in parts])
+    actual = get_module_size_with_ties(weights, 440, sizes, parts)
+    assert actual == (440 + 3 * 40, list(names), [part for _, part in parts])
     assert get_module_size_with_ties([*weights, "2.weight", "2.bias"], 440, sizes, parts)[0] == 440 + 2 * 40
     assert get_module_size_with_ties(["1"], 440, {"1": 440}, [("1", parts[0][1].weight)])[0] == 440
 
@@ -200,8 +200,8 @@ def test_budgets_are_spread_evenly() -> None:
 
 
 def test_budgets_are_read_in_order() -> None:
-    found = get_max_memory({"disk": 1, "cpu": "1GB", 1: "2GiB", 0: 5})
-    assert list(found.items()) == [(0, 5), (1, 2 << 30), ("cpu", 10**9), ("disk", 1)]
+    actual = get_max_memory({"disk": 1, "cpu": "1GB", 1: "2GiB", 0: 5})
+    assert list(actual.items()) == [(0, 5), (1, 2 << 30), ("cpu", 10**9), ("disk", 1)]
     assert get_max_memory()["cpu"] > 0
     with pytest.raises(ValueError, match="'gpu'"):
         get_max_memory({"gpu": 1})

@@ -142,9 +142,9 @@ def test_weights_are_collected_from_everywhere(tmp_path: Path) -> None:
     model = new_model()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     dispatch_model(model, {"0": "disk", "1": "cpu", "2": "cpu"}, offload_dir=tmp_path)
-    found = get_state_dict_offloaded_model(model)
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual = get_state_dict_offloaded_model(model)
+    assert list(actual) == list(expected)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
     part = get_state_dict_from_offload(model[0], "0.weight", {"0.weight": None, "1.weight": 1})  # type: ignore[index]
     assert torch.equal(part["0.weight"], expected["0.weight"])
     assert part["1.weight"] == 1

@@ -31,8 +31,8 @@ def names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("name", ["a.safetensors", "a.bin", "a.pt", "blob"])
 def test_one_file(tmp_path: Path, name: str) -> None:
     make(tmp_path, name)
-    found = find_checkpoint(tmp_path / name)
-    assert (found.files, found.weight_map) == ((tmp_path / name,), {})
+    actual = find_checkpoint(tmp_path / name)
+    assert (actual.files, actual.weight_map) == ((tmp_path / name,), {})
     assert find_checkpoint(str(tmp_path / name)).files == (tmp_path / name,)
 
 
@@ -42,8 +42,8 @@ def test_folders(tmp_path: Path) -> None:
     sharded = make(tmp_path / "sharded", "b", "a", "pytorch_model.bin")
     write_index(sharded / "any.index.json", {"x": "b", "y": "a", "z": "b"})
     assert names(sharded) == ["b", "a"]
-    found = find_checkpoint(sharded / "any.index.json")
-    assert found.weight_map == {"x": sharded / "b", "y": sharded / "a", "z": sharded / "b"}
+    actual = find_checkpoint(sharded / "any.index.json")
+    assert actual.weight_map == {"x": sharded / "b", "y": sharded / "a", "z": sharded / "b"}
 
 
 def test_an_index_called_index_json_with_shards_of_any_name(tmp_path: Path) -> None:
@@ -155,8 +155,8 @@ def test_a_repository_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_index(tmp_path / "model.safetensors.index.json", {"x": "a", "y": "b"})
     hub = FakeHub(tmp_path)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", hub)
-    found = find_checkpoint("somebody/a-model")
-    assert found.files == (tmp_path / "a", tmp_path / "b")
+    actual = find_checkpoint("somebody/a-model")
+    assert actual.files == (tmp_path / "a", tmp_path / "b")
     assert hub.asked == ["model.safetensors", "model.safetensors.index.json", "a", "b"]
     make(tmp_path, "model.safetensors")
     assert find_checkpoint("a-model").files == (tmp_path / "model.safetensors",)

@@ -236,9 +236,9 @@ def test_dtypes(tmp_path: Path) -> None:
     def loaded(model: nn.Module, **kwargs: Any) -> set[torch.dtype]:
         load_checkpoint_in_model(model, half, **kwargs)
         assert_holds(model, weights(torch.float16))
-        found = dtypes(model)
-        assert found["bn.num_batches_tracked"] is torch.int64
-        return {found[name] for name in floating}
+        actual = dtypes(model)
+        assert actual["bn.num_batches_tracked"] is torch.int64
+        return {actual[name] for name in floating}
 
     assert loaded(empty()) == {torch.float16}
     assert loaded(empty(), device_map=WHOLE_ON_CPU) == {torch.float32}
@@ -270,7 +270,7 @@ def test_modules_that_stay_in_float32(tmp_path: Path, parts: list[str], kept: se
     for dtype, expected in ((torch.float16, kept), (torch.bfloat16, set())):
         model = build()
         load_checkpoint_in_model(model, folder, device_map=WHOLE_ON_CPU, dtype=dtype, keep_in_fp32_modules=parts)
-        assert {name for name, found in dtypes(model).items() if found is torch.float32} == expected
+        assert {name for name, actual in dtypes(model).items() if actual is torch.float32} == expected
 
 
 def test_integers_and_complex_numbers_stay_what_they_are(tmp_path: Path) -> None:

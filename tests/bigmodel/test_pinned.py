@@ -45,12 +45,12 @@ class Runtime:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is called on the stand-in for CUDA, in order."""
-    found: list[str] = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(found))
+    actual: list[str] = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(actual))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(pinned_memory, "_held_bytes", 0)
-    return found
+    return actual
 
 
 def pin(num_bytes: int, calls: list[str]) -> torch.Tensor:

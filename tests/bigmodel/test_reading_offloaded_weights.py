@@ -117,12 +117,12 @@ def saved_and_loaded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def is_same(found: Any, expected: Any) -> bool:
+def is_same(actual: Any, expected: Any) -> bool:
     if isinstance(expected, torch.Tensor):
-        return found.device == expected.device and found.dtype == expected.dtype and torch.equal(found, expected)
+        return actual.device == expected.device and actual.dtype == expected.dtype and torch.equal(actual, expected)
     if isinstance(expected, list) and expected and isinstance(expected[0], torch.Tensor):
-        return len(found) == len(expected) and all(map(is_same, found, expected))
-    return bool(found == expected)
+        return len(actual) == len(expected) and all(map(is_same, actual, expected))
+    return bool(actual == expected)
 
 
 @pytest.mark.parametrize("offload", MAPS.values(), ids=MAPS)

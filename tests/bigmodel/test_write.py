@@ -28,10 +28,10 @@ def make_state() -> dict[str, torch.Tensor]:
 
 def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    found = {}
+    actual = {}
     for name, file_name in index["weight_map"].items():
-        found[name] = read_tensors(folder / file_name)[name]
-    return found
+        actual[name] = read_tensors(folder / file_name)[name]
+    return actual
 
 
 def test_a_small_model_is_one_file(tmp_path: Path) -> None:

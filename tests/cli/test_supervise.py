@@ -226,11 +226,11 @@ Current thread 0x00007e (most recent call first):
 def test_stacks_are_read() -> None:
     stack = parse(STACKS)
     assert stack.collective == "gather (all_gather_single)"
-    assert stack.place == "/home/me/train.py:7 in evaluate"
+    assert stack.line == "/home/me/train.py:7 in evaluate"
     assert stack.is_waiting
     busy = parse(STACKS.replace("torch/distributed", "torch/nn"))
     assert (busy.collective, busy.is_waiting) == ("", False)
-    assert parse("").place == "nowhere in Python"
+    assert parse("").line == "nowhere in Python"
 
 
 def stacks_from(pipe: int) -> str:

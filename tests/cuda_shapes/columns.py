@@ -89,14 +89,14 @@ class Program:
     # ---- collectives --------------------------------------------------------------------------------------------
 
     def gather_scalar(self) -> None:
-        found = self.accelerator.gather(self.loss.detach())
-        assert found.numel() == self.world
+        actual = self.accelerator.gather(self.loss.detach())
+        assert actual.numel() == self.world
 
     def gather_for_metrics(self) -> None:
         """What an evaluation gathers: predictions and labels."""
         data = (torch.ones(BATCH, 16, device=self.device), torch.ones(BATCH, dtype=torch.int64, device=self.device))
-        found = self.accelerator.gather_for_metrics(data)
-        assert found[0].shape[0] in {
+        actual = self.accelerator.gather_for_metrics(data)
+        assert actual[0].shape[0] in {
             BATCH * ranks for ranks in range(1, self.world + 1)
         }  # not those of one replica twice
 
@@ -124,8 +124,8 @@ class Program:
         broadcast([torch.ones(16, device=self.device), self.loss.detach()])
 
     def pad_across_processes(self) -> None:
-        found = self.accelerator.pad_across_processes(torch.ones(BATCH, 16, device=self.device), dim=1)
-        assert found.shape == (BATCH, 16)
+        actual = self.accelerator.pad_across_processes(torch.ones(BATCH, 16, device=self.device), dim=1)
+        assert actual.shape == (BATCH, 16)
 
     def gather_object(self) -> None:
         from accelerate.utils import gather_object

@@ -90,8 +90,8 @@ def inferred(folder: str) -> dict[str, Any]:
     limits: dict[Any, int] = {index: 2 * block for index in range(4)} | {"cpu": 100 * block}
     with Recorder() as recorder:
         places = infer_auto_device_map(model, limits, no_split_module_classes=["Block"])
-        found = _passes(dispatch_model(model, places), recorder, expected, "cuda:0")
-    return found | {"places": sorted({str(place) for place in places.values()})}
+        actual = _passes(dispatch_model(model, places), recorder, expected, "cuda:0")
+    return actual | {"places": sorted({str(place) for place in places.values()})}
 
 
 def loaded(places: list[Any], folder: str) -> dict[str, Any]:
@@ -113,12 +113,12 @@ def streamed(folder: str) -> dict[str, Any]:
     with Recorder() as recorder:
         model = cpu_offload(build(), torch.device("cuda"))
         model.offload_report()  # type: ignore[operator]  # copies may be timed only once it was asked for
-        found = _passes(model, recorder, expected, "cuda:3")
-        found["report"] = str(model.offload_report())  # type: ignore[operator]
+        actual = _passes(model, recorder, expected, "cuda:3")
+        actual["report"] = str(model.offload_report())  # type: ignore[operator]
         del model
         gc.collect()
         torch.cuda.synchronize()
-    return found | {"contexts": [index for index in range(8) if DRIVER.pretended_context(index)]}
+    return actual | {"contexts": [index for index in range(8) if DRIVER.pretended_context(index)]}
 
 
 def loaded_by_threads(folder: str) -> dict[str, Any]:
@@ -262,16 +262,16 @@ def copied(kind: str, how: str, folder: str) -> dict[str, Any]:
             copies.append(_anew(model, how))
             model(x.to("cuda:0"))
             copies.append(_anew(model, how))
-        found = [_passes(one, recorder, expected, "cuda:0") for one in [*copies, model]]
+        actual = [_passes(one, recorder, expected, "cuda:0") for one in [*copies, model]]
         gone = weakref.ref(model[-1])
         del model
         gc.collect()
         assert gone() is None, "a copy keeps nothing of the original"
-        found.append(_passes(copies[-1], recorder, expected, "cuda:0"))
+        actual.append(_passes(copies[-1], recorder, expected, "cuda:0"))
         copies[-1](right.to("cuda:0")).sum().backward()
     return {
-        "right": [each["right"] for each in found],
-        "waits": [each["waits"] for each in found],
+        "right": [each["right"] for each in actual],
+        "waits": [each["waits"] for each in actual],
         "gradient right": bool(torch.equal(left.grad, right.grad)),  # type: ignore[arg-type]
     }
 

@@ -29,8 +29,8 @@ def losses(precision: str, folder: str) -> str:
     from tests.gpu import scenarios
 
     with Recorder():
-        found = scenarios.losses_in("cuda", precision)
-    assert found == pytest.approx(scenarios.losses_in("cpu", "no"), abs=0.08)
+        actual = scenarios.losses_in("cuda", precision)
+    assert actual == pytest.approx(scenarios.losses_in("cpu", "no"), abs=0.08)
     return "done"
 
 

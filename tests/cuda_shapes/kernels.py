@@ -29,10 +29,10 @@ def flash_attention_backward(
     seed: Any, offset: Any, *, scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Gradients of queries, keys and values."""
-    found: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    actual: tuple[torch.Tensor, ...] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, output, logsumexp, dropout_p, is_causal, scale=scale
     )
-    return found
+    return actual
 
 
 ON_CPU: dict[Any, Callable[..., Any]] = {

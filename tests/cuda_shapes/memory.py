@@ -12,13 +12,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_cuda:
         return tensor.detach()
     storage = tensor.untyped_storage()
-    found = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    actual = torch.empty(0, dtype=tensor.dtype, device="cpu")
     if storage.nbytes() == 0:
-        return found.new_empty(tensor.shape)
+        return actual.new_empty(tensor.shape)
     memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
     alias = torch.frombuffer(memory, dtype=torch.uint8)
-    found.set_(alias.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-    return found.conj() if tensor.is_conj() else found
+    actual.set_(alias.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return actual.conj() if tensor.is_conj() else actual
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

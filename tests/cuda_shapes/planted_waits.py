@@ -40,15 +40,15 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 def waits_of_calls(folder: str) -> dict[str, int]:
     """How many waits each call is recorded with."""
-    found = {}
+    actual = {}
     with Recorder() as recorder:
         x = torch.ones(8, device="cuda:0")
         for name, call in CALLS.items():
             report = Report()
             with recorder.recording(report):
                 call(x)
-            found[name] = len(report.waits)
-    return found
+            actual[name] = len(report.waits)
+    return actual
 
 
 def mixed_devices(folder: str) -> str:
@@ -81,12 +81,12 @@ def losses(device: str, folder: str) -> list[float]:
         model = make_model().to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         tokens = (torch.arange(64).view(4, 16) % 32).to(device)
-        found = []
+        actual = []
         for _ in range(3):
             loss = token_loss(model(tokens), shift(tokens))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-    return found
+            actual.append(loss.item())
+    return actual

@@ -16,10 +16,12 @@ NUM_BATCHES = SAMPLES // BATCH
 
 
 def epoch(machine: GpuMachine, kind: str, options: Any, settings: Any = None, ranks: int = 0) -> dict[str, Any]:
-    found = check(machine.run("epochs", "epoch", kind, tuple(options.items()), tuple((settings or {}).items()), ranks))
-    assert found["right"]
-    assert found["devices"] == [f"cuda:{min(max(ranks - 1, 0), 3)}"]
-    return found
+    actual = check(
+        machine.run("epochs", "epoch", kind, tuple(options.items()), tuple((settings or {}).items()), ranks)
+    )
+    assert actual["right"]
+    assert actual["devices"] == [f"cuda:{min(max(ranks - 1, 0), 3)}"]
+    return actual
 
 
 @pytest.mark.parametrize("kind", [kind for kind in COLLATED if kind != "graph"])
@@ -54,9 +56,9 @@ def test_batches_with_a_to_of_their_own_are_copied_in_order(machine: GpuMachine)
 
 
 def test_a_dataset_may_reuse_its_pinned_memory(machine: GpuMachine) -> None:
-    found = check(machine.run("epochs", "reused_buffer"))
-    assert found["right"]
-    assert found["event waits"] >= SAMPLES - 1
+    actual = check(machine.run("epochs", "reused_buffer"))
+    assert actual["right"]
+    assert actual["event waits"] >= SAMPLES - 1
 
 
 def test_what_computes_waits_for_the_copy(machine: GpuMachine) -> None:
@@ -75,12 +77,12 @@ def test_all_epochs_share_a_stream(machine: GpuMachine) -> None:
     assert machine.run("epochs", "streams_of_epochs") == 1
 
 
-def check_list(found: Any) -> list[str]:
-    assert isinstance(found, list), found["error"]
-    return found
+def check_list(actual: Any) -> list[str]:
+    assert isinstance(actual, list), actual["error"]
+    return actual
 
 
 def test_one_batch_more_is_on_the_gpu(machine: GpuMachine) -> None:
-    found = check(machine.run("epochs", "memory_of_batches"))
-    assert found["peak"] <= 3.05
-    assert found["kept"] == 0
+    actual = check(machine.run("epochs", "memory_of_batches"))
+    assert actual["peak"] <= 3.05
+    assert actual["kept"] == 0

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 @pytest.mark.parametrize("is_launched", [False, True])
 def test_all_checks_pass_on_a_gpu(machine: GpuMachine, is_launched: bool) -> None:
-    found = check(machine.run("own_checks", "run", is_launched))
-    assert found["status"] == 0, found["complaints"]
-    assert "cuda, mixed precision no" in found["output"]
-    assert " 0 failed" in found["output"]
+    actual = check(machine.run("own_checks", "run", is_launched))
+    assert actual["status"] == 0, actual["complaints"]
+    assert "cuda, mixed precision no" in actual["output"]
+    assert " 0 failed" in actual["output"]

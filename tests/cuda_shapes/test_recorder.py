@@ -18,9 +18,9 @@ def test_training_has_the_losses_of_a_cpu(machine: GpuMachine) -> None:
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_waits_are_seen(machine: GpuMachine, name: str) -> None:
-    found = machine.run("planted_waits", "waits_of_calls")
-    assert "error" not in found, found["error"]
-    assert (found[name] > 0) == (name not in HARMLESS), found[name]
+    actual = machine.run("planted_waits", "waits_of_calls")
+    assert "error" not in actual, actual["error"]
+    assert (actual[name] > 0) == (name not in HARMLESS), actual[name]
 
 
 def test_tensors_of_two_devices_cannot_meet(machine: GpuMachine) -> None:

@@ -57,8 +57,8 @@ def _run(module: str, function: str, arguments: list[object], result: Path) -> N
         if ROWS[str(arguments[0])].is_launched:
             launch(world, local_rank=min(world - 1, 3))
         arguments[2] = Path(str(arguments[2]))
-    found = getattr(importlib.import_module(module), function)(*arguments)
-    result.write_text(json.dumps(found))
+    actual = getattr(importlib.import_module(module), function)(*arguments)
+    result.write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

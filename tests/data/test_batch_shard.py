@@ -27,14 +27,14 @@ def test_even_batches_fill_the_last_round_with_the_first_samples(case: dict) -> 
 
 @given(sizes)
 def test_uneven_batches_hold_every_sample_once(case: dict) -> None:
-    found = [list(shard) for shard in shards(case, even=False)]
-    every = sorted(sample for batches in found for batch in batches for sample in batch)
+    actual = [list(shard) for shard in shards(case, even=False)]
+    every = sorted(sample for batches in actual for batch in batches for sample in batch)
     assert every == (
         padded_samples(case["length"], case["per_process"] * case["world"], True)
         if case["drop_last"]
         else list(range(case["length"]))
     )
-    counts = [len(batches) for batches in found]
+    counts = [len(batches) for batches in actual]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] - counts[-1] <= 1, "no process is more than one batch ahead"
 

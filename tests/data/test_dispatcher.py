@@ -38,13 +38,13 @@ def lists(loader: Any) -> list[list[int]]:
 
 
 def for_metrics(loader: Any) -> list[int]:
-    found: list[int] = []
+    actual: list[int] = []
     for batch in loader:
         gathered = gather(batch)
         if loader.end_of_dataloader and loader.remainder > 0:
             gathered = gathered[: loader.remainder]
-        found += gathered.tolist()
-    return found
+        actual += gathered.tolist()
+    return actual
 
 
 @ranks(2, 3)
@@ -281,10 +281,10 @@ def test_batches_of_rows_of_different_lengths_are_dealt_out_whole(rank: int, wor
 @ranks(2)
 def test_each_process_gets_its_batch_as_it_was_read(rank: int) -> None:
     data = [[number] * (1 + number % 4) for number in range(1, 25)]
-    found = list(make(data, 3, collate_fn=padded))
+    actual = list(make(data, 3, collate_fn=padded))
     expected = list(DataLoader(data, batch_size=3, collate_fn=padded))[rank::2]
-    assert len(found) == len(expected)
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert len(actual) == len(expected)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
 
 
 def with_total(numbers: list[int]) -> dict[str, torch.Tensor]:

@@ -56,10 +56,10 @@ def rounds_of(loaders: list) -> Iterator[tuple[list[int], bool, int]]:
 
 def for_metrics(loaders: list) -> list[int]:
     """What `gather_for_metrics` gathers over an epoch."""
-    found: list[int] = []
+    actual: list[int] = []
     for samples, is_last, remainder in rounds_of(loaders):
-        found += samples[:remainder] if is_last and remainder > 0 else samples
-    return found
+        actual += samples[:remainder] if is_last and remainder > 0 else samples
+    return actual
 
 
 @settings(max_examples=40, deadline=None)

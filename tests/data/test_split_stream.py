@@ -65,10 +65,10 @@ def prepare(stream: Any, size: int = 2, **options: Any) -> Any:
 
 def gathered_once(loader: Any) -> list[int]:
     """What all processes got together, without repeated batches."""
-    found: list[int] = []
+    actual: list[int] = []
     for batch in loader:
-        found += gather(slice_tensors(batch, slice(loader.num_real_samples))).tolist()
-    return found
+        actual += gather(slice_tensors(batch, slice(loader.num_real_samples))).tolist()
+    return actual
 
 
 def test_what_can_be_divided() -> None:
@@ -141,14 +141,14 @@ def test_generators_are_brought_together_at_the_beginning_of_an_epoch(rank: int,
     data = torch.arange(16)
     plain = DataLoader(data, batch_size=2, shuffle=True)  # type: ignore[arg-type]
     loader = prepare_data_loader(plain, rng_types=["generator"])
-    found = []
+    actual = []
     for _ in range(2):
         epoch = torch.cat(list(loader))
         everyone = [torch.empty_like(epoch) for _ in range(world)]
         dist.all_gather(everyone, epoch)
-        found.append(torch.cat(everyone).tolist())
-    assert sorted(found[0]) == sorted(found[1]) == list(range(16))
-    assert found[0] != found[1]
+        actual.append(torch.cat(everyone).tolist())
+    assert sorted(actual[0]) == sorted(actual[1]) == list(range(16))
+    assert actual[0] != actual[1]
 
 
 @ranks(2)

@@ -93,15 +93,15 @@ def test_a_shuffled_epoch_goes_on_in_its_order(dispatch: bool, num_workers: int)
 
     loader = make_shuffled(1)
     lists(loader)
-    found = []
+    actual = []
     for batch in loader:
-        found.append(batch.tolist())
-        if len(found) == 3:
+        actual.append(batch.tolist())
+        if len(actual) == 3:
             position, numbers = pickle.loads(pickle.dumps(loader.state_dict())), torch.get_rng_state()
     other = make_shuffled(2)
     other.load_state_dict(position)
     torch.set_rng_state(numbers)
-    assert lists(other) == found[3:]
+    assert lists(other) == actual[3:]
     assert torch.equal(torch.get_rng_state(), numbers), "the numbers of this epoch were drawn when it began"
     following = lists(other)
     torch.set_rng_state(numbers)

@@ -153,9 +153,9 @@ def test_the_rest_of_an_epoch_and_the_next_ones_are_the_same(
     end_workers(loader)
     accelerator, loader = prepared(data, workers, seed=2)
     accelerator.load_state(tmp_path / "state")
-    found = read_on(loader, 3 - len(expected))
+    actual = read_on(loader, 3 - len(expected))
     end_workers(loader)
-    assert found == expected
+    assert actual == expected
 
 
 @pytest.mark.takes_turns

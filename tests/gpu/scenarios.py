@@ -108,10 +108,10 @@ def collectives_of_one_rank(device: str) -> None:
         assert dist.get_backend() == ("nccl" if accelerator.device.type == "cuda" else "gloo")
         x = torch.arange(6.0, device=accelerator.device).view(3, 2)
         many = {"a": x, "b": [x.to(torch.int64), x.bool(), x.to(torch.bfloat16)], "c": x.sum()}
-        found = gather_leaves(many, "gather", PartialState())
-        assert torch.equal(found["a"], x)
-        assert found["b"][2].dtype == torch.bfloat16
-        assert found["c"].shape == (1,)
+        actual = gather_leaves(many, "gather", PartialState())
+        assert torch.equal(actual["a"], x)
+        assert actual["b"][2].dtype == torch.bfloat16
+        assert actual["c"].shape == (1,)
         large = torch.arange(100_000, device=accelerator.device)
         assert torch.equal(gather_leaves(large, "gather", PartialState()), large)
         assert torch.equal(reduce(x, "sum"), x)

@@ -56,11 +56,11 @@ def check_shared_device(device: str, folder: Path) -> None:
     ]
     for process in processes:
         process.start()
-    found = sorted(results.get(timeout=120) for _ in processes)
+    actual = sorted(results.get(timeout=120) for _ in processes)
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 0]
-    for _, gathered, total, padded, losses in found:
+    for _, gathered, total, padded, losses in actual:
         assert (gathered, total, padded) == ([0.0, 0.0, 1.0, 1.0], [1.0, 1.0], [2])
         assert losses[-1] < losses[0]
 

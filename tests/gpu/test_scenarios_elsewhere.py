@@ -114,8 +114,8 @@ def test_a_batch_size_is_found() -> None:
     ids=str,
 )
 def test_on_a_pretended_gpu(machine: GpuMachine, name: str, arguments: tuple[str, ...]) -> None:
-    found = machine.run("gpu_scenarios", name, *arguments)
-    assert found == "done", found["error"]
+    actual = machine.run("gpu_scenarios", name, *arguments)
+    assert actual == "done", actual["error"]
 
 
 @pytest.mark.thorough

@@ -165,11 +165,11 @@ def look(scenario: Scenario, kept: Kept, place: Path) -> list[str]:
         return [f"cannot be loaded: {error!r}"]
     if kept.values() not in ({OLD}, {NEW}):
         problems.append(f"mixed values {kept.values()}")
-    found = kept.values()
+    actual = kept.values()
     scenario.save(kept, place)
     kept.fill(0.0)
     scenario.load(kept, place)
-    if kept.values() != found:
+    if kept.values() != actual:
         problems.append("the next save failed")
     hidden = [path for path in place.rglob(".*")]
     if hidden:
@@ -183,11 +183,11 @@ def look(scenario: Scenario, kept: Kept, place: Path) -> list[str]:
 def main() -> None:
     folder = Path(sys.argv[1])
     exchange = staging.exchange_folders
-    found = {}
+    actual = {}
     for number, (name, scenario) in enumerate(SCENARIOS.items()):
         staging.exchange_folders = exchange
-        found[name] = run(scenario, folder / str(number))
-    print(json.dumps(found))  # noqa: T201
+        actual[name] = run(scenario, folder / str(number))
+    print(json.dumps(actual))  # noqa: T201
 
 
 if __name__ == "__main__":

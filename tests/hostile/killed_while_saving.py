@@ -59,11 +59,11 @@ def what_is_wrong(folder: Path, seed: int) -> tuple[int, list[str]]:
         value for state in kept._optimizers[0].state.values() for value in state["momentum_buffer"].unique().tolist()
     }
     problems = [] if len(kept.values() | moments) == 1 else [f"kill {seed}: mixed values {kept.values() | moments}"]
-    found = kept.step
+    actual = kept.step
     kept.save_state(async_save=True).result()
     if hidden := [path.name for path in folder.rglob(".*")]:
         problems.append(f"kill {seed}: left behind: {hidden}")
-    return found, problems
+    return actual, problems
 
 
 def has_begun(folder: Path) -> bool:
@@ -96,17 +96,17 @@ def main() -> None:
     torch.set_num_threads(1)  # forked processes would wait for threads that are gone
     folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
     make_run(folder).keeper.finish()
-    found: dict[str, Any] = {"before the first": 0, "in a save": 0, "between saves": 0, "problems": []}
+    actual: dict[str, Any] = {"before the first": 0, "in a save": 0, "between saves": 0, "problems": []}
     last = 0
     for seed in range(num_kills):
         outcome = kill_once(folder, seed)
-        found[outcome["when"]] += 1
-        found["problems"] += outcome["problems"]
+        actual[outcome["when"]] += 1
+        actual["problems"] += outcome["problems"]
         if outcome["step"] < last:
-            found["problems"].append(f"kill {seed}: step {outcome['step']} after {last}")
+            actual["problems"].append(f"kill {seed}: step {outcome['step']} after {last}")
         last = outcome["step"]
-    found["last step"] = last
-    print(json.dumps(found))  # noqa: T201
+    actual["last step"] = last
+    print(json.dumps(actual))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ def last_line_of(program: str, *words: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    actual: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return actual
 
 
 @pytest.mark.thorough
@@ -48,6 +48,6 @@ def test_a_kill_at_any_step_leaves_a_whole_checkpoint(scenario: str, outcomes: d
 
 @pytest.mark.thorough
 def test_runs_killed_at_random_moments_go_on_from_a_whole_checkpoint(tmp_path: Path) -> None:
-    found = last_line_of("tests.hostile.killed_while_saving", str(tmp_path), "20")
-    assert found["problems"] == []
-    assert found["in a save"] > 0
+    actual = last_line_of("tests.hostile.killed_while_saving", str(tmp_path), "20")
+    assert actual["problems"] == []
+    assert actual["in a save"] > 0

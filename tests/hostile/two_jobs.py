@@ -128,8 +128,8 @@ def run(job: Callable[[int, Path], None], check: Callable[[Path], None], folder:
 
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
-    found = {name: run(*SCENARIOS[name], folder / str(number)) for number, name in enumerate(names)}
-    print(json.dumps(found))  # noqa: T201
+    actual = {name: run(*SCENARIOS[name], folder / str(number)) for number, name in enumerate(names)}
+    print(json.dumps(actual))  # noqa: T201
 
 
 if __name__ == "__main__":

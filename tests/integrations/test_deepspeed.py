@@ -134,10 +134,10 @@ def test_the_four_combinations_of_dummies(rank: int, world: int) -> None:
     model = new_model()
     described = DummyOptim(model.parameters(), lr=0.01)
     dummy = DummyScheduler(described, lr_scheduler_callable=halve)
-    rate, kind, found = rates(described, dummy, config_of(2, optimizer=ADAM), model)
+    rate, kind, actual = rates(described, dummy, config_of(2, optimizer=ADAM), model)
     assert rate == pytest.approx(0.01 * 0.5**steps)  # DeepSpeed steps it, once for each of its steps
     assert kind is DeepSpeedSchedulerWrapper
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
 
 
 @deepspeed_ranks(2)

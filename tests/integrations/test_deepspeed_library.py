@@ -85,8 +85,8 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
             model, optimizer, loader = accelerator.prepare(model, optimizer, new_loader())
             curves.append(train(accelerator, model, optimizer, loader))
             if one is config:
-                found = model._config.zero_config
-                seen = (found.zero_hpz_partition_size, found.max_live_parameters, found.round_robin_gradients)
+                actual = model._config.zero_config
+                seen = (actual.zero_hpz_partition_size, actual.max_live_parameters, actual.round_robin_gradients)
                 assert seen == tuple(zero.values())
                 assert model.wall_clock_breakdown()
                 assert accelerator.deepspeed_config["zero_optimization"] == {"stage": 3, **zero}
@@ -95,8 +95,8 @@ def test_settings_that_only_deepspeed_knows_reach_it(rank: int, world: int) -> N
     quantised = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
     plugin = DeepSpeedPlugin(hf_ds_config=config_of(3, zero=dict.fromkeys(quantised, True)))
     plugin.deepspeed_config_process(must_match=False)
-    found = DeepSpeedConfig(plugin.deepspeed_config).zero_config  # the operations themselves are for GPUs
-    assert all(getattr(found, name) is True for name in quantised)
+    actual = DeepSpeedConfig(plugin.deepspeed_config).zero_config  # the operations themselves are for GPUs
+    assert all(getattr(actual, name) is True for name in quantised)
 
 
 @pytest.mark.takes_turns
@@ -190,6 +190,6 @@ def test_a_converted_checkpoint_resumes_with_another_number_of_ranks(rank: int, 
                     [sys.executable, *command], env=kept, capture_output=True, text=True, check=False, timeout=300
                 )
                 assert done.returncode == 0, done.stderr
-            found = [float(line[6:]) for line in done.stdout.splitlines() if line.startswith("loss: ")]
-            assert found == pytest.approx(expected, abs=1e-5)
+            actual = [float(line[6:]) for line in done.stdout.splitlines() if line.startswith("loss: ")]
+            assert actual == pytest.approx(expected, abs=1e-5)
         accelerator.wait_for_everyone()

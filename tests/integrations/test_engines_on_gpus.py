@@ -97,10 +97,10 @@ def test_fsdp1_shards_no_ignored_modules(rank: int, world: int) -> None:
     model = make_model()
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     prepared = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model)
-    found = {name.replace("_fsdp_wrapped_module.", ""): one.numel() for name, one in prepared.named_parameters()}
-    kept = {name for name, size in found.items() if size == sizes[name]}
+    actual = {name.replace("_fsdp_wrapped_module.", ""): one.numel() for name, one in prepared.named_parameters()}
+    kept = {name for name, size in actual.items() if size == sizes[name]}
     assert {name for name in sizes if name.startswith("head")} <= kept
-    assert sum(found.values()) < sum(sizes.values()), "the others are sharded"
+    assert sum(actual.values()) < sum(sizes.values()), "the others are sharded"
 
 
 @pytest.mark.parametrize(("elsewhere", "expected"), [("cpu", ([0], 0)), ("meta", (None, None))])

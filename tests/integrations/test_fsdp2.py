@@ -342,8 +342,8 @@ def test_norms_over_sharded_and_unsharded_gradients(rank: int, world: int) -> No
     loss_of(twin, one_batch()).backward()
     for norm_type in (2.0, 1.0, float("inf")):
         expected = nn.utils.clip_grad_norm_(twin.parameters(), 1e6, norm_type)
-        found = accelerator.clip_grad_norm_(model.parameters(), 1e6, norm_type)
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        actual = accelerator.clip_grad_norm_(model.parameters(), 1e6, norm_type)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
     accelerator.clip_grad_norm_(model.parameters(), 0.1)
     accelerator.clip_grad_value_(model.parameters(), 1e-3)

@@ -96,5 +96,5 @@ def test_sharded_stages_are_clipped_with_two_collectives(rank: int, world: int, 
     assert len(calls) == 2, "over the shards of the stage, then over the stages"
     names = dict(full.named_parameters())
     for name, parameter in accelerator.unwrap_model(model).named_parameters():
-        found = parameter.grad.full_tensor()
-        torch.testing.assert_close(found, names[name].grad, rtol=1e-3, atol=1e-7)
+        actual = parameter.grad.full_tensor()
+        torch.testing.assert_close(actual, names[name].grad, rtol=1e-3, atol=1e-7)

@@ -81,8 +81,8 @@ def test_old_states_make_room_once_all_is_verified(rank: int, world: int, tmp_pa
     waiting.apply()
     assert waiting.models == waiting.optimizers == []
     assert optimizer.optimizer.held == 0
-    for found, wanted in zip(model.parameters(), expected, strict=True):
-        assert torch.equal(found.detach(), wanted)
+    for actual, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(actual.detach(), wanted)
     for entry, wanted in zip(optimizer.state.values(), moments, strict=True):
         assert torch.equal(entry["exp_avg"], wanted)
 

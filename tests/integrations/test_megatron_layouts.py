@@ -75,8 +75,8 @@ def test_what_is_joined_and_sharded_comes_back(case: Case) -> None:
     if layout.is_sharded:
         assert sum(shard.numel() for shard in shards) == full.numel(), "and none holds more than its part"
     assert torch.equal(layout.unshard(shards), full)
-    for found, expected in zip(layout.split(full), tensors, strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(layout.split(full), tensors, strict=True):
+        assert torch.equal(actual, expected)
 
 
 @given(cases())
@@ -89,5 +89,5 @@ def test_heads_are_never_cut(case: Case) -> None:
     less = QueryKeyValue(layout.heads // case.ranks, layout.groups // case.ranks, layout.head_size)
     for rank in range(case.ranks):
         own = layout.shard(layout.join(tensors), rank, case.ranks)
-        for found, of_all in zip(less.split(own), tensors, strict=True):
-            assert torch.equal(found, of_all.chunk(case.ranks)[rank])
+        for actual, of_all in zip(less.split(own), tensors, strict=True):
+            assert torch.equal(actual, of_all.chunk(case.ranks)[rank])

@@ -57,12 +57,12 @@ def test_a_model_is_split_between_its_blocks(rank: int, world: int) -> None:
     PartialState(cpu=True)
     expected = make_model(layers=4)(IDS)
     model = prepare_pippy(make_model(layers=4), example_args=(IDS,))
-    found = model(IDS)
+    actual = model(IDS)
     if rank == world - 1:
-        torch.testing.assert_close(found, expected)
-        assert not found.requires_grad
+        torch.testing.assert_close(actual, expected)
+        assert not actual.requires_grad
     else:
-        assert found is None
+        assert actual is None
     held = {name for name, _ in model.named_parameters()}
     assert ("head.weight" in held) is (rank == world - 1)
     assert len(model.hf_split_points) == world - 1
@@ -98,8 +98,8 @@ def test_what_cannot_be_split_is_traced(rank: int, world: int) -> None:
     inputs = torch.linspace(0, 1, 40).view(5, 8)
     model = prepare_pippy(seeded(Skipping), split_points=["layers.2"], example_args=(inputs[:4],), gather_output=True)
     for batch in (inputs, inputs[:1], inputs[:4]):
-        (found,) = model(batch) if isinstance(model(batch), tuple) else (model(batch),)
-        torch.testing.assert_close(found, seeded(Skipping)(batch))
+        (actual,) = model(batch) if isinstance(model(batch), tuple) else (model(batch),)
+        torch.testing.assert_close(actual, seeded(Skipping)(batch))
     with pytest.raises(ValueError, match=r"traced for inputs of shapes \[\(8,\)\]"):
         model(torch.zeros(4, 9))
 
@@ -140,9 +140,9 @@ def test_transformers(rank: int, world: int) -> None:
             example_kwargs={"attention_mask": mask},
             gather_output=True,
         )
-        found = model(IDS, attention_mask=mask)
-        assert type(found) is type(expected)
-        torch.testing.assert_close(found.logits, expected.logits)
+        actual = model(IDS, attention_mask=mask)
+        assert type(actual) is type(expected)
+        torch.testing.assert_close(actual.logits, expected.logits)
 
 
 @ranks(2)
@@ -150,8 +150,8 @@ def test_the_parts_can_be_used_by_themselves(rank: int, world: int) -> None:
     PartialState(cpu=True)
     inputs = torch.linspace(0, 1, 40).view(5, 8)
     schedule = build_pipeline(seeded(Skipping), ["layers.1"], (inputs,), None, 2)
-    found = pippy_forward(schedule.step, 2, True, inputs)
-    torch.testing.assert_close(found, seeded(Skipping)(inputs))
+    actual = pippy_forward(schedule.step, 2, True, inputs)
+    torch.testing.assert_close(actual, seeded(Skipping)(inputs))
 
 
 def test_one_process_has_the_full_model() -> None:

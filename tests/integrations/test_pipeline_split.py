@@ -84,7 +84,7 @@ def test_the_largest_stage_is_as_small_as_possible(sizes: list[int], stages: int
         parts[-1] += after
         return max(parts)
 
-    found = balance(sizes, stages, before, after)
-    assert found[0] == 0
-    assert len(set(found)) == stages
-    assert largest(found) == min(largest((0, *rest)) for rest in combinations(range(1, len(sizes)), stages - 1))
+    actual = balance(sizes, stages, before, after)
+    assert actual[0] == 0
+    assert len(set(actual)) == stages
+    assert largest(actual) == min(largest((0, *rest)) for rest in combinations(range(1, len(sizes)), stages - 1))

@@ -142,9 +142,9 @@ def test_gradients_accumulate(rank: int, world: int, average_over: str) -> None:
         nn.utils.clip_grad_norm_(full.parameters(), 1.0)
         other.step()
         other.zero_grad()
-    found = accelerator.get_state_dict(model)
+    actual = accelerator.get_state_dict(model)
     for name, tensor in full.state_dict().items():
-        close(found[name], tensor)
+        close(actual[name], tensor)
 
 
 class Scored(nn.Module):
@@ -179,8 +179,8 @@ def test_outputs(rank: int, world: int, schedule: str) -> None:
     model.eval()
     with torch.no_grad():
         for size in (8, 3, 1):
-            found, everything = model(IDS[:size], labels=IDS[:size])
-            close(found, full(IDS[:size], IDS[:size])[0])
+            actual, everything = model(IDS[:size], labels=IDS[:size])
+            close(actual, full(IDS[:size], IDS[:size])[0])
             close(everything, full(IDS[:size])[0])
     assert accelerator.unwrap_model(model).calls == 2 + 2 + 1 + 1  # once for each microbatch, measuring left no trace
 
@@ -306,9 +306,9 @@ def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, wo
     for make in (partial(pipelined, stages=4), partial(pipelined, copies=2), sharded, partial(Accelerator, cpu=True)):
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        _, found = run(make(), tmp_path, load=True, save=False)
+        _, actual = run(make(), tmp_path, load=True, save=False)
         for name, tensor in weights.items():
-            close(found[name].cpu(), tensor)
+            close(actual[name].cpu(), tensor)
 
 
 @pytest.mark.thorough
@@ -316,10 +316,10 @@ def test_a_checkpoint_resumes_in_a_longer_pipeline_and_without_one(rank: int, wo
 def test_a_checkpoint_of_shards_resumes_in_replicas(rank: int, world: int, tmp_path: Path) -> None:
     losses, weights = run(sharded(), tmp_path, load=False, save=True)
     AcceleratorState._reset_state()
-    again, found = run(pipelined(copies=2), tmp_path, load=True, save=False)
+    again, actual = run(pipelined(copies=2), tmp_path, load=True, save=False)
     assert again == pytest.approx(losses[3:], abs=1e-5)
     for name, tensor in weights.items():
-        close(found[name], tensor)
+        close(actual[name], tensor)
 
 
 @ranks(4)

@@ -66,8 +66,8 @@ def test_any_dtype_is_sent_between_stages(rank: int, world: int) -> None:
             assert len(kept) == len(UNUSUAL)
         else:
             (received,) = group.receive_in_order([(shapes, 0)])
-            for found, sent in zip(received, UNUSUAL, strict=True):
-                assert torch.equal(found.view(-1).view(torch.uint8), sent.resolve_conj().view(-1).view(torch.uint8))
+            for actual, sent in zip(received, UNUSUAL, strict=True):
+                assert torch.equal(actual.view(-1).view(torch.uint8), sent.resolve_conj().view(-1).view(torch.uint8))
         for sent in UNUSUAL:
             copy = sent.clone() if rank == 0 else torch.zeros_like(sent)
             broadcast_to_group(copy, dist.group.WORLD)

@@ -87,20 +87,20 @@ def test_gather_joins_by_rank_and_keeps_types(rank: int, world: int) -> None:
         grad=torch.full((1,), float(rank), requires_grad=True),
     )
     with CountCollectives() as counted:
-        found = gather(data)
+        actual = gather(data)
     assert counted.count <= 2
-    assert type(found) is OrderedDict
-    assert type(found["point"]) is Point
-    assert type(found["user"]) is UserDict
-    assert found["point"].x.tolist() == list(range(world))
-    assert found["point"].y.shape == (2 * world, 3)
-    for dtype, leaf in zip(DTYPES, found["mixed"], strict=True):
+    assert type(actual) is OrderedDict
+    assert type(actual["point"]) is Point
+    assert type(actual["user"]) is UserDict
+    assert actual["point"].x.tolist() == list(range(world))
+    assert actual["point"].y.shape == (2 * world, 3)
+    for dtype, leaf in zip(DTYPES, actual["mixed"], strict=True):
         assert leaf.dtype == dtype
         assert leaf[:, 0].tolist() == [r % 2 for r in range(world) for _ in range(2)]
-    assert found["user"]["deep"][0].tolist() == [value + r for r in range(world) for value in range(3)]
-    assert found["user"]["deep"][1].shape == (0, 4)
-    assert torch.equal(found["strided"], torch.cat([(torch.arange(6.0).view(2, 3) + r).t() for r in range(world)]))
-    assert not found["grad"].requires_grad
+    assert actual["user"]["deep"][0].tolist() == [value + r for r in range(world) for value in range(3)]
+    assert actual["user"]["deep"][1].shape == (0, 4)
+    assert torch.equal(actual["strided"], torch.cat([(torch.arange(6.0).view(2, 3) + r).t() for r in range(world)]))
+    assert not actual["grad"].requires_grad
 
 
 @pytest.mark.sample(4)
@@ -115,21 +115,21 @@ def test_any_number_of_leaves_takes_few_collectives(
     rows = [1 + (r + 1) * ragged for r in range(world)]
     leaves = [torch.full((rows[rank], width), float(rank * 10000 + index)) for index in range(num_leaves)]
     with CountCollectives() as counted:
-        found = gather(leaves)
+        actual = gather(leaves)
     small = width * sum(rows) * num_leaves * 4 < SLOT_BYTES // 4
     assert counted.count == (
         3 if num_leaves == 3000 else 1 if small else 2
     )  # 3000 sizes need a collective of their own
-    for index, leaf in enumerate(found):
+    for index, leaf in enumerate(actual):
         expected = [float(r * 10000 + index) for r in range(world) for _ in range(rows[r])]
         assert leaf[:, 0].tolist() == leaf[:, -1].tolist() == expected
 
 
 @ranks(2)
 def test_a_rank_may_bring_nothing(rank: int, world: int) -> None:
-    found = gather({"a": torch.ones(3 * rank, 2), "b": torch.zeros(rank * 5000)})
-    assert found["a"].shape == (3, 2)
-    assert found["b"].shape == (5000,)
+    actual = gather({"a": torch.ones(3 * rank, 2), "b": torch.zeros(rank * 5000)})
+    assert actual["a"].shape == (3, 2)
+    assert actual["b"].shape == (5000,)
 
 
 @ranks(2)
@@ -163,10 +163,10 @@ def test_reduce(rank: int, world: int) -> None:
     data = {"a": torch.full((3,), rank + 1.0), "b": [torch.tensor(rank + 1), torch.full((2,), rank + 1.0).bfloat16()]}
     original = data["a"].clone()
     for reduction, expected in (("sum", total), ("mean", total / world), ("max", world), ("min", 1)):
-        found = reduce(data, reduction)
-        assert found["a"].tolist() == [expected] * 3
-        assert found["b"][0].item() == expected
-        assert found["b"][1].dtype == torch.bfloat16
+        actual = reduce(data, reduction)
+        assert actual["a"].tolist() == [expected] * 3
+        assert actual["b"][0].item() == expected
+        assert actual["b"][1].dtype == torch.bfloat16
     assert torch.equal(data["a"], original)
     with CountCollectives() as counted:
         assert reduce(data, "none") is data
@@ -186,11 +186,11 @@ def test_broadcast(rank: int, world: int) -> None:
     leaf = torch.full((2,), float(rank))
     data = {"a": leaf, "b": (torch.tensor([rank]), torch.empty(0))}
     with CountCollectives() as counted:
-        found = broadcast(data, from_process=1)
+        actual = broadcast(data, from_process=1)
     assert counted.count == 1
-    assert found["a"] is leaf
+    assert actual["a"] is leaf
     assert leaf.tolist() == [1, 1]
-    assert found["b"][0].item() == 1
+    assert actual["b"][0].item() == 1
     with pytest.raises(ValueError, match=f"from_process={world}"):
         broadcast(data, from_process=world)
 
@@ -219,10 +219,10 @@ def test_a_tensor_that_one_process_has(rank: int, world: int) -> None:
 def test_padding(rank: int, world: int) -> None:
     data = {"a": torch.ones(rank + 1, 2), "b": [torch.tensor(3), torch.ones(4, rank + 1)]}
     with CountCollectives() as counted:
-        found = pad_across_processes(data, pad_index=7, pad_first=True)
+        actual = pad_across_processes(data, pad_index=7, pad_first=True)
     assert counted.count == 1
-    assert found["a"].tolist() == ([[7, 7], [1, 1]] if rank == 0 else [[1, 1], [1, 1]])
-    assert found["b"][0] is data["b"][0]
+    assert actual["a"].tolist() == ([[7, 7], [1, 1]] if rank == 0 else [[1, 1], [1, 1]])
+    assert actual["b"][0] is data["b"][0]
     assert pad_across_processes(data["b"][1], dim=-1).shape == (4, 2)
     mask, ids = torch.ones(rank + 1, dtype=torch.bool), torch.ones(rank + 1, dtype=torch.int8)
     assert pad_across_processes(mask).tolist() == [True, rank == 1], "a mask stays one"
@@ -274,15 +274,15 @@ def test_results_can_be_written_to_with_gradients(rank: int, world: int) -> None
         lambda: [pad_across_processes(torch.ones(4 + rank))],
     ):
         with torch.no_grad():
-            found = results()
-        for leaf in found:
+            actual = results()
+        for leaf in actual:
             own = torch.full_like(leaf[:4], 3.0, requires_grad=True)
-            others = [other.clone() for other in found if other is not leaf]
+            others = [other.clone() for other in actual if other is not leaf]
             leaf[:4] = own
             leaf.sum().backward()
             assert own.grad is not None
             assert own.grad.unique().item() == 1
-            assert all(map(torch.equal, others, [other for other in found if other is not leaf]))
+            assert all(map(torch.equal, others, [other for other in actual if other is not leaf]))
 
 
 @ranks(2)

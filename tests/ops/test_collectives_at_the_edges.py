@@ -56,8 +56,8 @@ def test_every_leaf_may_have_lengths_of_its_own(rank: int, world: int, scale: in
     def leaf(index: int, of: int) -> torch.Tensor:
         return (torch.arange(scale * ((index + of) % 3) * 2).view(-1, 2) % 5 + of).to(dtypes[index % len(dtypes)])
 
-    found = gather([leaf(index, rank) for index in range(20)])
-    for index, joined in enumerate(found):
+    actual = gather([leaf(index, rank) for index in range(20)])
+    for index, joined in enumerate(actual):
         assert torch.equal(joined, torch.cat([leaf(index, of) for of in range(world)])), index
 
 
@@ -82,16 +82,16 @@ def test_reduce_keeps_the_dtype_of_sums(rank: int, world: int, dtype: torch.dtyp
 def test_gradients_of_what_is_reduced_flow_to_the_own_tensor(rank: int, world: int, reduction: Any) -> None:
     """As a loss that is averaged over processes before the backward pass needs it."""
     weight, plain = torch.full((3,), rank + 1.0, requires_grad=True), torch.ones(3)
-    found = reduce([weight * 2, plain, weight.bfloat16()], reduction)
+    actual = reduce([weight * 2, plain, weight.bfloat16()], reduction)
     with torch.no_grad():
         assert not reduce(weight, reduction).requires_grad
-    assert [leaf.requires_grad for leaf in found] == [reduction != "max", False, reduction != "max"]
+    assert [leaf.requires_grad for leaf in actual] == [reduction != "max", False, reduction != "max"]
     if reduction != "max":
-        found[0] /= 4  # results are the caller's own
-        (found[0].sum() + found[2].float().sum()).backward()
+        actual[0] /= 4  # results are the caller's own
+        (actual[0].sum() + actual[2].float().sum()).backward()
         own = 1.0 if reduction == "sum" else 1 / world
         assert weight.grad.tolist() == [own * 2 / 4 + own] * 3  # type: ignore[union-attr]
-        assert found[0].tolist() == [(1 + 2) * 2 * own / 4] * 3
+        assert actual[0].tolist() == [(1 + 2) * 2 * own / 4] * 3
 
 
 @ranks(2)
@@ -113,9 +113,9 @@ def test_an_expanded_tensor_is_broadcast(rank: int, world: int, length: int) -> 
     for expand in ((0, 1), (0,), (1,)):  # on which ranks it is
         row = torch.arange(float(length)) + rank
         leaf = row.expand(2, length) if rank in expand else row.repeat(2, 1)
-        found = broadcast({"expanded": leaf, "plain": plain}, from_process=1)
-        assert torch.equal(found["expanded"], (torch.arange(float(length)) + 1).repeat(2, 1))
-        assert found["plain"] is plain
+        actual = broadcast({"expanded": leaf, "plain": plain}, from_process=1)
+        assert torch.equal(actual["expanded"], (torch.arange(float(length)) + 1).repeat(2, 1))
+        assert actual["plain"] is plain
 
 
 @ranks(2)

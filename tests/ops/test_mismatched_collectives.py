@@ -78,12 +78,12 @@ def test_small_and_large_are_reduced_alike(rank: int, world: int, size: int, how
 
     everyones = [brought(of) for of in range(world)]
     mine = brought(rank)
-    found = reduce(mine, how)
+    actual = reduce(mine, how)
     fold = {"sum": lambda x: x.sum(0), "mean": lambda x: x.sum(0) / world, "max": lambda x: x.amax(0)}
     fold["min"] = lambda x: x.amin(0)
     for name, leaf in mine.items():
         expected = fold[how](torch.stack([values[name] for values in everyones]))
-        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=0)
+        torch.testing.assert_close(actual[name], expected, rtol=1e-6, atol=0)
         assert torch.equal(leaf, everyones[rank][name])  # not changed
 
 
@@ -91,9 +91,9 @@ def test_small_and_large_are_reduced_alike(rank: int, world: int, size: int, how
 @pytest.mark.parametrize("size", [1, LARGE])
 def test_objects_arrive_whatever_their_size(rank: int, world: int, size: int) -> None:
     mine = [{"rank": rank, "text": "é" * size * (rank + 1)}, torch.full((2,), rank)]
-    found = gather_object(mine)
-    assert [item["text"] for item in found[::2]] == ["é" * size, "é" * size * 2]
-    assert torch.equal(torch.stack(found[1::2]), torch.tensor([[0, 0], [1, 1]]))
+    actual = gather_object(mine)
+    assert [item["text"] for item in actual[::2]] == ["é" * size, "é" * size * 2]
+    assert torch.equal(torch.stack(actual[1::2]), torch.tensor([[0, 0], [1, 1]]))
     given = [rank, {"text": "x" * size * (rank + 1)}, None]
     kept = given
     assert broadcast_object_list(given, from_process=1) is kept

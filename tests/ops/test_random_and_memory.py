@@ -86,15 +86,15 @@ def test_processes_draw_alike_after_synchronising(rank: int, world: int) -> None
         torch.rand(rank + 1, generator=generator)
         synchronize_rng_states(which, generator)
         drawn = torch.stack([torch.rand(()), torch.rand((), generator=generator)])[None]
-        found = gather(drawn)
-        assert torch.equal(found[0], found[1])
+        actual = gather(drawn)
+        assert torch.equal(actual[0], actual[1])
     torch.rand(rank + 1)
     synchronize_rng_states()
-    found = gather(torch.rand(1))
-    assert found[0] == found[1]
+    actual = gather(torch.rand(1))
+    assert actual[0] == actual[1]
     set_seed(5, device_specific=True)
-    found = gather(torch.rand(1))
-    assert found[0] != found[1]
+    actual = gather(torch.rand(1))
+    assert actual[0] != actual[1]
     with pytest.raises(ValueError, match="rng_type='cuda' names a device"):
         synchronize_rng_state("cuda")  # type: ignore[arg-type]
 

@@ -172,8 +172,8 @@ def test_moving() -> None:
 
 def test_float32_outputs() -> None:
     forward = convert_outputs_to_fp32(lambda x: {"y": x.bfloat16(), "n": 3, "z": (x.half(), x.double())})
-    found = forward(torch.ones(2))
-    assert [found["y"].dtype, found["z"][0].dtype, found["z"][1].dtype] == [
+    actual = forward(torch.ones(2))
+    assert [actual["y"].dtype, actual["z"][0].dtype, actual["z"][1].dtype] == [
         torch.float32,
         torch.float32,
         torch.float64,

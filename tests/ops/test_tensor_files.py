@@ -27,8 +27,8 @@ def written(tensors: dict[str, torch.Tensor]) -> bytes:
 
 
 def examples() -> dict[str, torch.Tensor]:
-    found = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPE_NAMES}
-    return {**found, "empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ünïcode": torch.ones(1)}
+    actual = {str(dtype): torch.arange(6).reshape(2, 3).to(dtype) for dtype in DTYPE_NAMES}
+    return {**actual, "empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "ünïcode": torch.ones(1)}
 
 
 def test_files_are_byte_for_byte_those_of_the_library(tmp_path: Path) -> None:

@@ -150,8 +150,8 @@ def test_several_models_in_one_checkpoint(rank: int, world: int, version: int, t
     accelerator.save_state(tmp_path / "state")
     expected = [train(accelerator, *pair, loader, steps=3) for pair in ((first, one), (second, other))]
     accelerator.load_state(tmp_path / "state")
-    found = [train(accelerator, *pair, loader, steps=3) for pair in ((first, one), (second, other))]
-    for mine, theirs in zip(found, expected, strict=True):
+    actual = [train(accelerator, *pair, loader, steps=3) for pair in ((first, one), (second, other))]
+    for mine, theirs in zip(actual, expected, strict=True):
         assert_same(mine, theirs, 1e-6)
 
 

@@ -70,9 +70,9 @@ def test_ranks_that_run_are_never_compared() -> None:
     ],
 )
 def test_calls_under_one_number_must_fit(one: Call, other: Call, fits: bool) -> None:
-    found = verdict(stands(call(1), one), stands(call(1), other))
-    assert (found is None) == fits
-    assert found is None or "number 2 in process group '0'" in found.title
+    actual = verdict(stands(call(1), one), stands(call(1), other))
+    assert (actual is None) == fits
+    assert actual is None or "number 2 in process group '0'" in actual.title
 
 
 def test_groups_of_one_name_and_other_ranks_are_not_compared() -> None:
@@ -84,9 +84,9 @@ def test_groups_of_one_name_and_other_ranks_are_not_compared() -> None:
 def test_a_rank_that_has_left_proves_it_after_a_moment() -> None:
     gone = Note(ENDED, "train.py:8 in main", LEFT)
     assert verdict(stands(call(1)), gone, ended=0.1) is None
-    found = verdict(stands(call(1)), gone)
-    assert found is not None
-    assert found.rows[1] == ("has left the process group", "train.py:8 in main")
+    actual = verdict(stands(call(1)), gone)
+    assert actual is not None
+    assert actual.rows[1] == ("has left the process group", "train.py:8 in main")
     alone = {"0": calls(call(1), members=(0, 2))}
     assert verdict(stands(calls=alone), gone) is None, "it does not wait for that rank"
 
@@ -187,7 +187,7 @@ def test_a_rank_that_leaves_while_it_is_connecting_says_so_once_it_has(monkeypat
     one._thread.join(60)
     other = Board(store, str(one._name), 1, 2)
     note = other.read()[0]
-    assert (note.state, note.operation, note.place) == (ENDED, "has ended", "train.py:3 in main")
+    assert (note.state, note.operation, note.line) == (ENDED, "has ended", "train.py:3 in main")
     one.close()
     other.close()
     dist.destroy_process_group()

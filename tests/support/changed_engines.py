@@ -202,8 +202,8 @@ def outcome(folder: Path, saver: str, loader: str, num_groups: int) -> tuple[str
             same = len(before) == len(after) and all(map(torch.equal, before, after))
             return "x" if same else "X", f"{type(error).__name__}: {error}"
         run.step = STEPS_BEFORE_SAVING
-        found, expected = run.train(STEPS_COMPARED), json.loads(source.with_suffix(".json").read_text())
-    differs = [abs(one - other) / other for one, other in zip(found, expected, strict=True)]
+        actual, expected = run.train(STEPS_COMPARED), json.loads(source.with_suffix(".json").read_text())
+    differs = [abs(one - other) / other for one, other in zip(actual, expected, strict=True)]
     if max(differs) <= TOLERANCE:
         return "=", ""
     return "!", f"losses differ by {', '.join(f'{one:.1e}' for one in differs)}"
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str]) -> None:
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_BUILD_SHM_COMM": "0"}
     tried = cells([name for name in arguments if name != "-v"])
     with tempfile.TemporaryDirectory() as name:
-        found = try_cells(Path(name), tried, timeout=1800)
+        actual = try_cells(Path(name), tried, timeout=1800)
     POOL.close(politely=True)
     rows = [one for one in ENGINES if any(saver == one for saver, _, _ in tried)]
     columns = [one for one in ENGINES if any(loader == one for _, loader, _ in tried)]
@@ -293,12 +293,12 @@ def main(arguments: Sequence[str]) -> None:
     for index, column in enumerate(columns):
         sys.stdout.write(" " * width + "  " + "| " * index + column + "\n")
     for row in rows:
-        marks = [mark_of(found[f"{row}>{column}"]) if f"{row}>{column}" in found else " " for column in columns]
+        marks = [mark_of(actual[f"{row}>{column}"]) if f"{row}>{column}" in actual else " " for column in columns]
         sys.stdout.write(f"{row:{width}}  {' '.join(marks)}\n")
-    marks_of_all = [mark_of(texts) for texts in found.values()]
+    marks_of_all = [mark_of(texts) for texts in actual.values()]
     sys.stdout.write(f"{marks_of_all.count('=')} of {len(marks_of_all)} cells go on as if nothing had changed\n")
     if "-v" in arguments:
-        for cell, texts in found.items():
+        for cell, texts in actual.items():
             if mark_of(texts) != "=":
                 sys.stdout.write(f"{cell}: {' | '.join(dict.fromkeys(texts))}\n")
 

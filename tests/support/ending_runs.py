@@ -70,7 +70,7 @@ def fork(how: str, folder: Path) -> tuple[int, Callable[[], str]]:
 
 
 def main() -> None:
-    folder, endings, found = Path(sys.argv[1]), sys.argv[2:], {}
+    folder, endings, actual = Path(sys.argv[1]), sys.argv[2:], {}
     make_kept().save_state(folder / "loads what torch loads late")
     gc.freeze()  # or each of them looks at all of torch when it ends
     for how in endings:
@@ -79,8 +79,8 @@ def main() -> None:
             end(how, folder / how)
             return
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        found[how] = {"code": code, "stderr": errors()}
-    print(json.dumps(found))  # noqa: T201
+        actual[how] = {"code": code, "stderr": errors()}
+    print(json.dumps(actual))  # noqa: T201
 
 
 if __name__ == "__main__":

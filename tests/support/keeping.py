@@ -123,10 +123,10 @@ class Kept:
 
     def values(self) -> set[float]:
         """All values that `fill` set; one when nothing is mixed up."""
-        found = {float(self.step), *(counter.count for counter in self._custom_objects)}
+        actual = {float(self.step), *(counter.count for counter in self._custom_objects)}
         for model in self._models:
-            found.update(value for parameter in model.parameters() for value in parameter.flatten().tolist())
-        return found | {group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups}
+            actual.update(value for parameter in model.parameters() for value in parameter.flatten().tolist())
+        return actual | {group["lr"] for optimizer in self._optimizers for group in optimizer.param_groups}
 
 
 def make_kept(folder: Path | None = None, *, total_limit: int | None = None) -> Kept:

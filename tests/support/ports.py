@@ -20,10 +20,10 @@ def free_ports(number: int) -> list[int]:
     """
     generator = random.SystemRandom()  # the others give both workers of a run the same numbers
     with contextlib.ExitStack() as open_ones:
-        found: list[int] = []
-        while len(found) < number:
+        actual: list[int] = []
+        while len(actual) < number:
             probe = open_ones.enter_context(socket.socket())
             with contextlib.suppress(OSError):
                 probe.bind(("", generator.randrange(LOWEST, HIGHEST)))
-                found.append(probe.getsockname()[1])
-        return found
+                actual.append(probe.getsockname()[1])
+        return actual

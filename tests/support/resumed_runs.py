@@ -267,22 +267,22 @@ def differences(cell: Cell, folder: Path) -> str:
     resumed = Run(cell, folder, seed=2)
     resumed.resume()
     resumed.end()
-    found = []
+    actual = []
     seen, again = whole.seen, resumed.seen
     if (
         cell.way in COUNTED and cell.kind == "augmented"
     ):  # reading again what was seen draws numbers, also of later orders
         seen, again = ([batch for batch in run.seen if batch[0] == run.saved_epoch] for run in (whole, resumed))
     if [sample for _, sample in seen] != [sample for _, sample in again]:
-        found.append(f"samples {seen} != {again}")
+        actual.append(f"samples {seen} != {again}")
     if cell.way in COUNTED:
-        return ", ".join(found)
+        return ", ".join(actual)
     if not torch.equal(random_numbers, torch.get_rng_state()):
-        found.append("random numbers")
+        actual.append("random numbers")
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     if not all(torch.equal(first, second) for first, second in pairs):
-        found.append("weights")
-    return ", ".join(found)
+        actual.append("weights")
+    return ", ".join(actual)
 
 
 def all_cells() -> list[Cell]:
@@ -301,10 +301,10 @@ def look_at(cells: list[dict[str, Any]], folder: str, rank: int) -> None:
     for number, fields in enumerate(cells):
         cell = Cell(**fields)
         try:
-            found = differences(cell, Path(folder) / str(number))
+            actual = differences(cell, Path(folder) / str(number))
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        (Path(folder) / f"{number}_{rank}").write_text(found)
+            actual = f"{type(error).__name__}: {error}"
+        (Path(folder) / f"{number}_{rank}").write_text(actual)
 
 
 look_at.body = look_at  # type: ignore[attr-defined]  # what the processes of `tests.support.ranks` call
@@ -312,11 +312,11 @@ look_at.body = look_at  # type: ignore[attr-defined]  # what the processes of `t
 
 def found_in(folder: Path, cells: list[Cell], world: int) -> dict[str, list[str]]:
     """What `look_at` wrote down: cells that differ to what does, on each rank."""
-    found = {
+    actual = {
         str(cell): [(folder / f"{number}_{rank}").read_text() for rank in range(world)]
         for number, cell in enumerate(cells)
     }
-    return {cell: texts for cell, texts in found.items() if any(texts)}
+    return {cell: texts for cell, texts in actual.items() if any(texts)}
 
 
 def run_rank(folder: Path) -> None:
@@ -344,10 +344,10 @@ def main(wanted: list[str]) -> None:
             ranks = [subprocess.Popen(command, env=_environment(rank, world)) for rank in range(world)]
             for process in ranks:
                 process.wait()
-            found = found_in(folder, cells, world)
-        for cell, texts in found.items():
+            actual = found_in(folder, cells, world)
+        for cell, texts in actual.items():
             sys.stdout.write(f"world={world} {cell}: {' | '.join(texts)}\n")
-        sys.stdout.write(f"world={world}: {len(cells) - len(found)} of {len(cells)} cells are the same\n")
+        sys.stdout.write(f"world={world}: {len(cells) - len(actual)} of {len(cells)} cells are the same\n")
         sys.stdout.flush()
 
 

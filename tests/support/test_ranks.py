@@ -72,13 +72,13 @@ def test_workers_in_which_groups_are_left_are_replaced(monkeypatch: pytest.Monke
     monkeypatch.setattr(pools, "POOL", pool := pools.Pool())
     _keeps_its_groups()
     first = pool.workers[0][0].pid
-    found = gloo_threads(first)
+    actual = gloo_threads(first)
     _keeps_its_groups()
     second = pool.workers[0][0].pid
     pool.close(politely=True)
-    if not found:
+    if not actual:
         pytest.skip("threads are not listed here, or have no names: those of torch 2.9")
-    assert found == 3
+    assert actual == 3
     assert second != first
 
 

@@ -76,9 +76,9 @@ def test_every_point_is_exported() -> None:
 
 
 def data_of(text: str) -> dict[str, object]:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
-    assert found
-    return json.loads(found.group(1), parse_constant=pytest.fail)
+    actual = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert actual
+    return json.loads(actual.group(1), parse_constant=pytest.fail)
 
 
 def test_the_page_holds_everything_and_loads_nothing(tmp_path: Path) -> None:

@@ -44,5 +44,5 @@ def results_of(program: str, folder: Path, *words: str, **variables: str) -> dic
     results = folder / f"{Path(program).stem}.json"
     done = run(str(Path(__file__).with_name(program)), str(results), str(folder), *words, **variables)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(results.read_text())
-    return found
+    actual: dict[str, Any] = json.loads(results.read_text())
+    return actual

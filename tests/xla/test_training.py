@@ -85,35 +85,35 @@ def test_gradients_are_synchronized_at_the_end_of_a_window(seen: Seen, count: in
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_loaders(seen: Seen, count: int) -> None:
-    found = seen[count]["loaders"]
-    assert found["sizes"] == found["split"] == found["streamed"] == [GLOBAL_BATCH] * NUM_BATCHES
-    assert found["all in order"]  # gather_for_metrics() drops the padding
-    assert found["stream in order"]
-    assert found["orders differ"]
-    assert found["all of them"] == [NUM_SAMPLES, NUM_SAMPLES]
+    actual = seen[count]["loaders"]
+    assert actual["sizes"] == actual["split"] == actual["streamed"] == [GLOBAL_BATCH] * NUM_BATCHES
+    assert actual["all in order"]  # gather_for_metrics() drops the padding
+    assert actual["stream in order"]
+    assert actual["orders differ"]
+    assert actual["all of them"] == [NUM_SAMPLES, NUM_SAMPLES]
     numbers = ",".join(map(str, range(count)))
-    assert found["specs"] == ([""] if count == 1 else [f"{{devices=[{count},1]{numbers}}}"])
-    assert found["is MpDeviceLoader"]
-    assert (found["wraps"], found["rest wraps"]) == ("DataLoaderShard", "MpDeviceLoaderWrapper")
-    assert (found["total_batch_size"], found["total_dataset_length"]) == (GLOBAL_BATCH, NUM_SAMPLES)
-    assert (found["length"], found["device"], found["epoch"]) == (NUM_BATCHES, "xla:0", 3)
-    assert found["rest"] == [GLOBAL_BATCH] * (NUM_BATCHES - 2)
+    assert actual["specs"] == ([""] if count == 1 else [f"{{devices=[{count},1]{numbers}}}"])
+    assert actual["is MpDeviceLoader"]
+    assert (actual["wraps"], actual["rest wraps"]) == ("DataLoaderShard", "MpDeviceLoaderWrapper")
+    assert (actual["total_batch_size"], actual["total_dataset_length"]) == (GLOBAL_BATCH, NUM_SAMPLES)
+    assert (actual["length"], actual["device"], actual["epoch"]) == (NUM_BATCHES, "xla:0", 3)
+    assert actual["rest"] == [GLOBAL_BATCH] * (NUM_BATCHES - 2)
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_operations_in_one_process(seen: Seen, count: int) -> None:
-    found = seen[count]["operations"]
-    assert found["gather"] == found["reduce"] == found["broadcast"] == found["pad"] == [[0, 1], [2, 3], [4, 5]]
-    assert found["objects"] == ["a", "b"]
-    assert found["trigger"] is True
-    assert (found["processes"], found["type"], found["engine"]) == (1, "XLA", "xla")
+    actual = seen[count]["operations"]
+    assert actual["gather"] == actual["reduce"] == actual["broadcast"] == actual["pad"] == [[0, 1], [2, 3], [4, 5]]
+    assert actual["objects"] == ["a", "b"]
+    assert actual["trigger"] is True
+    assert (actual["processes"], actual["type"], actual["engine"]) == (1, "XLA", "xla")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_random_numbers(seen: Seen, count: int) -> None:
-    found = seen[count]["random"]
-    assert found["first"] == found["again"] != found["second"]
-    assert found["after"] == found["restored"]
+    actual = seen[count]["random"]
+    assert actual["first"] == actual["again"] != actual["second"]
+    assert actual["after"] == actual["restored"]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
@@ -131,9 +131,9 @@ def test_a_checkpoint_continues_the_run(seen: Seen, folders: dict[int, Path], co
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_a_checkpoint_in_the_middle_of_a_window(seen: Seen, count: int) -> None:
-    found = seen[count]["window"]
-    assert found["resumed"] == pytest.approx(found["losses"], abs=1e-6)
-    assert found["synced"] == [True, False, True]
+    actual = seen[count]["window"]
+    assert actual["resumed"] == pytest.approx(actual["losses"], abs=1e-6)
+    assert actual["synced"] == [True, False, True]
     assert seen[count]["pickled"] == ["MpDeviceLoaderWrapper", True, NUM_BATCHES]
 
 
@@ -145,9 +145,9 @@ def test_saved_on_2_devices_and_loaded_on_4(seen: Seen) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_steps_run_also_without_a_prepared_loader(seen: Seen, count: int) -> None:
-    found = seen[count]["without loader"]
-    assert found["ran"] >= 4
-    assert found["losses"] == sorted(found["losses"], reverse=True)
+    actual = seen[count]["without loader"]
+    assert actual["ran"] >= 4
+    assert actual["losses"] == sorted(actual["losses"], reverse=True)
 
 
 REFUSED = {
@@ -170,9 +170,9 @@ REFUSED_UNDER_SPMD = {
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_what_cannot_be_done_is_refused(seen: Seen, count: int) -> None:
-    found = seen[count]["refused"]
+    actual = seen[count]["refused"]
     expected = REFUSED | (REFUSED_ALONE if count == 1 else REFUSED_UNDER_SPMD)
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, pattern in expected.items():
         with pytest.raises(RuntimeError, match=pattern):
-            raise RuntimeError(found[name])
+            raise RuntimeError(actual[name])

@@ -18,11 +18,11 @@ pytestmark = [
 def test_the_trainer_with_xla_fsdp_v2(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     plain = results_of("transformers_trainer.py", tmp_path / "plain", "--plain", USE_TORCH_XLA="0")
-    found = results_of("transformers_trainer.py", tmp_path, **devices(2))
-    assert len(found["losses"]) == 5
-    assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
-    assert found["device"] == "xla:0"
-    assert found["class"] == "SpmdFullyShardedDataParallel"
-    assert found["loader"] == "MpDeviceLoaderWrapper"
-    assert all("devices=[" in spec for spec in found["specs"].values())
-    assert "model.safetensors" in found["saved"]
+    actual = results_of("transformers_trainer.py", tmp_path, **devices(2))
+    assert len(actual["losses"]) == 5
+    assert actual["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    assert actual["device"] == "xla:0"
+    assert actual["class"] == "SpmdFullyShardedDataParallel"
+    assert actual["loader"] == "MpDeviceLoaderWrapper"
+    assert all("devices=[" in spec for spec in actual["specs"].values())
+    assert "model.safetensors" in actual["saved"]

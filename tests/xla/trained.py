@@ -60,8 +60,8 @@ def accelerator_of(sharded: bool = False, **settings: Any) -> Accelerator:
 
 
 def num_compiled() -> int:
-    found = metrics.metric_data("CompileTime")
-    return int(found[0]) if found else 0
+    actual = metrics.metric_data("CompileTime")
+    return int(actual[0]) if actual else 0
 
 
 def spec_of(tensor: torch.Tensor) -> str:
@@ -291,13 +291,13 @@ def without_loader() -> dict[str, Any]:
 
 def refused() -> dict[str, str]:
     """What cannot be done, by what is said."""
-    found: dict[str, str] = {}
+    actual: dict[str, str] = {}
 
     def attempt(name: str, act: Callable[[], Any]) -> None:
         try:
             act()
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            actual[name] = f"{type(error).__name__}: {error}"
 
     def on_mesh_without_fsdp() -> None:
         import torch_xla.distributed.spmd as xs
@@ -330,7 +330,7 @@ def refused() -> dict[str, str]:
         accelerator = accelerator_of()
         xr.use_spmd()
         attempt("late", lambda: accelerator.prepare(nn.Linear(2, 2)))
-    return found
+    return actual
 
 
 def main(results: str, folder: str, other: str = "") -> None:

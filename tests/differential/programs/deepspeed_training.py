@@ -92,10 +92,10 @@ def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, b
 
 
 def leaves(config: Any, prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for name, value in config.items():
-        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
+        actual |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return actual
 
 
 # ---- what fills "auto" ------------------------------------------------------------------------------------------------

@@ -95,12 +95,12 @@ def launched(flags: list[str], arguments: list[str]) -> Any:
 
 
 def look(name: str, flags: list[str]) -> None:
-    found = launched(flags, ["--lr", "0.1", "--mixed_precision", "own"])
-    record(f"status {name}", lambda: found["status"])
-    variables = {variable for kept, _ in found["seen"].values() for variable in kept}
-    record(f"ranks {name}", lambda: [[rank, arguments] for rank, (_, arguments) in found["seen"].items()])
+    actual = launched(flags, ["--lr", "0.1", "--mixed_precision", "own"])
+    record(f"status {name}", lambda: actual["status"])
+    variables = {variable for kept, _ in actual["seen"].values() for variable in kept}
+    record(f"ranks {name}", lambda: [[rank, arguments] for rank, (_, arguments) in actual["seen"].items()])
     for variable in sorted(variables - OWN):
-        record(f"{variable} {name}", lambda v=variable: [kept.get(v) for kept, _ in found["seen"].values()])
+        record(f"{variable} {name}", lambda v=variable: [kept.get(v) for kept, _ in actual["seen"].values()])
 
 
 def write() -> None:

@@ -31,8 +31,8 @@ FIELDS = json.loads((Path(__file__).parent / "facts" / "fields.json").read_text(
 @pytest.mark.parametrize("where", FIELDS)
 def test_fields_and_their_order(where: str) -> None:
     module, _, name = where.partition(":")
-    found = list(inspect.signature(getattr(import_module(f"accel_state.settings.{module}"), name)).parameters)
-    assert found[: len(FIELDS[where])] == FIELDS[where]
+    actual = list(inspect.signature(getattr(import_module(f"accel_state.settings.{module}"), name)).parameters)
+    assert actual[: len(FIELDS[where])] == FIELDS[where]
 
 
 def test_settings_load_no_torch() -> None:

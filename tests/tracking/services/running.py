@@ -59,8 +59,8 @@ def in_fresh_process(
     assert done.returncode == returncode, said[-6000:]
     assert "Training goes on" not in said, said[-6000:]
     assert "failed in finish" not in said, said[-6000:]
-    found = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
-    return json.loads(found[-1].removeprefix(RESULT)) if found else None
+    actual = [line for line in done.stdout.splitlines() if line.startswith(RESULT)]
+    return json.loads(actual[-1].removeprefix(RESULT)) if actual else None
 
 
 def train(service: str, folder: str, crash: bool = False, **arguments: Any) -> Any:

@@ -40,7 +40,7 @@ def read(folder: str) -> dict[str, Any]:
     repository = Repo(folder)
     (name,) = repository.list_all_runs()
     run = Run(name, repo=repository, system_tracking_interval=None, capture_terminal_logs=False)
-    found = {
+    actual = {
         "name": run.name,
         "settings": run.get("hparams"),
         "metrics": {metric.name: sorted(metric.values.sparse_list()[1], reverse=True) for metric in run.metrics()},
@@ -48,22 +48,22 @@ def read(folder: str) -> dict[str, Any]:
         "images": {name: run.get_image_sequence(name, Context({})) for name in ("one", "several")},
     }
     for kind in ("texts", "images"):
-        for name, sequence in found[kind].items():
-            found[kind][name] = describe(sequence.values.sparse_list()[1]) if sequence is not None else []
+        for name, sequence in actual[kind].items():
+            actual[kind][name] = describe(sequence.values.sparse_list()[1]) if sequence is not None else []
     run.close()
-    return found
+    return actual
 
 
 def test_what_was_logged_is_in_the_repository(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
-    found = in_fresh_process(read, tmp_path)
-    assert found["name"] == "digits"
-    assert found["settings"]["model"] == {"name": "tiny", "widths": [8, 16]}
-    assert found["metrics"]["loss"] == LOSSES
-    assert found["metrics"]["group/a"] == [1.0]
-    assert found["texts"]["note"] == ["a text"]
-    assert found["texts"]["nan (not finite)"] == ["NaN"]
-    assert found["images"] == {"one": ["a digit"], "several": [["", ""]]}
+    actual = in_fresh_process(read, tmp_path)
+    assert actual["name"] == "digits"
+    assert actual["settings"]["model"] == {"name": "tiny", "widths": [8, 16]}
+    assert actual["metrics"]["loss"] == LOSSES
+    assert actual["metrics"]["group/a"] == [1.0]
+    assert actual["texts"]["note"] == ["a text"]
+    assert actual["texts"]["nan (not finite)"] == ["NaN"]
+    assert actual["images"] == {"one": ["a digit"], "several": [["", ""]]}
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:

@@ -51,34 +51,34 @@ def log_to_a_task_of_the_program(folder: str) -> str:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"curves": {}, "console": "", "single": {}}
+    actual: dict[str, Any] = {"curves": {}, "console": "", "single": {}}
     for line in next(files_under(str(folder), "metrics.jsonl")).read_text().splitlines():
         for event in json.loads(line):
             if event["type"] == "training_stats_scalar":
                 name = (event["metric"], event["variant"])
-                found["curves"].setdefault("/".join(name), []).append((event["iter"], event["value"]))
-            found.setdefault("kinds", set()).add(event["type"])
+                actual["curves"].setdefault("/".join(name), []).append((event["iter"], event["value"]))
+            actual.setdefault("kinds", set()).add(event["type"])
     for path in files_under(str(folder), "log.jsonl"):
-        found["console"] += path.read_text()
-    found["task"] = json.loads(next(files_under(str(folder), "task.json")).read_text())
-    return found
+        actual["console"] += path.read_text()
+    actual["task"] = json.loads(next(files_under(str(folder), "task.json")).read_text())
+    return actual
 
 
 @needs_library
 @pytest.mark.thorough
 def test_what_was_logged_is_in_the_session(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
-    found = read(tmp_path)
-    assert found["curves"]["loss/train"] == list(enumerate(LOSSES))
-    assert close_to(value for _, value in found["curves"]["accuracy/train"]) == [0.0, 0.1, 0.2, 0.3, 0.4]
-    assert "nan/train" not in found["curves"]
-    assert "note (step 5): a text" in found["console"]
-    assert "nan (step 5): NaN" in found["console"]
-    assert found["task"]["name"] == "digits"
-    assert "tiny" in found["task"]["configuration"]["General"]["value"]
-    assert [artifact["key"] for artifact in found["task"]["execution"]["artifacts"]] == ["notes.txt"]
+    actual = read(tmp_path)
+    assert actual["curves"]["loss/train"] == list(enumerate(LOSSES))
+    assert close_to(value for _, value in actual["curves"]["accuracy/train"]) == [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert "nan/train" not in actual["curves"]
+    assert "note (step 5): a text" in actual["console"]
+    assert "nan (step 5): NaN" in actual["console"]
+    assert actual["task"]["name"] == "digits"
+    assert "tiny" in actual["task"]["configuration"]["General"]["value"]
+    assert [artifact["key"] for artifact in actual["task"]["execution"]["artifacts"]] == ["notes.txt"]
     assert len(list(files_under(str(tmp_path), "*.jpeg"))) == 3
-    assert "plot" in found["kinds"]
+    assert "plot" in actual["kinds"]
 
 
 @needs_library

@@ -29,34 +29,34 @@ def crash(folder: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"metrics": {}, "settings": {}, "others": {}, "files": []}
+    actual: dict[str, Any] = {"metrics": {}, "settings": {}, "others": {}, "files": []}
     with zipfile.ZipFile(next(files_under(str(folder), "*.zip"))) as archive:
         for line in archive.read("messages.json").decode().splitlines():
             payload = json.loads(line)["payload"]
             if "metric" in payload:
                 metric = payload["metric"]
-                found["metrics"].setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+                actual["metrics"].setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
             elif setting := payload.get("param") or payload.get("params"):
-                found["settings"][setting["paramName"]] = setting["paramValue"]
+                actual["settings"][setting["paramName"]] = setting["paramValue"]
             elif "key" in payload and "value" in payload:
-                found["others"][payload["key"]] = payload["value"]
+                actual["others"][payload["key"]] = payload["value"]
             elif "additional_params" in payload:
                 parameters = payload["additional_params"]
-                found["files"].append(parameters.get("fileName") or parameters.get("figName"))
-    return found
+                actual["files"].append(parameters.get("fileName") or parameters.get("figName"))
+    return actual
 
 
 def test_what_was_logged_is_in_the_archive(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
-    found = read(tmp_path)
-    assert found["metrics"]["loss"] == list(enumerate(LOSSES))
-    assert found["metrics"]["group/b"] == [(5, 2.5)]
-    assert found["metrics"]["nan"] == [(5, "NaN")]
-    assert found["metrics"]["top@1 (%)"] == [(5, 50)]
-    assert found["settings"]["learning_rate"] == 1e-3
-    assert found["settings"]["model|name"] == "tiny"
-    assert found["others"]["note"] == "a text"
-    assert {"digits", "mistakes.csv", "notes.txt"} <= set(found["files"])
+    actual = read(tmp_path)
+    assert actual["metrics"]["loss"] == list(enumerate(LOSSES))
+    assert actual["metrics"]["group/b"] == [(5, 2.5)]
+    assert actual["metrics"]["nan"] == [(5, "NaN")]
+    assert actual["metrics"]["top@1 (%)"] == [(5, 50)]
+    assert actual["settings"]["learning_rate"] == 1e-3
+    assert actual["settings"]["model|name"] == "tiny"
+    assert actual["others"]["note"] == "a text"
+    assert {"digits", "mistakes.csv", "notes.txt"} <= set(actual["files"])
 
 
 def test_a_crash_keeps_what_was_logged(tmp_path: Path) -> None:

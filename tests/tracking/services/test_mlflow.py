@@ -65,18 +65,18 @@ def store(folder: Path) -> dict[str, str]:
 @pytest.mark.thorough
 def test_what_was_logged_is_in_the_database(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path, MLFLOW_TAGS=json.dumps({"size": "small"}), **store(tmp_path))
-    found = in_fresh_process(read, tmp_path, **store(tmp_path))
-    assert found["loss"] == [[step, loss] for step, loss in enumerate(LOSSES)]
-    assert found["metrics"]["group/b"] == 2.5
-    assert found["metrics"]["top_1 ___"] == 50
-    assert found["metrics"]["nan"] != found["metrics"]["nan"]
-    assert found["settings"]["learning_rate"] == "0.001"
-    assert found["settings"]["short"] == "y"
-    assert "long" not in found["settings"]
-    assert {"team": "vision", "size": "small", "note": "a text", "mlflow.runName": "first"}.items() <= found[
+    actual = in_fresh_process(read, tmp_path, **store(tmp_path))
+    assert actual["loss"] == [[step, loss] for step, loss in enumerate(LOSSES)]
+    assert actual["metrics"]["group/b"] == 2.5
+    assert actual["metrics"]["top_1 ___"] == 50
+    assert actual["metrics"]["nan"] != actual["metrics"]["nan"]
+    assert actual["settings"]["learning_rate"] == "0.001"
+    assert actual["settings"]["short"] == "y"
+    assert "long" not in actual["settings"]
+    assert {"team": "vision", "size": "small", "note": "a text", "mlflow.runName": "first"}.items() <= actual[
         "tags"
     ].items()
-    assert found["status"] == "FINISHED"
+    assert actual["status"] == "FINISHED"
     kept = {path.name for path in files_under(str(tmp_path / "kept"), "*")}
     assert {"notes.txt", "figure.png", "mistakes_7.json"} <= kept
 
@@ -85,9 +85,9 @@ def test_what_was_logged_is_in_the_database(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_crash_keeps_what_was_logged_and_is_marked(tmp_path: Path) -> None:
     in_fresh_process(crash, tmp_path, returncode=1, **store(tmp_path))
-    found = in_fresh_process(read, tmp_path, **store(tmp_path))
-    assert [value for _, value in found["loss"]] == LOSSES
-    assert found["status"] == "FAILED"
+    actual = in_fresh_process(read, tmp_path, **store(tmp_path))
+    assert [value for _, value in actual["loss"]] == LOSSES
+    assert actual["status"] == "FAILED"
 
 
 def test_the_environment_wins(monkeypatch: pytest.MonkeyPatch) -> None:

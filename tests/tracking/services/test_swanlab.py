@@ -32,13 +32,13 @@ def read(folder: Path) -> dict[str, Any]:
 
 def test_what_was_logged_is_in_the_record(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
-    found = read(tmp_path)
-    assert found["settings"]["model"]["value"] == {"name": "tiny", "widths": [8, 16]}
-    assert found["settings"]["FRAMEWORK"]["value"] == "Accelerate"
+    actual = read(tmp_path)
+    assert actual["settings"]["model"]["value"] == {"name": "tiny", "widths": [8, 16]}
+    assert actual["settings"]["FRAMEWORK"]["value"] == "Accelerate"
     for loss in LOSSES:
-        assert struct.pack("<d", loss) in found["record"] or struct.pack("<f", loss) in found["record"]
+        assert struct.pack("<d", loss) in actual["record"] or struct.pack("<f", loss) in actual["record"]
     for name in (b"loss", b"train_accuracy", b"group/a", b"nan", b"digits"):
-        assert name in found["record"]
+        assert name in actual["record"]
     texts = {path.read_text() for path in files_under(str(tmp_path), "*.txt") if path.parent.name == "text"}
     assert "a text" in texts
     assert any(text.startswith("<object object") for text in texts)

@@ -27,35 +27,35 @@ def crash(folder: str) -> None:
 def read(folder: str) -> dict[str, Any]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found: dict[str, Any] = {"scalars": {}, "images": [], "tensors": []}
+    actual: dict[str, Any] = {"scalars": {}, "images": [], "tensors": []}
     for path in files_under(folder, "events.out.tfevents.*"):
         events = EventAccumulator(str(path))
         events.Reload()
         tags = events.Tags()
         for tag in tags["scalars"]:
-            found["scalars"][tag] = [(event.step, event.value) for event in events.Scalars(tag)]
-        found["images"] += tags["images"]
-        found["tensors"] += tags["tensors"]
-        found.setdefault("plugins", []).extend(events.summary_metadata)
-    found["hparams"] = [path.read_text() for path in files_under(folder, "hparams.yml")]
-    return found
+            actual["scalars"][tag] = [(event.step, event.value) for event in events.Scalars(tag)]
+        actual["images"] += tags["images"]
+        actual["tensors"] += tags["tensors"]
+        actual.setdefault("plugins", []).extend(events.summary_metadata)
+    actual["hparams"] = [path.read_text() for path in files_under(folder, "hparams.yml")]
+    return actual
 
 
 @pytest.mark.takes_turns
 def test_what_was_logged_is_in_the_event_files(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path)
-    found = in_fresh_process(read, tmp_path)
-    scalars = found["scalars"]
+    actual = in_fresh_process(read, tmp_path)
+    scalars = actual["scalars"]
     assert [step for step, _ in scalars["loss"]] == list(range(5))
     assert [value for _, value in scalars["loss"]] == LOSSES
     assert close_to(value for _, value in scalars["train_accuracy"]) == [0.0, 0.1, 0.2, 0.3, 0.4]
     assert {"group", "nan", "inf"} <= set(scalars)
-    assert any(name.startswith("digits") for name in found["images"])
-    assert {"note/text_summary", "thing/text_summary", "many/text_summary"} <= set(found["tensors"])
+    assert any(name.startswith("digits") for name in actual["images"])
+    assert {"note/text_summary", "thing/text_summary", "many/text_summary"} <= set(actual["tensors"])
     assert (tmp_path / "digits").is_dir()
     import yaml
 
-    assert yaml.safe_load(found["hparams"][0])["model"] == {"name": "tiny", "widths": [8, 16]}
+    assert yaml.safe_load(actual["hparams"][0])["model"] == {"name": "tiny", "widths": [8, 16]}
 
 
 @pytest.mark.takes_turns

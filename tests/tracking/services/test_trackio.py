@@ -41,10 +41,10 @@ def store(folder: Path) -> dict[str, str]:
 
 def test_what_was_logged_is_in_the_store(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path, **store(tmp_path))
-    found = in_fresh_process(read, tmp_path, **store(tmp_path))
-    assert found["name"] == "first"
-    assert found["config"]["model"] == {"name": "tiny", "widths": [8, 16]}
-    rows = {row["step"]: row for row in found["rows"]}
+    actual = in_fresh_process(read, tmp_path, **store(tmp_path))
+    assert actual["name"] == "first"
+    assert actual["config"]["model"] == {"name": "tiny", "widths": [8, 16]}
+    rows = {row["step"]: row for row in actual["rows"]}
     assert [rows[step]["loss"] for step in range(5)] == LOSSES
     assert rows[5]["group"] == {"a": 1, "b": 2.5}
     assert rows[5]["note"] == "a text"

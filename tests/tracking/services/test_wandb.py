@@ -34,26 +34,26 @@ def crash(folder: str) -> None:
 def read(folder: str) -> dict[str, Any]:
     from wandb.proto import wandb_internal_pb2
 
-    found: dict[str, Any] = {"rows": [], "config": {}}
+    actual: dict[str, Any] = {"rows": [], "config": {}}
     for payload in records(next(files_under(folder, "*.wandb")).read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(payload)
         kind = record.WhichOneof("record_type")
         if kind == "history":
             items = record.history.item
-            found["rows"].append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
+            actual["rows"].append({"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items})
         elif kind == "config":
-            found["config"] |= {
+            actual["config"] |= {
                 i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in record.config.update
             }
         elif kind == "run":
-            found["project"], found["name"] = record.run.project, record.run.display_name
-            found["config"] |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+            actual["project"], actual["name"] = record.run.project, record.run.display_name
+            actual["config"] |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
         elif kind == "exit":
-            found["exit"] = record.exit.exit_code
+            actual["exit"] = record.exit.exit_code
         elif kind == "artifact":
-            found["artifact"] = record.artifact.name
-    return found
+            actual["artifact"] = record.artifact.name
+    return actual
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -73,11 +73,11 @@ def records(data: bytes) -> Iterator[bytes]:
 
 def test_what_was_logged_is_in_the_offline_run(tmp_path: Path) -> None:
     in_fresh_process(log, tmp_path, **OFFLINE)
-    found = in_fresh_process(read, tmp_path)
-    assert (found["project"], found["name"], found["exit"]) == ("digits", "first", 0)
-    assert found["config"]["learning_rate"] == 1e-3
-    assert found["config"]["model"] == {"name": "tiny", "widths": [8, 16]}
-    rows = {row["_step"]: row for row in found["rows"]}
+    actual = in_fresh_process(read, tmp_path)
+    assert (actual["project"], actual["name"], actual["exit"]) == ("digits", "first", 0)
+    assert actual["config"]["learning_rate"] == 1e-3
+    assert actual["config"]["model"] == {"name": "tiny", "widths": [8, 16]}
+    rows = {row["_step"]: row for row in actual["rows"]}
     assert [rows[step]["loss"] for step in range(5)] == LOSSES
     assert round(rows[4]["train_accuracy"], 6) == 0.4
     assert (rows[5]["group/a"], rows[5]["group/b"], rows[5]["note"]) == (1, 2.5, "a text")
@@ -85,11 +85,11 @@ def test_what_was_logged_is_in_the_offline_run(tmp_path: Path) -> None:
     assert rows[5]["nan"] != rows[5]["nan"]  # NaN
     assert any(name.startswith("digits") for name in rows[6])
     assert any(name.startswith("mistakes") for name in rows[7])
-    assert found["artifact"] == "notes"
+    assert actual["artifact"] == "notes"
 
 
 def test_a_crash_keeps_what_was_logged_and_is_marked(tmp_path: Path) -> None:
     in_fresh_process(crash, tmp_path, returncode=1, **OFFLINE)
-    found = in_fresh_process(read, tmp_path)
-    assert [row["loss"] for row in found["rows"]] == LOSSES
-    assert found["exit"] == 1
+    actual = in_fresh_process(read, tmp_path)
+    assert [row["loss"] for row in actual["rows"]] == LOSSES
+    assert actual["exit"] == 1

@@ -129,7 +129,7 @@ def ensure_weights_retied(
             if not any(owner is module for owner, _ in places):
                 continue
             parameters = [getattr(owner, name) for owner, name in places]
-            shared_parameter = next((one for one in parameters if not one.is_meta), parameters[0])
+            shared_parameter = next((candidate for candidate in parameters if not candidate.is_meta), parameters[0])
             for owner, name in places:
                 setattr(owner, name, shared_parameter)
         return result

@@ -81,10 +81,10 @@ class DeviceKind:
 
     def module(self) -> Any:
         """The module of torch for the kind, such as `torch.cuda`; None where there is none."""
-        found = getattr(torch, self.name, None)
-        if found is None and self.library is not None and _load(self.library):
-            found = getattr(torch, self.name, None)
-        return found if isinstance(found, ModuleType) else None
+        module = getattr(torch, self.name, None)
+        if module is None and self.library is not None and _load(self.library):
+            module = getattr(torch, self.name, None)
+        return module if isinstance(module, ModuleType) else None
 
     def is_available(self) -> bool:
         """Whether this machine has a usable device of this kind."""

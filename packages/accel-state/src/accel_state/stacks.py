@@ -31,7 +31,7 @@ class Position:
     """Where a thread stands.
 
     Attributes:
-        place: The innermost line of the user's program.
+        line: The innermost line of the user's program.
         operation: The collective: our name for it, and torch's; empty outside of one.
         kind: `"collective"` or `"peer"` (a send or recv), which are waits for other ranks; `"backward"`, `"work"` (seems to
             wait for an asynchronous collective) or `"inside"` (of torch.distributed), which may be; or empty.
@@ -40,7 +40,7 @@ class Position:
         data: dtype and shape of the collective's tensor; empty if there is none.
     """
 
-    place: str
+    line: str
     operation: str = ""
     kind: str = ""
     group: str = ""
@@ -78,20 +78,20 @@ def position(thread: int) -> Position:
     frame = current_frame(thread)
     lines = list(_lines(frame))
     operation, kind = collective_of(lines)
-    place = place_of(lines)
+    line = line_of(lines)
     if not kind and lines and not LIBRARIES.search(lines[0][0]) and ".wait(" in linecache.getline(*lines[0][:2]):
-        return Position(place, "wait", "work")
+        return Position(line, "wait", "work")
     if kind != "collective":
-        return Position(place, operation, kind)
+        return Position(line, operation, kind)
     while frame is not None and not (COLLECTIVES_FILE.search(frame.f_code.co_filename) and _takes_group(frame)):
         frame = frame.f_back
     if frame is None:
-        return Position(place, operation, "inside")
+        return Position(line, operation, "inside")
     values = frame.f_locals
     group, name = values.get("group"), frame.f_code.co_name
     is_peer = name in SENDER
     return Position(
-        place,
+        line,
         operation,
         "peer" if is_peer else kind,
         _group_name(group),
@@ -119,7 +119,7 @@ def collective_of(lines: Sequence[Line]) -> tuple[str, str]:
     return (f"{ours[-1]} ({torchs[-1]})" if ours and ours[-1] != torchs[-1] else torchs[-1]), "collective"
 
 
-def place_of(lines: Sequence[Line], nowhere: str = "nowhere in Python") -> str:
+def line_of(lines: Sequence[Line], nowhere: str = "nowhere in Python") -> str:
     """The innermost line of the user's program in a stack, or the innermost of all if there is none."""
     own = [line for line in lines if not LIBRARIES.search(line[0])]
     for file, number, name in own or lines:
@@ -127,9 +127,9 @@ def place_of(lines: Sequence[Line], nowhere: str = "nowhere in Python") -> str:
     return nowhere
 
 
-def own_place(thread: int) -> str:
+def program_line(thread: int) -> str:
     """The innermost line of the user's program where a thread stands; empty if it is in none."""
-    return place_of([line for line in _lines(current_frame(thread)) if not LIBRARIES.search(line[0])], "")
+    return line_of([line for line in _lines(current_frame(thread)) if not LIBRARIES.search(line[0])], "")
 
 
 def reads_standard_input(native_id: int) -> bool:

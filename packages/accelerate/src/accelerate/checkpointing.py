@@ -73,7 +73,9 @@ def save_accelerator_state(
     """
     files = FolderWriter(make_folder(output_dir))
     if _writes_shared(save_on_each_node):
-        write_full_states(files, model_states, [one.state_dict() for one in optimizers], safe_serialization)
+        write_full_states(
+            files, model_states, [optimizer.state_dict() for optimizer in optimizers], safe_serialization
+        )
         write_shared_state(files, schedulers, dataloaders, None if scaler is None else scaler.state_dict())
     write_own_state(files, dataloaders, process_index, step)
     return Path(output_dir)

@@ -180,7 +180,7 @@ class FirstStepCheck:
     def _warn_of_forward_passes_aside(self, optimizer: torch.optim.Optimizer) -> None:
         updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for replica, note in self._forwards.items():
-            trained = [one for one in replica.parameters() if id(one) in updated and one.grad is not None]
+            trained = [weight for weight in replica.parameters() if id(weight) in updated and weight.grad is not None]
             if trained and not note.was_called:
                 warn_user(
                     f"{type(optimizer).__name__} steps with gradients that were not averaged over processes, so that the replicas diverge: "

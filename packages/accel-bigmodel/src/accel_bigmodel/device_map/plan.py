@@ -229,7 +229,9 @@ def get_module_size_with_ties(
     modules = dict(modules_to_treat)
     names = Unplaced(modules_to_treat, module_sizes, set()).holding(list(tied_params))
     extra = sum(module_sizes.get(name, 0) for name in names)
-    extra -= sum(module_sizes.get(name, 0) for name in set(tied_params) if any(is_inside(name, one) for one in names))
+    extra -= sum(
+        module_sizes.get(name, 0) for name in set(tied_params) if any(is_inside(name, parent) for parent in names)
+    )
     return module_size + extra, names, [modules[name] for name in names]
 
 

@@ -119,7 +119,7 @@ def add_hook_to_module(module: Module, hook: ModelHook, append: bool = False) ->
     old_forward = module.forward
     module = hook.init_hook(module)
     module._hf_hook, module._old_forward = hook, old_forward  # type: ignore[assignment]
-    if any(getattr(one, "offload", False) for one in hooks_of(module)):
+    if any(getattr(attached, "offload", False) for attached in hooks_of(module)):
         hooked = functools.partial(_forward_in_turn, module, _Turn())
     else:
         hooked = functools.partial(_hooked_forward, module)

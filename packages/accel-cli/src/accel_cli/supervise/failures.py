@@ -8,7 +8,7 @@ import signal
 from dataclasses import dataclass
 
 from accel_cli.supervise.stacks import parse
-from accel_state.stacks import place_of
+from accel_state.stacks import line_of
 from accel_state.supervision import SIGNS_OF_LOSS
 
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$', re.MULTILINE)
@@ -43,10 +43,10 @@ class Failure:
         return lines[-1] if lines else ""
 
     @property
-    def place(self) -> str:
+    def line(self) -> str:
         """The innermost line of the user's program in the traceback; empty if there is none."""
         lines = [(found["file"], int(found["line"]), found["function"]) for found in FRAME.finditer(self.text)]
-        return place_of(lines[::-1]) if lines else ""
+        return line_of(lines[::-1]) if lines else ""
 
     @property
     def follows_from_another(self) -> bool:
@@ -66,14 +66,14 @@ def read_failures(folder: str) -> list[Failure]:
     return sorted(failures, key=lambda failure: failure.seconds)
 
 
-def crash_place(folder: str, rank: int) -> str:
+def crash_line(folder: str, rank: int) -> str:
     """Where a process was when compiled code crashed it, as `" at file:line"`; empty if it is not known."""
     try:
         with open(os.path.join(folder, f"{rank}.crash"), encoding="utf-8", errors="replace") as file:
             stack = parse(file.read())
     except OSError:
         return ""
-    return f", in {stack.collective or 'the program'} at {stack.place}" if stack.frames else ""
+    return f", in {stack.collective or 'the program'} at {stack.line}" if stack.frames else ""
 
 
 def describe_end(code: int) -> str:

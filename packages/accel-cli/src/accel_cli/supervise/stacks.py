@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_state import stack_requests
-from accel_state.stacks import IN_DISTRIBUTED, collective_of, place_of
+from accel_state.stacks import IN_DISTRIBUTED, collective_of, line_of
 
 THREAD = re.compile(r"^(?=Thread |Current thread |Stack )", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
@@ -49,9 +49,9 @@ class Stack:
         return collective_of(self._lines)[0]
 
     @property
-    def place(self) -> str:
+    def line(self) -> str:
         """The innermost line of the user's program, or the innermost of all if there is none."""
-        return place_of(self._lines)
+        return line_of(self._lines)
 
     @property
     def _lines(self) -> list[tuple[str, int, str]]:

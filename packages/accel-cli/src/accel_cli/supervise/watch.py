@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from accel_cli.supervise.failures import Failure, crash_place, describe_end, read_failures
+from accel_cli.supervise.failures import Failure, crash_line, describe_end, read_failures
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.process_ids import exists
 from accel_state.stack_requests import ASKS, requests_of
@@ -65,7 +65,7 @@ class Watch:
         self._asked_at = self._began_at = time.monotonic()
         self._may_warn = True
         self._is_reported = False
-        self.crash_places: dict[int, str] = {}  # where processes were that compiled code crashed; after `close`
+        self.crash_lines: dict[int, str] = {}  # where processes were that compiled code crashed; after `close`
 
     @property
     def variables(self) -> dict[str, str]:
@@ -98,7 +98,7 @@ class Watch:
         """Print the errors that were not printed yet, unless `tell` is False, and remove the folder."""
         if tell:
             self._tell_failures(ended or {}, final=True)
-        self.crash_places = {rank: crash_place(self.folder, rank) for rank in ended or {}}
+        self.crash_lines = {rank: crash_line(self.folder, rank) for rank in ended or {}}
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _note_restarts(self) -> None:
@@ -126,7 +126,7 @@ class Watch:
             elif waiting and killed:  # the others have lost it
                 rank, code = next(iter(killed.items()))
                 self._announce(
-                    f"accelerate launch: rank {rank} {describe_end(code)}{crash_place(self.folder, rank)}.\n"
+                    f"accelerate launch: rank {rank} {describe_end(code)}{crash_line(self.folder, rank)}.\n"
                 )
                 self._told[rank] = Failure(rank, 0.0, "")
             else:
@@ -134,7 +134,7 @@ class Watch:
         for failure in waiting:
             if failure.rank not in self._told:
                 self._told[failure.rank] = failure
-                where = f", at {failure.place}" if failure.place else ""
+                where = f", at {failure.line}" if failure.line else ""
                 self._say(f"accelerate launch: rank {failure.rank} ended after it{where}: {failure.headline}\n")
 
     def _tell_report(self) -> bool:
@@ -248,9 +248,9 @@ class Watch:
         rows = [("rank", "waits in", "at")]
         for rank, process in sorted(self._processes.items()):
             stack = process.stack
-            rows.append((str(rank), (stack.collective if stack else "") or "-", stack.place if stack else "unknown"))
+            rows.append((str(rank), (stack.collective if stack else "") or "-", stack.line if stack else "unknown"))
         widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        lines = [f"{rank:{widths[0]}}  {operation:{widths[1]}}  {place}" for rank, operation, place in rows]
+        lines = [f"{rank:{widths[0]}}  {operation:{widths[1]}}  {line}" for rank, operation, line in rows]
         stacks = [
             f"rank {rank}:\n{process.stack.text if process.stack else 'no stack'}"
             for rank, process in sorted(self._processes.items())

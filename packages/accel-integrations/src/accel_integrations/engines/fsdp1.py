@@ -93,7 +93,7 @@ class FSDP1Engine(Engine):
         try:
             wrapped = FullyShardedDataParallel(model, auto_wrap_policy=policy, **self._options(model, ignored))
         except ValueError as error:
-            if self.plugin.use_orig_params or all(one.requires_grad for one in model.parameters()):
+            if self.plugin.use_orig_params or all(weight.requires_grad for weight in model.parameters()):
                 raise
             raise ValueError(
                 f"{type(model).__name__} has frozen and trainable parameters in one block, which FSDP version 1 can "
@@ -263,7 +263,7 @@ class FlatParameters:
     @staticmethod
     def remember(model: nn.Module) -> dict[str, weakref.ref[nn.Parameter]]:
         """Weak references to the parameters of a model by name, for `note`."""
-        return {name: weakref.ref(one) for name, one in model.named_parameters(remove_duplicate=False)}
+        return {name: weakref.ref(weight) for name, weight in model.named_parameters(remove_duplicate=False)}
 
     def note(self, before: dict[str, weakref.ref[nn.Parameter]], wrapped: nn.Module) -> None:
         """Record which flat parameter contains each parameter.
@@ -287,13 +287,13 @@ class FlatParameters:
         Raises:
             ValueError: When parameters of different groups are in one flat parameter, or have state already.
         """
-        if not any(one in self._flat_of for group in optimizer.param_groups for one in group["params"]):
+        if not any(weight in self._flat_of for group in optimizer.param_groups for weight in group["params"]):
             return
-        built = [[self._name_of.get(one, "") for one in group["params"]] for group in optimizer.param_groups]
+        built = [[self._name_of.get(weight, "") for weight in group["params"]] for group in optimizer.param_groups]
         owners: dict[int, int] = {}
         chosen = []
         for number, group in enumerate(optimizer.param_groups):
-            new = {id(one): one for one in (self._flat_of.get(old, old) for old in group["params"])}
+            new = {id(weight): weight for weight in (self._flat_of.get(old, old) for old in group["params"])}
             chosen.append(list(new.values()))
             for flat in new:
                 if owners.setdefault(flat, number) != number:
@@ -316,9 +316,9 @@ class FlatParameters:
         if optimizer in self._built:
             return self._built[optimizer]
         groups = [group["params"] for group in optimizer.param_groups]
-        if not any(one in self._names_in for group in groups for one in group):
+        if not any(weight in self._names_in for group in groups for weight in group):
             return None
-        return [[name for one in group for name in self._names_in.get(one, ())] for group in groups]
+        return [[name for weight in group for name in self._names_in.get(weight, ())] for group in groups]
 
 
 def flat_handles(wrapped: nn.Module) -> Iterator[tuple[str, Any]]:

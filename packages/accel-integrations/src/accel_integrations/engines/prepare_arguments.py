@@ -79,7 +79,7 @@ class PrepareArguments:
             if kind is None:
                 continue
             if getattr(arguments, kind) is not None or (kind == "model" and is_full):
-                names = [type(one).__name__ for one in objects if rules.kind_of(one) == kind]
+                names = [type(argument).__name__ for argument in objects if rules.kind_of(argument) == kind]
                 many = f"{len(names)} {kind}s" if len(names) > 1 else f"a second {kind}"
                 raise ValueError(
                     f"prepare() got {many} ({', '.join(names)}), but {rules.engine} trains one model with one optimizer "
@@ -103,4 +103,4 @@ class PrepareArguments:
     @property
     def positions(self) -> tuple[int, ...]:
         """The positions that are not None."""
-        return tuple(one for one in (self.model, self.optimizer, self.scheduler) if one is not None)
+        return tuple(argument for argument in (self.model, self.optimizer, self.scheduler) if argument is not None)

@@ -135,7 +135,7 @@ def _check_buffers(
             f"maybe_context_parallel() got {len(tensors)} buffers and {len(along)} sequence dimensions. Pass the tensors "
             "of the batch that have a sequence dimension, and the index of that dimension for each of them."
         )
-    foreign = [one for one in no_restore or () if all(one is not buffer for buffer in tensors)]
+    foreign = [other for other in no_restore or () if all(other is not buffer for buffer in tensors)]
     if foreign:
         raise ValueError(
             f"no_restore_buffers has {len(foreign)} tensors that are not among the buffers. Pass only buffers that "

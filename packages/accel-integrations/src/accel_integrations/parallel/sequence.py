@@ -102,7 +102,7 @@ def ulysses_attention(attention: Attention, group: Any) -> Attention:
         if heads == 0 or heads % size:
             raise ValueError(_uneven(heads, size) if heads else f"{SETTING} needs queries of 4 dimensions.")
         if key.shape[1] % size:  # fewer key heads than ranks: each gets those of its queries
-            key, value = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (key, value))
+            key, value = (states.repeat_interleave(heads // states.shape[1], dim=1) for states in (key, value))
             enable_gqa = False
         full = _sequence_to_heads([query, key, value], size, group)
         output = attention(*full, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

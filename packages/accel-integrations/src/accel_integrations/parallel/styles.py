@@ -129,7 +129,11 @@ def check_plan(model: nn.Module, plan: Mapping[str, Any], size: int) -> None:
     uneven = []
     for name, style in plan.items():
         row, module = _row(style) if isinstance(style, str) else None, model.get_submodule(name)
-        sharded = next((one for one in row.sizes if hasattr(module, one)), None) if row is not None else None
+        sharded = (
+            next((attribute for attribute in row.sizes if hasattr(module, attribute)), None)
+            if row is not None
+            else None
+        )
         if sharded is not None and getattr(module, sharded) % size:
             uneven.append(f"{name} ({sharded}={getattr(module, sharded)})")
     if uneven:

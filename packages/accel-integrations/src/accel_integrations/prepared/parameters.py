@@ -43,7 +43,7 @@ class ReplacedParameters:
             model: The model, changed in place.
             inner: Finds, in what is changed, the model with the old names; the model itself when None.
         """
-        before = {name: weakref.ref(one) for name, one in _named_parameters(model)}
+        before = {name: weakref.ref(weight) for name, weight in _named_parameters(model)}
         yield
         for name, new in _named_parameters(model if inner is None else inner(model)):
             old = before[name]() if name in before else None
@@ -81,6 +81,6 @@ def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _step_one_by_one(group: dict[str, Any]) -> None:
     """Set `foreach=False` where DTensors and plain tensors are in one group, unless the user has set it."""
-    kinds = {getattr(one, "device_mesh", None) for one in group["params"]}
+    kinds = {getattr(weight, "device_mesh", None) for weight in group["params"]}
     if len(kinds) > 1 and group.get("foreach", False) is None and not group.get("fused"):
         group["foreach"] = False

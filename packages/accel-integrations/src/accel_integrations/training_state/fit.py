@@ -240,5 +240,7 @@ def complete_ties(own: Mapping[str, Any], weights: dict[str, Any]) -> None:
 
 def loads_itself(model: nn.Module) -> bool:
     """Whether a module customizes loading, so that only it knows which names and shapes it takes."""
-    keeps_extra_state = any(type(one).set_extra_state is not nn.Module.set_extra_state for one in model.modules())
+    keeps_extra_state = any(
+        type(submodule).set_extra_state is not nn.Module.set_extra_state for submodule in model.modules()
+    )
     return keeps_extra_state or customizes_loading(model)

@@ -114,10 +114,10 @@ def fill_in(path: Path, files: Mapping[str, PlannedFile], weights: Mapping[str, 
     for file_name, planned in files.items():
         descriptor = os.open(path / file_name, os.O_WRONLY)
         try:
-            for name, place in planned.places.items():
+            for name, byte_range in planned.places.items():
                 report_progress()
                 for offsets, chunk in own_chunks(weights[name]):
-                    total += write_chunk(descriptor, place, weights[name].shape, offsets, chunk)
+                    total += write_chunk(descriptor, byte_range, weights[name].shape, offsets, chunk)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -152,10 +152,10 @@ def own_chunks(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Te
             yield (0,) * tensor.dim(), tensor
         return
     mesh = sharded.device_mesh
-    place = mesh.get_coordinate()
+    coordinates = mesh.get_coordinate()
     is_first = 0 in mesh.mesh.flatten().tolist() and all(
         placement.is_shard() or coordinate == 0
-        for placement, coordinate in zip(sharded.placements, place, strict=True)
+        for placement, coordinate in zip(sharded.placements, coordinates, strict=True)
     )
     if not is_first:
         return

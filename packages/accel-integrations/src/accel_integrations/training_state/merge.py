@@ -185,10 +185,10 @@ def _check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
 
 def _check_room(folder: str | os.PathLike[str], num_bytes: int) -> None:
     """Check the free disk space before anything is written."""
-    place = Path(folder).resolve()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    parent = Path(folder).resolve()
+    while not parent.exists():
+        parent = parent.parent
+    free = shutil.disk_usage(parent).free
     if num_bytes > free:
         raise OSError(
             errno.ENOSPC,

@@ -81,7 +81,7 @@ class ShardedState(StoredState):
         """Read an entry that is not a tensor, as plain data only."""
         from accel_integrations.training_state.formats.shards import read_value
 
-        return read_value(self._objects[keys].place)
+        return read_value(self._objects[keys].stored)
 
 
 @final

@@ -157,6 +157,6 @@ def _joins(payload: GatherPayload, sizes: Sizes, device: torch.device) -> tuple[
                 start += count
         counts = tuple(sum(map(len, of_leaf)) for of_leaf in ranges)
         shapes = tuple((sum(row[leaf] for row in sizes), *payload.trailing_shapes[leaf][1]) for leaf in group.leaves)
-        order = torch.cat([one for of_leaf in ranges for one in of_leaf])
+        order = torch.cat([indices for of_leaf in ranges for indices in of_leaf])
         joins.append(_Join(group.dtype, group.leaves, order, counts, shapes))
     return tuple(joins)

@@ -136,17 +136,17 @@ def read_calls(since_nanoseconds: int) -> dict[str, GroupCalls]:
         The calls of each process group of this process by its name; groups without calls are among them.
     """
     members = _members()
-    found: dict[str, dict[int, Call]] = {name: {} for name in members}
+    by_group: dict[str, dict[int, Call]] = {name: {} for name in members}
     for entry in _entries():
         group = entry["process_group"][0]
-        if group in found and entry["time_created_ns"] >= since_nanoseconds and not entry["is_p2p"]:
+        if group in by_group and entry["time_created_ns"] >= since_nanoseconds and not entry["is_p2p"]:
             call = _call(entry)
-            if call.number < max(found[group], default=0):  # they were those of an earlier group of this name
-                found[group].clear()
-            found[group][call.number] = call
+            if call.number < max(by_group[group], default=0):  # they were those of an earlier group of this name
+                by_group[group].clear()
+            by_group[group][call.number] = call
     return {
         name: GroupCalls(members[name], {number: calls[number] for number in sorted(calls)[-MOST_CALLS:]})
-        for name, calls in found.items()
+        for name, calls in by_group.items()
     }
 
 

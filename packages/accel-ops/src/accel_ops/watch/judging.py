@@ -69,7 +69,7 @@ class Verdict:
             by_row.setdefault(row, []).append(rank)
         table += [(first(ranks), *row) for row, ranks in list(by_row.items())[:MOST_ROWS]]
         widths = [max(len(row[column]) for row in table) for column in (0, 1)]
-        lines = [f"{rank:{widths[0]}}  {operation:{widths[1]}}  {place}" for rank, operation, place in table]
+        lines = [f"{rank:{widths[0]}}  {operation:{widths[1]}}  {line}" for rank, operation, line in table]
         return f"{self.title}.\n\n" + "\n".join(lines) + f"\n\n{self.advice}\n"
 
 
@@ -118,7 +118,7 @@ def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mappin
         if other.reads_input and rank > 0 and rank in _waits_with(own) and waited > SECONDS_OF_INPUT:
             return Verdict(
                 f"Rank {me} waits for rank {rank}, which waits for standard input",
-                _rows(notes) | {rank: ("reads standard input", other.place)},
+                _rows(notes) | {rank: ("reads standard input", other.line)},
                 NO_INPUT,
             )
     return _circle(me, notes, before, waited)
@@ -235,9 +235,9 @@ def _row_at(note: Note, group: str, number: int) -> tuple[str, str]:
         return _row(note)
     call = calls.calls[number]
     if number < calls.last:
-        return f"{call.name}  {call.data}".rstrip(), f"before {note.place}"
+        return f"{call.name}  {call.data}".rstrip(), f"before {note.line}"
     name = f"{call.name} in backward" if note.kind == "backward" else note.operation or call.name
-    return f"{name}  {call.data}".rstrip(), note.place
+    return f"{name}  {call.data}".rstrip(), note.line
 
 
 def _seconds_to_send(note: Note) -> float:
@@ -255,4 +255,4 @@ def _rows(notes: Notes) -> dict[int, tuple[str, str]]:
 
 
 def _row(note: Note) -> tuple[str, str]:
-    return f"{note.operation}  {note.data}".rstrip() or "-", note.place or "-"
+    return f"{note.operation}  {note.data}".rstrip() or "-", note.line or "-"

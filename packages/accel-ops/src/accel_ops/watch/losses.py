@@ -27,7 +27,7 @@ def stay_silent() -> None:
 def sentence(gone: Mapping[int, Note]) -> str:
     """Say which ranks have ended, and where in the program; empty for none."""
     return " ".join(
-        f"Rank {rank} {note.operation}{f' at {note.place}' if note.place and note.place[0] != '(' else ''}."
+        f"Rank {rank} {note.operation}{f' at {note.line}' if note.line and note.line[0] != '(' else ''}."
         for rank, note in sorted(gone.items())
     )
 

@@ -34,7 +34,7 @@ class Note:
 
     Attributes:
         state: `RUNS`, `STANDS` (its main thread has not moved for a moment) or `ENDED` (it will call no more collectives).
-        place: Where it is in the user's program, or last was.
+        line: Where it is in the user's program, or last was.
         operation: The collective that it is in; how it ended.
         kind: As in `Position`.
         group: As in `Position`.
@@ -50,7 +50,7 @@ class Note:
     """
 
     state: str = RUNS
-    place: str = ""
+    line: str = ""
     operation: str = ""
     kind: str = ""
     group: str = ""

@@ -86,7 +86,7 @@ def _at_exit() -> None:
         return
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(frames)]
-    _current.stop(f"{RAISED} {type(error).__name__}", stacks.place_of(lines))
+    _current.stop(f"{RAISED} {type(error).__name__}", stacks.line_of(lines))
 
 
 def _forget() -> None:

@@ -86,7 +86,7 @@ class Watcher:
         self._pause = FIRST_READ_SECONDS
         self._questions = 0
         self._asked_at = 0.0
-        self._last_place = ""
+        self._last_line = ""
         self._before: dict[int, Note] = {}
         self._ending_since: dict[int, float] = {}
         self._ended_at: dict[int, float] = {}
@@ -102,17 +102,17 @@ class Watcher:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, how: str, place: str = "", may_connect: bool = True) -> None:
+    def stop(self, how: str, line: str = "", may_connect: bool = True) -> None:
         """Stop the thread, and tell the others that this rank calls no more collectives.
 
         Args:
             how: One of the words of `judging`, and what belongs to it.
-            place: The line of the program.
+            line: The line of the program.
             may_connect: Whether to connect to the store if that was not done before.
         """
         if self._stopping.is_set():
             return
-        self._end = (how, place) if may_connect or self._board is not None else None
+        self._end = (how, line) if may_connect or self._board is not None else None
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(SECONDS_TO_STOP)  # it tells the others, later if it is connecting
@@ -121,7 +121,7 @@ class Watcher:
 
     def leave(self) -> None:
         """Stop, because the process group is being closed."""
-        self.stop(LEFT, stacks.position(threading.get_ident()).place)
+        self.stop(LEFT, stacks.position(threading.get_ident()).line)
 
     def close(self) -> None:
         """Remove the note of this rank: the next process group may have the same store."""
@@ -179,8 +179,8 @@ class Watcher:
         waited = self._waited(now)
         if now >= self._next_question:
             self._next_question = now + max(QUESTION_SECONDS, self._world / 1000)
-            if place := stacks.own_place(self._watched):
-                self._last_place = f"{place}, or later"
+            if line := stacks.program_line(self._watched):
+                self._last_line = f"{line}, or later"
             if self._may_poll:
                 self._answer(board, board.questions(), waited)
         if waited < STANDING_SECONDS:
@@ -229,7 +229,7 @@ class Watcher:
         self._note = replace(
             self._note,
             state=STANDS if self._position is not None else RUNS,
-            place=position.place,
+            line=position.line,
             operation=position.operation,
             kind=position.kind,
             group=position.group,
@@ -305,14 +305,14 @@ class Watcher:
             if self._end is not None and (board := self._connected()) is not None:
                 self._publish_end(board, *self._end)
 
-    def _publish_end(self, board: Board, how: str, place: str) -> None:
+    def _publish_end(self, board: Board, how: str, line: str) -> None:
         calls = None
         if time.monotonic() - self._asked_at < 2 * QUESTION_SECONDS:  # somebody stands, and may want to know
             with contextlib.suppress(Exception):
                 calls = read_calls(self._since)
-        place = place or self._last_place
+        line = line or self._last_line
         self._note = replace(
-            self._note, state=ENDED, operation=how, place=place, calls=calls, counts=count_calls(), kind="", data=""
+            self._note, state=ENDED, operation=how, line=line, calls=calls, counts=count_calls(), kind="", data=""
         )
         board.publish(self._note)
 

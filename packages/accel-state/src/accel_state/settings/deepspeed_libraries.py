@@ -69,8 +69,8 @@ def set_leaf_modules(model: nn.Module, class_names: Sequence[str]) -> None:
         ValueError: When a class does not occur in the model.
     """
     classes = [get_module_class_from_name(model, name) for name in class_names]
-    for name, found in zip(class_names, classes, strict=True):
-        if found is None:
+    for name, module_class in zip(class_names, classes, strict=True):
+        if module_class is None:
             present = sorted({type(module).__name__ for module in model.modules()})
             expected = f"classes of modules in {type(model).__name__}"
             raise wrong_value("DeepSpeedPlugin.transformer_moe_cls_names", name, expected, present)

@@ -478,12 +478,12 @@ class FullyShardedDataParallelPlugin(Plugin):
                 "is wrapped as a single FSDP unit. Name the classes in transformer_cls_names_to_wrap."
             )
         classes = {name: get_module_class_from_name(model, name) for name in names}
-        for name, found in classes.items():
-            if found is None:
+        for name, block_class in classes.items():
+            if block_class is None:
                 present = sorted({type(module).__name__ for module in model.modules()})
                 key = self._key("transformer_cls_names_to_wrap")
                 raise wrong_value(key, name, f"classes of modules in {type(model).__name__}", present)
-        return {found for found in classes.values() if found is not None}
+        return {block_class for block_class in classes.values() if block_class is not None}
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
         """Create torch's mixed-precision policy, unless there is one.

@@ -22,7 +22,7 @@ def _are_signals(value: Any) -> bool:
     return isinstance(value, tuple) and all(name in HANDLED_SIGNALS for name in value)
 
 
-HANDLED_SIGNALS = tuple(one.name for one in signal.Signals if one.name not in ("SIGKILL", "SIGSTOP"))
+HANDLED_SIGNALS = tuple(entry.name for entry in signal.Signals if entry.name not in ("SIGKILL", "SIGSTOP"))
 SIGNALS = Kind('names of signals, such as ("SIGTERM",)', _signal_names, _are_signals, HANDLED_SIGNALS, _signal_names)
 
 

@@ -143,7 +143,7 @@ def _watch(save: BackgroundSave) -> None:
             atexit.register(_report_unseen)
         _watched.clear()
         _registered_in = os.getpid()
-    _watched[:] = [one for one in _watched if not one.done() or (one.error is not None and not one.is_seen)]
+    _watched[:] = [write for write in _watched if not write.done() or (write.error is not None and not write.is_seen)]
     _watched.append(save)
 
 

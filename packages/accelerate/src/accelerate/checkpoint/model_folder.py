@@ -90,8 +90,8 @@ def _write_together(ranks: Ranks, weights: dict[str, Any], folder: Path, max_sha
         written = ranks.together(doing, lambda: fill_in(path, files, weights))
         ranks.on_main(doing, lambda: joint[0].publish(sum(written)))
     except BaseException:
-        for one in joint:
-            one.discard()
+        for folder_writer in joint:
+            folder_writer.discard()
         raise
 
 

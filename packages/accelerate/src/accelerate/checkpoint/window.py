@@ -63,7 +63,7 @@ def write_window(files: FileWriter, accelerator: Run) -> None:
                 "the first micro-batches. Call save_state() where accelerator.sync_gradients is True."
             )
         return
-    gradients = {name: one.grad for name, one in _parameters(accelerator).items() if one.grad is not None}
+    gradients = {name: weight.grad for name, weight in _parameters(accelerator).items() if weight.grad is not None}
     files.save(
         window_file(accelerator.state.process_index),
         {"gradients": gradients, "average": engine.averaging.state_dict()},

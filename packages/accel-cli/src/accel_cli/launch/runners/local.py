@@ -196,7 +196,7 @@ class _Group:
         """Print in one line which process failed first, below its own error."""
         code = self.ended[rank]
         if not self.plan.quiet:
-            where = self.watch.crash_places.get(rank, "")
+            where = self.watch.crash_lines.get(rank, "")
             print(
                 f"accelerate launch: process {rank} (pid {self.processes[rank].pid}) {describe_end(code)}{where}; the "
                 "others were terminated.",

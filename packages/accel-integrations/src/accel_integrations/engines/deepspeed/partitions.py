@@ -284,7 +284,7 @@ def _fill(
     buffer = torch.zeros(length)
     for piece in pieces:
         if (keys := keys_of(piece.name)) is not None:
-            buffer[piece.place : piece.place + piece.count] = stored.read_range(keys, piece.begin, piece.count)
+            buffer[piece.position : piece.position + piece.count] = stored.read_range(keys, piece.begin, piece.count)
     return buffer
 
 

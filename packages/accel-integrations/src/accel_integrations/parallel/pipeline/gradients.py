@@ -79,7 +79,7 @@ class GradientSync:
 
         Those of sharded parameters (DTensors) are averaged already.
         """
-        parameters = [one for one in self._own.values() if one.requires_grad and to_local(one) is one]
+        parameters = [weight for weight in self._own.values() if weight.requires_grad and to_local(weight) is weight]
         if not parameters:
             return
         present = torch.tensor(
@@ -96,7 +96,7 @@ class GradientSync:
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self._replicas)
             flat /= self._replicas.size()
-            for gradient, average in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+            for gradient, average in zip(bucket, flat.split([weight.numel() for weight in bucket]), strict=True):
                 gradient.copy_(average.view_as(gradient))
 
 
@@ -156,7 +156,7 @@ def clip_over_stages(
         The gradient norm before clipping, 0-dim, the same on all ranks.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    counted = [one.grad for one in parameters if one.grad is not None and id(one) not in counted_elsewhere]
+    counted = [weight.grad for weight in parameters if weight.grad is not None and id(weight) not in counted_elsewhere]
     local_norm = joint_norm(group_gradients(counted), norm_type)
     # the norm of the ranks' norms: of a rank without gradients it is 0
     total = joint_norm([GradientGroup([local_norm.view(1).to(group.device)], (group.process_group,))], norm_type)

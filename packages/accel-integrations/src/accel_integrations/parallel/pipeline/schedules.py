@@ -186,7 +186,7 @@ class TorchSchedule:
         (structure,) = structures[""]
         loss = structure.tensors[loss_index].empty(self._group.device)
         if losses:
-            loss.copy_(torch.stack([one.detach() for one in losses]).sum())
+            loss.copy_(torch.stack([micro_loss.detach() for micro_loss in losses]).sum())
         self._group.broadcast(loss, self._group.last_rank)
         return loss, lambda gradients: _add(parameters, fresh, gradients[0])
 

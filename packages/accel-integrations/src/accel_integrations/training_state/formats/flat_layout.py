@@ -24,14 +24,14 @@ class FlatPiece:
         begin: The first of its values, in the flattened tensor.
         count: Their number, at least one.
         rank: Whose buffer.
-        place: The position of the first value there.
+        position: That of the first value there.
     """
 
     name: str
     begin: int
     count: int
     rank: int
-    place: int
+    position: int
 
 
 def joined_pieces(
@@ -62,12 +62,12 @@ def divided_pieces(shapes: Shapes, num_ranks: int) -> Iterator[FlatPiece]:
         shapes: The tensors.
         num_ranks: The number of ranks.
     """
-    place = 0
+    position = 0
     for name, shape in shapes.items():
         num_values = math.prod(shape)
         share = math.ceil(num_values / num_ranks)
         for rank in range(num_ranks):
             begin = rank * share
             if (count := min(share, num_values - begin)) > 0:
-                yield FlatPiece(name, begin, count, rank, place)
-        place += share
+                yield FlatPiece(name, begin, count, rank, position)
+        position += share

@@ -219,4 +219,6 @@ def write_states(models: Sequence[nn.Module], optimizers: Sequence[Any], files: 
 
 def trainable_names(model: nn.Module) -> list[str]:
     """Names of the parameters with `requires_grad`, as in the user's model."""
-    return [plain_name(name) for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad]
+    return [
+        plain_name(name) for name, weight in model.named_parameters(remove_duplicate=False) if weight.requires_grad
+    ]

@@ -51,12 +51,12 @@ class StoredChunk:
     Attributes:
         offsets: Its first index in the tensor, per dimension.
         sizes: Its shape.
-        place: The place of its values.
+        stored: Where its values are.
     """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: StoredBytes
+    stored: StoredBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ class StoredObject:
 
     Attributes:
         path: The keys that led to it in the nested state dict.
-        place: Its place, in the format of `torch.save`.
+        stored: Its bytes, in the format of `torch.save`.
     """
 
     path: tuple[str, ...]
-    place: StoredBytes
+    stored: StoredBytes
 
 
 def read_contents(folder: Path) -> tuple[list[StoredTensor], list[StoredObject]]:
@@ -159,7 +159,7 @@ class _Bytes(_Record): ...
 class _Chunk(_Record): ...
 
 
-class _Place(_Record): ...
+class _StorageInfo(_Record): ...
 
 
 def _nothing(*values: Any) -> None:
@@ -175,7 +175,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
     (METADATA_MODULE, "TensorProperties"): _Properties,
     (METADATA_MODULE, "StorageMeta"): _Record,
     (METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _nothing,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _nothing,
     ("collections", "OrderedDict"): OrderedDict,
@@ -230,8 +230,8 @@ def _list_contents(folder: Path, contents: _Contents) -> tuple[list[StoredTensor
     entries = _field(contents, "state_dict_metadata", dict)
     paths = vars(contents).get("planner_data") or {}
     places = {
-        (_field(index, "fqn", str), _sizes_or_none(index)): place
-        for index, place in _field(contents, "storage_data", dict).items()
+        (_field(index, "fqn", str), _sizes_or_none(index)): storage
+        for index, storage in _field(contents, "storage_data", dict).items()
     }
     tensors, objects = [], []
     for name, entry in entries.items():
@@ -267,16 +267,16 @@ def _stored_tensor(
     return StoredTensor(path, dtype, shape, tuple(chunks))
 
 
-def _stored_bytes(folder: Path, name: str, place: Any) -> StoredBytes:
-    if not isinstance(place, _Place):
+def _stored_bytes(folder: Path, name: str, storage: Any) -> StoredBytes:
+    if not isinstance(storage, _StorageInfo):
         raise _Damage(f"it does not say where a shard of {name!r} is")
-    if vars(place).get("transform_descriptors"):
+    if vars(storage).get("transform_descriptors"):
         raise ValueError(
-            f"{folder} holds {name!r} encoded as {vars(place)['transform_descriptors']!r}, which cannot be read. Save "
+            f"{folder} holds {name!r} encoded as {vars(storage)['transform_descriptors']!r}, which cannot be read. Save "
             "it without storage extensions."
         )
-    file = path_inside(folder, _field(place, "relative_path", str))
-    begin, num_bytes = _field(place, "offset", int), _field(place, "length", int)
+    file = path_inside(folder, _field(storage, "relative_path", str))
+    begin, num_bytes = _field(storage, "offset", int), _field(storage, "length", int)
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} lacks the file {file.name!r}, which holds a shard of {name!r}. Copy the files of all ranks into "

@@ -134,7 +134,7 @@ class ShardedModel:
             ValueError: It is damaged, or more than plain data.
             OSError: It cannot be read.
         """
-        return read_value(self.objects[name].place)
+        return read_value(self.objects[name].stored)
 
 
 def read_shard(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
@@ -144,26 +144,26 @@ def read_shard(stored: StoredTensor, chunk: StoredChunk) -> torch.Tensor:
         ValueError: It is damaged.
         OSError: It cannot be read.
     """
-    shard = read_value(chunk.place)
+    shard = read_value(chunk.stored)
     if not isinstance(shard, torch.Tensor) or shard.dtype != stored.dtype or tuple(shard.shape) != chunk.sizes:
         raise ValueError(
-            f"{chunk.place.file} is damaged: the shard of {'.'.join(stored.path)!r} at byte {chunk.place.begin} does "
+            f"{chunk.stored.file} is damaged: the shard of {'.'.join(stored.path)!r} at byte {chunk.stored.begin} does "
             f"not have dtype {stored.dtype} and shape {list(chunk.sizes)}. Use another checkpoint."
         )
     return shard
 
 
-def read_value(place: StoredBytes) -> Any:
+def read_value(stored: StoredBytes) -> Any:
     """Read one saved object, as plain data only.
 
     Raises:
         ValueError: It is damaged, or more than plain data.
         OSError: It cannot be read.
     """
-    with place.file.open("rb") as file:
-        file.seek(place.begin)
-        buffer = io.BytesIO(file.read(place.num_bytes))
+    with stored.file.open("rb") as file:
+        file.seek(stored.begin)
+        buffer = io.BytesIO(file.read(stored.num_bytes))
     if buffer.getbuffer()[: len(ARCHIVE_MARK)] != ARCHIVE_MARK:
-        raise ValueError(f"{place.file} is damaged at byte {place.begin}. Use another checkpoint.")
-    buffer.name = str(place.file)  # for its error messages
+        raise ValueError(f"{stored.file} is damaged at byte {stored.begin}. Use another checkpoint.")
+    buffer.name = str(stored.file)  # for its error messages
     return load(buffer, map_location="cpu")

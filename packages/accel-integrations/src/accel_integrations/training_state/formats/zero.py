@@ -219,7 +219,7 @@ class ZeroState(StoredState):
         """
         covered = dict.fromkeys(shapes, 0)
         for piece in pieces:
-            if piece.place + piece.count > len(buffers[piece.rank]):
+            if piece.position + piece.count > len(buffers[piece.rank]):
                 raise ValueError(
                     f"{self.where} is damaged: the buffer of rank {piece.rank} has {len(buffers[piece.rank])} values, too "
                     f"few for {piece.name!r}. Load another checkpoint."
@@ -260,7 +260,7 @@ class ZeroState(StoredState):
         for piece, buffer in self._pieces[keys]:
             low, high = max(first, piece.begin), min(last, piece.begin + piece.count)
             if low < high:
-                start = piece.place + low - piece.begin
+                start = piece.position + low - piece.begin
                 flat[low - first : high - first] = buffer[start : start + high - low]
         return flat.view(count, *inner)
 

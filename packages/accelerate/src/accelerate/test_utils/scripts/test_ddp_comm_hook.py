@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError, make_accelerator, same
+from accelerate.test_utils.scripts.checks.check import Check, Process, SkippedError, make_accelerator, same
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
@@ -22,7 +22,7 @@ HOOKS = DDPCommunicationHookType
 NOT_COMPRESSED = {"start_powerSGD_iter": 2}  # nothing is compressed before this step
 
 
-def gradients(place: Place, handler: DistributedDataParallelKwargs | None) -> list[torch.Tensor]:
+def gradients(process: Process, handler: DistributedDataParallelKwargs | None) -> list[torch.Tensor]:
     """The gradients of a replica after a backward pass; every process has another batch."""
     accelerator = make_accelerator(mixed_precision="no", kwargs_handlers=[handler] if handler else [])
     with torch.random.fork_rng(devices=[]):
@@ -31,16 +31,16 @@ def gradients(place: Place, handler: DistributedDataParallelKwargs | None) -> li
     model = accelerator.prepare(layer)
     if not isinstance(model, DistributedDataParallel):
         raise SkippedError("needs replicas on several processes (MULTI_CPU, MULTI_GPU, ...)")
-    batch = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(place.rank))
+    batch = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(process.rank))
     accelerator.backward(model(batch.to(accelerator.device)).square().mean())
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def nearly_the_mean(place: Place, *, hook: Any, wrapper: Any, options: dict[str, Any], tolerance: float) -> None:
+def nearly_the_mean(process: Process, *, hook: Any, wrapper: Any, options: dict[str, Any], tolerance: float) -> None:
     """Compare with gradients that are not compressed."""
     handler = DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)
-    expected = gradients(place, None)
-    actual = gradients(place, handler)
+    expected = gradients(process, None)
+    actual = gradients(process, handler)
     same(len(actual), len(expected), "number of gradients")
     for one, other in zip(actual, expected, strict=True):
         assert torch.allclose(one, other, rtol=tolerance, atol=tolerance), f"{one.tolist()} is not {other.tolist()}"

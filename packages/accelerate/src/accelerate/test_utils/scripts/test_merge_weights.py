@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError, make_accelerator
+from accelerate.test_utils.scripts.checks.check import Check, Process, SkippedError, make_accelerator
 from accelerate.test_utils.scripts.checks.checkpoints import folder_of
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.test_utils.scripts.checks.training import assert_same
@@ -37,13 +37,13 @@ class TinyModel(nn.Module):
         return result
 
 
-def trained_and_saved(place: Place) -> tuple[str, dict[str, torch.Tensor]]:
+def trained_and_saved(process: Process) -> tuple[str, dict[str, torch.Tensor]]:
     """Train for a few steps, and save.
 
     Returns:
         The folder of the shards, and the weights; only the first process has all of these.
     """
-    if place.kind is not DistributedType.FSDP or place.world == 1:
+    if process.kind is not DistributedType.FSDP or process.world == 1:
         raise SkippedError("needs FSDP on several processes: launch with --use_fsdp")
     accelerator = make_accelerator()
     plugin: Any = accelerator.state.fsdp_plugin
@@ -54,26 +54,26 @@ def trained_and_saved(place: Place) -> tuple[str, dict[str, torch.Tensor]]:
     model = accelerator.prepare(layers)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
     for step in range(3):
-        batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step + 10 * place.rank))
+        batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step + 10 * process.rank))
         accelerator.backward(model(batch.to(accelerator.device)).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    folder = folder_of(place, "sharded")
+    folder = folder_of(process, "sharded")
     accelerator.save_state(folder)
     weights = accelerator.get_state_dict(model)
     return os.path.join(folder, SHARDS), {name: value.detach().cpu().clone() for name, value in weights.items()}
 
 
-def merging(place: Place, *, by_command: bool, safe: bool) -> None:
+def merging(process: Process, *, by_command: bool, safe: bool) -> None:
     """Merge, read and compare."""
-    shards, expected = trained_and_saved(place)
+    shards, expected = trained_and_saved(process)
     name = f"merged-{by_command}-{safe}"
-    folder = folder_of(place, name)
+    folder = folder_of(process, name)
     if not by_command:
         merge_fsdp_weights(shards, folder, safe_serialization=safe)
-    elif place.rank == 0:
+    elif process.rank == 0:
         run_command(shards, folder, [] if safe else ["--unsafe_serialization"])
-    if place.rank:
+    if process.rank:
         return
     if safe:
         from safetensors.torch import load_file

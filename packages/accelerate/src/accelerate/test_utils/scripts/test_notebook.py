@@ -16,7 +16,7 @@ from unittest import mock
 
 from accelerate import PartialState, notebook_launcher
 from accelerate.test_utils.launching import assert_exception
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError
+from accelerate.test_utils.scripts.checks.check import Check, Process, SkippedError
 from accelerate.test_utils.scripts.checks.running import FAILED, OK, SKIPPED, Result, complaint, report
 from accelerate.utils import DistributedType
 
@@ -116,7 +116,7 @@ def run(name: str, function: Callable[[], None]) -> Result:
         status, said = SKIPPED, str(reason)
     except Exception:
         status, said = FAILED, traceback.format_exc()
-    check = Check("notebooks", name, lambda place: function())
+    check = Check("notebooks", name, lambda process: function())
     return Result(check, status, time.perf_counter() - started, {0: said})
 
 
@@ -127,8 +127,8 @@ def main() -> int:
     for result in results:
         if result.status == FAILED:
             sys.stderr.write(complaint(result, 1))
-    place = Place(0, 1, DistributedType.NO)
-    about = f"{NUM_PROCESSES} processes, started from one ({place.kind.value})"
+    process = Process(0, 1, DistributedType.NO)
+    about = f"{NUM_PROCESSES} processes, started from one ({process.kind.value})"
     sys.stdout.write(report(results, about, time.perf_counter() - started))
     return 1 if any(result.status == FAILED for result in results) else 0
 

@@ -24,8 +24,8 @@ class SkippedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the checks run.
+class Process:
+    """This process, and the launch in which the checks run.
 
     Attributes:
         rank: Of this process.
@@ -52,10 +52,10 @@ class Check:
 
     area: str
     name: str
-    run: Callable[[Place], None]
+    run: Callable[[Process], None]
 
 
-def checks(area: str, **functions: Callable[[Place], None]) -> tuple[Check, ...]:
+def checks(area: str, **functions: Callable[[Process], None]) -> tuple[Check, ...]:
     """Make rows of functions; underscores of their names become blanks."""
     return tuple(Check(area, name.replace("_", " "), function) for name, function in functions.items())
 
@@ -77,10 +77,10 @@ def launched_type(state: PartialState) -> DistributedType:
     return next((kind for variable, kind in ENGINES.items() if is_on(variable)), state.distributed_type)
 
 
-def need_data_parallelism(place: Place) -> None:
+def need_data_parallelism(process: Process) -> None:
     """Skip unless each process has a shard of the data and takes part in one model."""
-    if place.kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise SkippedError(f"{place.kind.value} trains only one model in each program")
+    if process.kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise SkippedError(f"{process.kind.value} trains only one model in each program")
     if is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
         raise SkippedError("models are parallelized by the ParallelismConfig")
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.test_utils.scripts.checks.check import (
-    Place,
+    Process,
     SkippedError,
     checks,
     make_accelerator,
@@ -38,29 +38,29 @@ class Counter:
         self.count = state["count"]
 
 
-def make_run(place: Place) -> tuple[Accelerator, Any, Counter]:
+def make_run(process: Process) -> tuple[Accelerator, Any, Counter]:
     """Prepare a run from the beginning: the accelerator, (model, optimizer, loader), and a counter."""
-    need_data_parallelism(place)
+    need_data_parallelism(process)
     accelerator = make_accelerator(mixed_precision="no")
     model = make_model()
-    loader = DataLoader(make_data(2 * place.world * BATCHES), batch_size=2)
+    loader = DataLoader(make_data(2 * process.world * BATCHES), batch_size=2)
     prepared = accelerator.prepare(model, make_optimizer(model), loader)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     return accelerator, prepared, counter
 
 
-def folder_of(place: Place, name: str) -> str:
+def folder_of(process: Process, name: str) -> str:
     """A folder shared by all processes."""
-    if place.folder is None:
+    if process.folder is None:
         raise SkippedError("the machines do not share a temporary folder")
-    return os.path.join(place.folder, name)
+    return os.path.join(process.folder, name)
 
 
-def loading(place: Place) -> None:
+def loading(process: Process) -> None:
     """Loading restores parameters, RNG states, and registered objects."""
-    folder = folder_of(place, "state")
-    accelerator, prepared, counter = make_run(place)
+    folder = folder_of(process, "state")
+    accelerator, prepared, counter = make_run(process)
     counter.count = 5
     before = clone(accelerator.get_state_dict(prepared[0]))
     accelerator.save_state(folder)
@@ -75,15 +75,15 @@ def loading(place: Place) -> None:
         assert_same(state_dict, before, tolerance=0)
 
 
-def resuming(place: Place) -> None:
+def resuming(process: Process) -> None:
     """A run that was stopped in the middle of an epoch and resumed ends as one that was not."""
-    folder = folder_of(place, "half")
-    accelerator, prepared, _ = make_run(place)
+    folder = folder_of(process, "half")
+    accelerator, prepared, _ = make_run(process)
     train(accelerator, prepared, steps=HALF)
     accelerator.save_state(folder)
     train(accelerator, prepared, skipped=HALF)
     expected = clone(accelerator.get_state_dict(prepared[0]))
-    accelerator, prepared, _ = make_run(place)
+    accelerator, prepared, _ = make_run(process)
     accelerator.load_state(folder)
     train(accelerator, prepared, skipped=HALF)
     state_dict = accelerator.get_state_dict(prepared[0])
@@ -91,10 +91,10 @@ def resuming(place: Place) -> None:
         assert_same(state_dict, expected, tolerance=1e-6)
 
 
-def saving_models(place: Place) -> None:
+def saving_models(process: Process) -> None:
     """A saved model is a plain file of weights."""
-    folder = folder_of(place, "model")
-    accelerator, prepared, _ = make_run(place)
+    folder = folder_of(process, "model")
+    accelerator, prepared, _ = make_run(process)
     accelerator.save_model(prepared[0], folder)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:

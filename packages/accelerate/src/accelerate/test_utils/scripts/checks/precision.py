@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate.test_utils.scripts.checks.check import (
-    Place,
+    Process,
     SkippedError,
     checks,
     make_accelerator,
@@ -22,9 +22,9 @@ EPOCHS = 8  # with fp16, the first steps are skipped until the loss scale fits
 DTYPES = {"bf16": (torch.bfloat16, is_bf16_available), "fp16": (torch.float16, is_fp16_available)}
 
 
-def training_in(place: Place, name: str) -> None:
+def training_in(process: Process, name: str) -> None:
     """Layers compute in the dtype, and the loss decreases."""
-    need_data_parallelism(place)
+    need_data_parallelism(process)
     dtype, is_available = DTYPES[name]
     if not is_available():
         raise SkippedError("this device does not support it")
@@ -32,7 +32,7 @@ def training_in(place: Place, name: str) -> None:
     model = make_model()
     seen: set[torch.dtype] = set()
     model[0].register_forward_hook(lambda layer, inputs, output: seen.add(output.dtype))
-    loader = DataLoader(make_data(8 * place.world), batch_size=2)
+    loader = DataLoader(make_data(8 * process.world), batch_size=2)
     prepared: Any = accelerator.prepare(model, make_optimizer(model), loader)
     losses = [loss for _ in range(EPOCHS) for loss in train(accelerator, prepared)]
     assert seen == {dtype}, f"the first layer computed in {seen} instead of {dtype}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.state import PartialState
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError, launched_type
+from accelerate.test_utils.scripts.checks.check import Check, Process, SkippedError, launched_type
 from accelerate.utils import gather_object
 
 OK, FAILED, SKIPPED = "ok", "failed", "skipped"
@@ -49,7 +49,7 @@ class Team:
     They use the key-value store, since a failed check may have left the process group unusable.
 
     Args:
-        state: The place of this process.
+        state: Of this process.
     """
 
     def __init__(self, state: PartialState) -> None:
@@ -108,12 +108,12 @@ def run_checks(checks: Iterable[Check]) -> int:
     state = PartialState(timeout=TIMEOUT)
     team = Team(state)
     folder = _shared_folder(team)
-    place = Place(team.rank, team.world, launched_type(state), folder)
+    process = Process(team.rank, team.world, launched_type(state), folder)
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    about = f"{team.world} process{'es' if team.world > 1 else ''}, {place.kind.value}, {state.device.type}, "
+    about = f"{team.world} process{'es' if team.world > 1 else ''}, {process.kind.value}, {state.device.type}, "
     about += f"mixed precision {precision}"
     try:
-        results = [run_check(check, place, team) for check in checks]
+        results = [run_check(check, process, team) for check in checks]
     finally:
         if folder is not None and team.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -125,12 +125,12 @@ def run_checks(checks: Iterable[Check]) -> int:
     return 1 if any(result.status == FAILED for result in results) else 0
 
 
-def run_check(check: Check, place: Place, team: Team) -> Result:
+def run_check(check: Check, process: Process, team: Team) -> Result:
     """Run one check, and agree with the other processes on how it went."""
     started = time.perf_counter()
     status, text = OK, ""
     try:
-        check.run(place)
+        check.run(process)
     except SkippedError as reason:
         status, text = SKIPPED, str(reason)
     except Exception:

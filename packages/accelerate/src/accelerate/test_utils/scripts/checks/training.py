@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, need_data_parallelism
+from accelerate.test_utils.scripts.checks.check import Process, checks, make_accelerator, need_data_parallelism
 
 BATCH = 2  # of one process
 STEPS = 4
@@ -82,16 +82,16 @@ def train(
     return losses
 
 
-def check_parity(place: Place, *, accumulation: int = 1, clip: bool = False) -> None:
+def check_parity(process: Process, *, accumulation: int = 1, clip: bool = False) -> None:
     """Compare the parameters after training on all processes with those after training on the same data alone."""
-    need_data_parallelism(place)
+    need_data_parallelism(process)
     accelerator = make_accelerator(mixed_precision="no", gradient_accumulation_steps=accumulation)
     model = make_model()
-    loader = DataLoader(make_data(BATCH * place.world * STEPS * accumulation), batch_size=BATCH)
+    loader = DataLoader(make_data(BATCH * process.world * STEPS * accumulation), batch_size=BATCH)
     prepared = accelerator.prepare(model, make_optimizer(model), loader)
     train(accelerator, prepared, clip=clip)
     state_dict = accelerator.get_state_dict(prepared[0])
-    expected = train_alone(BATCH * place.world, accumulation, clip)
+    expected = train_alone(BATCH * process.world, accumulation, clip)
     if accelerator.is_main_process:  # the others may have nothing
         assert_same(state_dict, expected)
 
@@ -108,19 +108,19 @@ def assert_same(found: dict[str, Any], wanted: dict[str, torch.Tensor], toleranc
         assert near.all(), f"parameter {name!r}: expected {value.tolist()}, got {found[name].tolist()}"
 
 
-def parity(place: Place) -> None:
+def parity(process: Process) -> None:
     """Gradients are the mean over all processes."""
-    check_parity(place)
+    check_parity(process)
 
 
-def accumulating(place: Place) -> None:
+def accumulating(process: Process) -> None:
     """Gradients of several batches make one step."""
-    check_parity(place, accumulation=2)
+    check_parity(process, accumulation=2)
 
 
-def clipping(place: Place) -> None:
+def clipping(process: Process) -> None:
     """The norm that is clipped is that of the full gradient."""
-    check_parity(place, clip=True)
+    check_parity(process, clip=True)
 
 
 TRAINING = checks(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from accelerate.test_utils.scripts.checks.check import Place, SkippedError
+from accelerate.test_utils.scripts.checks.check import Process, SkippedError
 from accelerate.utils import is_deepspeed_available
 
 
-def need_deepspeed(place: Place) -> None:
+def need_deepspeed(process: Process) -> None:
     """Skip where DeepSpeed cannot train.
 
     Raises:
@@ -20,5 +20,5 @@ def need_deepspeed(place: Place) -> None:
         engine_class("DEEPSPEED")
     except (ImportError, NotImplementedError) as error:
         raise SkippedError(f"needs the engine for DeepSpeed: {error}") from error
-    if place.kind.value not in ("DEEPSPEED", "NO", "MULTI_CPU", "MULTI_GPU"):
-        raise SkippedError(f"trains with DeepSpeed, not with {place.kind.value}")
+    if process.kind.value not in ("DEEPSPEED", "NO", "MULTI_CPU", "MULTI_GPU"):
+        raise SkippedError(f"trains with DeepSpeed, not with {process.kind.value}")

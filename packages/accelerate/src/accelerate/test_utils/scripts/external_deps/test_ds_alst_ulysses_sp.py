@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
-from accelerate.test_utils.scripts.checks.check import Place, SkippedError, checks, make_accelerator
+from accelerate.test_utils.scripts.checks.check import Process, SkippedError, checks, make_accelerator
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.test_utils.scripts.external_deps.needs import need_deepspeed
 from accelerate.utils import (
@@ -113,10 +113,10 @@ def train(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: An
     return losses
 
 
-def with_torch(place: Place) -> None:
+def with_torch(process: Process) -> None:
     """Sequences shared by torch's means."""
-    need_processes(place)
-    config = ParallelismConfig(sp_size=place.world, sp_backend="torch")
+    need_processes(process)
+    config = ParallelismConfig(sp_size=process.world, sp_backend="torch")
     accelerator = make_accelerator(parallelism_config=config, mixed_precision="no")
     model = make_writer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -128,10 +128,10 @@ def with_torch(place: Place) -> None:
     )
 
 
-def with_deepspeed(place: Place) -> None:
+def with_deepspeed(process: Process) -> None:
     """Sequences shared by DeepSpeed, in a model of transformers."""
-    need_processes(place)
-    need_deepspeed(place)
+    need_processes(process)
+    need_deepspeed(process)
     if not is_transformers_available():
         raise SkippedError("needs transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +139,7 @@ def with_deepspeed(place: Place) -> None:
     handler = DeepSpeedSequenceParallelConfig(
         sp_seq_length=LENGTH, sp_seq_length_is_variable=False, sp_attn_implementation="sdpa"
     )
-    config = ParallelismConfig(sp_size=place.world, sp_backend="deepspeed", sp_handler=handler)
+    config = ParallelismConfig(sp_size=process.world, sp_backend="deepspeed", sp_handler=handler)
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1)
     accelerator = make_accelerator(parallelism_config=config, deepspeed_plugin=plugin)
     sizes: dict[str, Any] = {
@@ -157,12 +157,12 @@ def with_deepspeed(place: Place) -> None:
     assert losses[-1] < losses[0], f"the loss did not decrease: {losses}"
 
 
-def need_processes(place: Place) -> None:
+def need_processes(process: Process) -> None:
     """Skip where there is nobody to share with, or the launch has chosen another training engine."""
-    if place.world == 1 or HEADS % place.world:
+    if process.world == 1 or HEADS % process.world:
         raise SkippedError(f"needs a number of processes that divides {HEADS}, and more than one")
-    if not place.kind.value.startswith("MULTI_"):
-        raise SkippedError(f"chooses its training engine itself, and the launch says {place.kind.value}")
+    if not process.kind.value.startswith("MULTI_"):
+        raise SkippedError(f"chooses its training engine itself, and the launch says {process.kind.value}")
 
 
 SEQUENCES = checks("shared sequences", torch=with_torch, deepspeed=with_deepspeed)

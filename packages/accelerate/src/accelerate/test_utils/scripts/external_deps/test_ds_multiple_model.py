@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.test_utils.scripts.checks.check import Place, checks, make_accelerator, same
+from accelerate.test_utils.scripts.checks.check import Process, checks, make_accelerator, same
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.test_utils.scripts.checks.sentences import LENGTH, WORDS, logits_of, make_loaders, make_reader
 from accelerate.test_utils.scripts.external_deps.needs import need_deepspeed
@@ -35,9 +35,9 @@ class NoiseModel(nn.Module):
         return noisy
 
 
-def make(place: Place) -> Accelerator:
+def make(process: Process) -> Accelerator:
     """An accelerator with two sets of settings: one to train with, one for a model that only answers."""
-    need_deepspeed(place)
+    need_deepspeed(process)
     plugins = {
         "student": DeepSpeedPlugin(zero_stage=2, gradient_accumulation_steps=1),
         "teacher": DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1),
@@ -45,9 +45,9 @@ def make(place: Place) -> Accelerator:
     return make_accelerator(deepspeed_plugins=plugins)
 
 
-def single_model_training(place: Place) -> None:
+def single_model_training(process: Process) -> None:
     """One model is trained with another one that is sharded and frozen."""
-    accelerator = make(place)
+    accelerator = make(process)
     set_seed(0)
     loader, _ = make_loaders(trained=64)
     student = make_reader()
@@ -69,9 +69,9 @@ def single_model_training(place: Place) -> None:
     assert losses[-1] < losses[0], f"the loss did not decrease: {losses}"
 
 
-def multiple_model_training(place: Place) -> None:
+def multiple_model_training(process: Process) -> None:
     """Two models are trained side by side, each by an accelerator of its own."""
-    first = make(place)
+    first = make(process)
     second = Accelerator()
     set_seed(0)
     loader, _ = make_loaders(trained=64)

@@ -14,23 +14,23 @@ from torch import nn
 
 from accelerate.inference import prepare_pippy
 from accelerate.state import PartialState
-from accelerate.test_utils.scripts.checks.check import Place, SkippedError, checks
+from accelerate.test_utils.scripts.checks.check import Process, SkippedError, checks
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.utils import is_transformers_available
 
 WORDS, LENGTH, WIDTH = 32, 10, 16
 
 
-def compare(place: Place, make: Any, given: dict[str, torch.Tensor], **settings: Any) -> None:
+def compare(process: Process, make: Any, given: dict[str, torch.Tensor], **settings: Any) -> None:
     """Compare the output of a model split into stages with that of the full model.
 
     Args:
-        place: Where the check runs.
+        process: Where the check runs.
         make: Makes the model, the same every time.
         given: A batch.
         settings: For `prepare_pippy`.
     """
-    if place.world == 1:
+    if process.world == 1:
         raise SkippedError("a pipeline needs several processes")
     state = PartialState()
     with torch.no_grad():
@@ -79,14 +79,14 @@ def words(batch_size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.randint(0, WORDS, (batch_size, LENGTH), generator=torch.Generator().manual_seed(1))}
 
 
-def chain(place: Place) -> None:
+def chain(process: Process) -> None:
     """A model with a chain of blocks."""
-    compare(place, lambda: seeded(Chain), words(4))
+    compare(process, lambda: seeded(Chain), words(4))
 
 
-def uneven(place: Place) -> None:
+def uneven(process: Process) -> None:
     """A batch that does not divide by the number of chunks."""
-    compare(place, lambda: seeded(Chain), words(3), num_chunks=2)
+    compare(process, lambda: seeded(Chain), words(3), num_chunks=2)
 
 
 def make_of_transformers(name: str, **sizes: int) -> Any:
@@ -103,16 +103,16 @@ def make_of_transformers(name: str, **sizes: int) -> Any:
     return lambda: seeded(lambda: kind(kind.config_class(vocab_size=WORDS, **sizes)))
 
 
-def bert(place: Place) -> None:
+def bert(process: Process) -> None:
     """A classifier of sentences."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
-    compare(place, make_of_transformers("BertForSequenceClassification", **sizes), words(4))
+    compare(process, make_of_transformers("BertForSequenceClassification", **sizes), words(4))
 
 
-def gpt2(place: Place) -> None:
+def gpt2(process: Process) -> None:
     """A language model."""
     sizes = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
-    compare(place, make_of_transformers("GPT2LMHeadModel", **sizes), words(4))
+    compare(process, make_of_transformers("GPT2LMHeadModel", **sizes), words(4))
 
 
 PIPELINES = checks("pipelines", chain=chain, uneven_batch=uneven, bert=bert, gpt2=gpt2)

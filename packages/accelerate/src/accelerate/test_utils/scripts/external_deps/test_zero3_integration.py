@@ -11,29 +11,29 @@ import torch
 import torch.distributed as dist
 
 from accelerate.state import PartialState
-from accelerate.test_utils.scripts.checks.check import Place, SkippedError, checks, make_accelerator, same
+from accelerate.test_utils.scripts.checks.check import Process, SkippedError, checks, make_accelerator, same
 from accelerate.test_utils.scripts.checks.running import run_checks
 from accelerate.test_utils.scripts.checks.sentences import make_loaders, make_reader, train_epoch
 from accelerate.test_utils.scripts.external_deps.needs import need_deepspeed
 from accelerate.utils import DeepSpeedPlugin, DistributedType, set_seed
 
 
-def init_torch_dist_then_launch_deepspeed(place: Place) -> None:
+def init_torch_dist_then_launch_deepspeed(process: Process) -> None:
     """A plugin given to a program whose process group exists already."""
-    need_deepspeed(place)
-    if place.world == 1:
+    need_deepspeed(process)
+    if process.world == 1:
         raise SkippedError("needs several processes")
     assert dist.is_initialized(), "there is no process group, although there are several processes"
     group = dist.group.WORLD
     accelerator = make_accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1))
     same(accelerator.distributed_type, DistributedType.DEEPSPEED, "distributed type")
     same(dist.group.WORLD is group, True, "the process group is the one there was")
-    same(PartialState().num_processes, place.world, "number of processes")
+    same(PartialState().num_processes, process.world, "number of processes")
 
 
-def training(place: Place) -> None:
+def training(process: Process) -> None:
     """Training changes the sharded parameters, and their full tensors are identical on all ranks."""
-    need_deepspeed(place)
+    need_deepspeed(process)
     plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=1, zero3_save_16bit_model=True)
     accelerator = make_accelerator(deepspeed_plugin=plugin)
     set_seed(0)
