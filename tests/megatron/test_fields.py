@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from accel_integrations.engines.megatron.arguments import make_scheduler
-from accel_integrations.engines.megatron.left_out import LEFT_OUT, WITHOUT_EFFECT, check_fields
-from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
+from accel_integrations.megatron.fields import LEFT_OUT, WITHOUT_EFFECT, check_fields
+from accel_integrations.megatron.placeholders import MegatronLMDummyScheduler
+from accel_integrations.megatron.prepared import make_scheduler
 from accel_state.settings.megatron import MegatronLMPlugin
 
 OF_ANOTHER_KIND = {
