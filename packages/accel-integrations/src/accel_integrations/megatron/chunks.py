@@ -13,6 +13,7 @@ from torch import nn
 
 from accel_integrations.megatron.core import define_router_gemm, load
 from accel_integrations.megatron.families.chunk import Stage
+from accel_integrations.megatron.fields import NOT_OF_CONFIG
 
 if TYPE_CHECKING:
     from accel_integrations.megatron.families.shape import ModelShape
@@ -146,7 +147,7 @@ def make_config(
         options["moe_token_dispatcher_type"] = "allgather" if device.type == "cpu" else "alltoall"
     if plugin.decoder_last_pipeline_num_layers is not None and degrees.pipeline > 1:
         options["num_layers_in_last_pipeline_stage"] = plugin.decoder_last_pipeline_num_layers
-    others = plugin.other_megatron_args or {}
+    others = {name: value for name, value in (plugin.other_megatron_args or {}).items() if name not in NOT_OF_CONFIG}
     _check_others(others, kind.__dataclass_fields__, options)
     return kind(**options | others)
 

@@ -23,7 +23,7 @@ from accel_integrations.megatron.data.batches import Limits
 from accel_integrations.megatron.data.datasets import SteppedLoader, check_model, dummy_places, fill_dummies
 from accel_integrations.megatron.data.sequences import SequenceShares
 from accel_integrations.megatron.families.table import shape_of
-from accel_integrations.megatron.fields import check_fields
+from accel_integrations.megatron.fields import check_fields, check_model_arguments
 from accel_integrations.megatron.groups import (
     Degrees,
     check_for_experts,
@@ -205,6 +205,7 @@ class MegatronLMEngine(Engine):
 
     def _shape(self, model: nn.Module) -> ModelShape:
         shape = shape_of(model)
+        check_model_arguments(self.plugin.other_megatron_args or {}, shape)
         shape.check(self.degrees, self.plugin)
         if shape.num_experts is not None:
             check_for_experts(self.degrees, self.plugin)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accel_integrations.megatron.core import load
+from accel_ops.collectives.outcomes import exchange_outcomes
 from accel_state.mesh import DataPlace
 
 if TYPE_CHECKING:
@@ -146,6 +147,24 @@ def check_for_experts(degrees: Degrees, plugin: MegatronLMPlugin) -> None:
             f"The program has initialized megatron-core with expert_tensor_parallel_size={size}, not {degrees.expert_tensor} as "
             "MegatronLMPlugin says. Use the same size."
         )
+
+
+def raise_on_all_ranks(error: Exception | None) -> None:
+    """Raise what went wrong on any rank on all of them, so that none waits for the others; all ranks call this.
+
+    Args:
+        error: What went wrong on this rank; None for nothing.
+
+    Raises:
+        Exception: It, if there is one.
+        ValueError: Another rank had one.
+    """
+    problems = exchange_outcomes("" if error is None else str(error))
+    if error is not None:
+        raise error
+    for rank, text in enumerate(problems):
+        if text:
+            raise ValueError(f"Rank {rank}: {text}")
 
 
 def drop_groups() -> None:

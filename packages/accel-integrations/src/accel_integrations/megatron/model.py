@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_integrations.megatron.checkpoints import load_weights, save_weights
 from accel_integrations.megatron.chunks import Chunks
 from accel_integrations.megatron.core import load, on_device
 from accel_integrations.megatron.data.batches import Batch, Limits, make_batch
@@ -20,6 +22,7 @@ from accel_integrations.megatron.schedule import Outcome, Schedule
 from accel_integrations.megatron.weights.optimizer import ShardedOptimizer
 from accel_integrations.megatron.weights.sharded import ShardedWeights
 from accel_state.public_names import known_as
+from accel_state.warning import warn_user
 
 WRITE_INSTEAD = "Or write it with accelerator.save_model(), and load it in one process."
 
@@ -209,17 +212,33 @@ class MegatronEngine(nn.Module):
         """Forget the sums of losses of an evaluation; trackers log what a program gives to `accelerator.log`."""
         self.eval_total_loss_dict.clear()
 
-    def save_checkpoint(self, output_dir: Any) -> NoReturn:
-        """Refuse: checkpoints are written for all objects together."""
-        raise NotImplementedError(
-            "Checkpoints are written for all prepared objects together: call accelerator.save_state(output_dir)."
-        )
+    def save_checkpoint(self, output_dir: str | os.PathLike[str]) -> None:
+        """Write the weights for Megatron-LM, in its format `torch_dist`; all ranks call this.
 
-    def load_checkpoint(self, input_dir: Any) -> NoReturn:
-        """Refuse: checkpoints are read for all objects together."""
-        raise NotImplementedError(
-            "Checkpoints are read for all prepared objects together: call accelerator.load_state(input_dir)."
-        )
+        Args:
+            output_dir: The folder of the run; the checkpoint is `iter_*` in it, with the number of steps that were taken.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        save_weights(output_dir, self.iteration, self.parts.weights, self.parts.chunks, self.parts.device)
+
+    def load_checkpoint(self, input_dir: str | os.PathLike[str]) -> None:
+        """Load the weights of a checkpoint of Megatron-LM (`torch` or `torch_dist`) of any degrees; all ranks call this.
+
+        Args:
+            input_dir: The folder of the run, of which the latest iteration is read, or that of an iteration (`iter_*`).
+
+        Raises:
+            FileNotFoundError: There is no such checkpoint.
+            ValueError: It is damaged, or of a model of other parameters or sizes.
+        """
+        self.iteration = load_weights(input_dir, self.parts.weights)
+        if self.optimizer is not None and dist.get_rank() == dist.get_world_size() - 1:
+            warn_user(
+                f"load_checkpoint() has loaded the weights of iteration {self.iteration}; the optimizer starts anew. To continue a "
+                "run with its optimizer, use accelerator.save_state() and load_state()."
+            )
 
     def megatron_generate(
         self,

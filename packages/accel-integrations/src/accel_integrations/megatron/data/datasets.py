@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from accel_integrations.megatron.core import load, quiet
 from accel_integrations.megatron.data.tasks import Causal, Task
+from accel_integrations.megatron.groups import raise_on_all_ranks
 from accel_integrations.megatron.placeholders import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_ops.collectives.outcomes import exchange_outcomes
 
 if TYPE_CHECKING:
     from accel_state.settings.megatron import MegatronLMPlugin
@@ -230,12 +230,7 @@ def _check_files_on_all_ranks(prefixes: Sequence[Path], cache: Path) -> None:
         _check_files(prefixes, cache)
     except (OSError, ValueError) as problem:
         error = problem
-    problems = exchange_outcomes("" if error is None else str(error))
-    if error is not None:
-        raise error
-    for rank, text in enumerate(problems):
-        if text:
-            raise ValueError(f"Rank {rank}: {text}")
+    raise_on_all_ranks(error)
 
 
 def _check_files(prefixes: Sequence[Path], cache: Path) -> None:

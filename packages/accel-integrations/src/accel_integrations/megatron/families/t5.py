@@ -55,8 +55,9 @@ def t5(config: Any) -> ModelShape:
             "softmax_scale": 1.0,
         },
         model={
+            "position_embedding_type": "relative",
             "encoder_layers": config.num_layers,
-            "scales_output": bool(getattr(config, "scale_decoder_outputs", tied)),
+            "scales_output": bool(getattr(config, "scale_decoder_outputs", tied and config.model_type == "t5")),
             "relative_attention_num_buckets": config.relative_attention_num_buckets,
             "relative_attention_max_distance": config.relative_attention_max_distance,
         },
@@ -122,7 +123,6 @@ def t5_chunk(shape: ModelShape, config: Any, stage: Stage, num_rows: int) -> Any
         pre_process=stage.is_first,
         post_process=stage.is_last,
         share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="relative",
         **options,
     )
     chunk.lm_head.output_layer.bias = None  # which megatron-core adds to tied embeddings

@@ -24,6 +24,7 @@ FAMILIES: dict[str, tuple[str, Reader]] = {
     "Qwen3ForCausalLM": ("qwen3", partial(llama, query_norm=True)),
     "Qwen3MoeForCausalLM": ("qwen3_moe", qwen3_moe),
     "T5ForConditionalGeneration": ("t5", t5),
+    "MT5ForConditionalGeneration": ("mt5", t5),
     **{f"Bert{kind}": ("bert", partial(bert, norm_follows=True, kind=kind)) for kind in BERT_CLASSES},
     **{
         f"MegatronBert{kind}": ("megatron-bert", partial(bert, norm_follows=False, kind=kind)) for kind in BERT_CLASSES

@@ -31,6 +31,12 @@ class Held:
     parameter: nn.Parameter
     stored: nn.Parameter
 
+    @torch.no_grad()
+    def assign(self, shard: Tensor) -> None:
+        """Set the values."""
+        self.stored.copy_(shard)
+        self.parameter.copy_(self.stored)
+
 
 class ShardedWeights:
     """The weights of a model over all ranks.
@@ -61,6 +67,7 @@ class ShardedWeights:
             name: Held(by_name[name], parameter, _stored(parameter, dtype)) for name, parameter in own.items()
         }
         self.dtype = dtype
+        self.listed = list(weights)
         self.weights = [weight for weight in weights if not _is_second(weight, weights)]
         self.sources = [source for weight in self.weights for source in weight.sources]
 
@@ -81,7 +88,6 @@ class ShardedWeights:
             holders.update(dict.fromkeys(one.weight.sources, one))
         return holders
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy weights into this rank's shards.
 
@@ -103,8 +109,7 @@ class ShardedWeights:
                         f"{', '.join(one.weight.sources)} has {tuple(shard.shape)}. Let custom_model_provider_function build a "
                         "model of the sizes of the one that is prepared."
                     )
-                one.stored.copy_(shard)
-                one.parameter.copy_(one.stored)
+                one.assign(shard)
 
     def frozen(self, trained: Callable[[str], bool]) -> None:
         """Freeze parameters whose tensors are frozen in the model.
