@@ -76,14 +76,16 @@ def write_ranks(folder: Path, model: Any, layout: dict[str, Any], **changes: Any
                 state[name] = torch.nn.functional.pad(state[name], (0, 0, 0, 3))
         if "tp_degree" in layout:  # as with Transformer Engine, which also stores what is no tensor
             state = {
-                name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"): one
-                for name, one in state.items()
+                name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"): value
+                for name, value in state.items()
             }
             state["decoder.layers.0.mlp.linear_fc1._extra_state"] = BytesIO(b"anything")
         states.append(state)
     path = folder / "iter_0000003" / f"mp_rank_{number}" / "model_optim_rng.pt"
     path.parent.mkdir(parents=True)
-    named = {"model": states[0]} if len(states) == 1 else {f"model{index}": one for index, one in enumerate(states)}
+    named = (
+        {"model": states[0]} if len(states) == 1 else {f"model{index}": state for index, state in enumerate(states)}
+    )
     torch.save(
         {
             "args": Namespace(tensor_model_parallel_size=2),
@@ -114,7 +116,7 @@ def test_files_of_ranks_are_read(rank: int, world: int, tmp_path: Path) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 model.load_checkpoint(folder / "iter_0000003")
-            assert sum("the optimizer starts anew" in str(one.message) for one in caught) == (rank == 1)
+            assert sum("the optimizer starts anew" in str(warning.message) for warning in caught) == (rank == 1)
             same(accelerator, model, kind, **options)
 
 
