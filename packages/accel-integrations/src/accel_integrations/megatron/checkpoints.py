@@ -12,7 +12,8 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from accel_integrations.megatron.chunks import EXPERT, LAYER
 from accel_integrations.megatron.core import load, on_device
 from accel_integrations.megatron.groups import raise_on_all_ranks
-from accel_integrations.megatron.weights.layouts import Vocabulary, Weight
+from accel_integrations.megatron.weights.layouts import REPLICATED, Vocabulary, Weight
 from accel_ops.files.durable import DurableFile, write_atomically
 from accel_ops.files.serialization import load as load_file
 from accel_ops.files.serialization import serialize
@@ -50,8 +51,8 @@ FUSED = {
 OF_MODEL = ("embedding.", "decoder.", "encoder.", "output_layer.", "lm_head.", "pooler.", "binary_head.")
 """With what names of a model's parameters begin; a folder may also have those of optimizers."""
 
-Stored = Iterator[tuple[str, Tensor]]
-"""Parameters by megatron-core's names, layers numbered as in the full model."""
+Stored = Iterator[tuple[str, Callable[[], Tensor]]]
+"""Parameters by megatron-core's names, layers numbered as in the full model, each with a function that reads it."""
 
 
 def load_weights(folder: str | os.PathLike[str], weights: ShardedWeights) -> int:
@@ -103,10 +104,10 @@ def _read_shards(folder: Path, weights: ShardedWeights) -> dict[str, Tensor]:
     for name, one in weights.held.items():
         holders.setdefault(first[one.weight.sources], []).append(name)
     shards, stored_names = {}, set()
-    for name, full in _read(folder, weights.listed):
+    for name, read in _read(folder, weights.listed):
         stored_names.add(name)
         for holder in holders.get(name, ()):
-            one = weights.held[holder]
+            one, full = weights.held[holder], read()
             layout = one.weight.layout  # the vocabulary may be padded otherwise
             shards[holder] = layout.shard(layout.join(layout.split(full)), *weights.place(one.weight)).clone()
             if shards[holder].shape != one.stored.shape:
@@ -178,8 +179,13 @@ def _read_stacked(folder: Path, listed: Sequence[Weight]) -> Stored:
                 f"{folder} has {key} with the shape {list(stored.shape)}, but the model that was prepared has {list(expected)} layers "
                 "(and experts). Use a configuration of the same sizes."
             )
-        full = model.read_tensor(key)
-        yield from ((member, full[indices]) for indices, member in members.items())
+        read = cache(partial(model.read_tensor, key))  # once for all layers, if this rank has any of them
+        for indices, member in members.items():
+            yield member, partial(_at, read, indices)
+
+
+def _at(read: Callable[[], Tensor], indices: tuple[int, ...]) -> Tensor:
+    return read()[indices]
 
 
 def save_weights(
@@ -283,8 +289,8 @@ def _read_ranks(folder: Path, listed: Mapping[str, Weight]) -> Stored:
                 block, number = match[1], int(match[2])
                 num_layers[block] = max(num_layers[block], number + 1)
                 name = LAYER.sub(f"{block}.layers.{num_before[block] + number}.", name)
-            weight = listed.get(name)
-            yield name, value if weight is None else weight.layout.unshard([state[key] for state in states])
+            layout = listed[name].layout if name in listed else REPLICATED
+            yield name, partial(layout.unshard, [state[key] for state in states])
         num_before += num_layers
 
 
