@@ -112,7 +112,7 @@ def test_the_version_is_the_distributions() -> None:
 def test_the_table_of_legacy_names_is_found_in_the_sources() -> None:
     assert '"accel_state.enums": "DistributedType"' in make_stubs.make_legacy_table({"a.b": "DistributedType"})
     assert (
-        '"accelerate.compat.megatron.stand_ins": "megatron_lm_initialize=initialize"'
+        '"accelerate.compat.megatron.functions": "megatron_lm_initialize=initialize"'
         in make_stubs.make_legacy_table({"a.b": "megatron_lm_initialize"})
     )
     with pytest.raises(KeyError, match="a.b.no_such_name: not exactly one module"):

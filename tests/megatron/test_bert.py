@@ -115,7 +115,7 @@ def test_weights_come_back_and_logits_are_those_of_the_model(rank: int, world: i
 @megatron_ranks(2)
 def test_what_bert_cannot_do_is_refused(rank: int, world: int) -> None:
     for words, model, layout in (
-        (r"sequence_parallelism cannot be combined with a BertForMaskedLM", new_bert("BertForMaskedLM"), TP2 | {"sequence_parallelism": True}),
+        (r"sequence_parallelism cannot be combined with BERT", new_bert("BertForMaskedLM"), TP2 | {"sequence_parallelism": True}),
         (r"is_decoder=True", new_bert("BertForMaskedLM", is_decoder=True), {}),
         (r"tie_word_embeddings=False", new_bert("BertForPreTraining", tie_word_embeddings=False), {}),
         (r"custom_get_batch_function is for models that predict the next token", new_bert("BertForMaskedLM"), {"custom_get_batch_function": next}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_integrations.engines.megatron import context
+from accel_integrations.megatron.data import sequences
 from accelerate.utils import MegatronLMPlugin
 from tests.megatron.training import (
     LENGTH,
@@ -115,7 +115,7 @@ def test_evaluation_gives_the_logits_of_whole_sequences(rank: int, world: int) -
 def test_training_after_an_evaluation_in_inference_mode(rank: int, world: int) -> None:
     rows = new_rows(8)
     expected = plain_training(new_model(), rows, 8)
-    context._order.cache_clear()
+    sequences._order.cache_clear()
     with run_with(MegatronLMPlugin(**CP2)) as accelerator:
         model, *others = start(accelerator, new_model(), rows, 8)
         with torch.inference_mode():

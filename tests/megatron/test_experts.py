@@ -112,7 +112,7 @@ def test_experts_that_cannot_be_distributed_are_refused(rank: int, world: int) -
 def test_groups_of_the_program_that_shard_experts_are_refused(rank: int, world: int) -> None:
     from megatron.core import parallel_state
 
-    from accel_integrations.engines.megatron.groups import drop_groups
+    from accel_integrations.megatron.groups import drop_groups
 
     drop_groups()  # of earlier tests
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, create_gloo_process_groups=False)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from accel_integrations.engines.megatron.arguments import make_scheduler
-from accel_integrations.engines.megatron.left_out import LEFT_OUT, WITHOUT_EFFECT, check_fields
-from accel_integrations.megatron_dummies import MegatronLMDummyScheduler
+from accel_integrations.megatron.families.table import shape_of
+from accel_integrations.megatron.fields import LEFT_OUT, WITHOUT_EFFECT, check_fields, check_model_arguments
+from accel_integrations.megatron.placeholders import MegatronLMDummyScheduler
+from accel_integrations.megatron.prepared import make_scheduler
 from accel_state.settings.megatron import MegatronLMPlugin
+from tests.megatron.test_t5 import new_t5
+from tests.megatron.training import new_model
 
 OF_ANOTHER_KIND = {
     "weight_decay_incr_style": "cosine", "consumed_samples": [8], "tensorboard_dir": "runs", "start_weight_decay": 0.1,
@@ -22,12 +27,71 @@ OF_ANOTHER_KIND = {
 
 def test_what_would_train_otherwise_is_refused() -> None:
     check_fields(MegatronLMPlugin())
-    for name, instead in LEFT_OUT.items():
+    for name, (reason, instead) in LEFT_OUT.items():
         plugin = MegatronLMPlugin()
         setattr(plugin, name, OF_ANOTHER_KIND.get(name, True))
         with pytest.raises(NotImplementedError, match=f"{name}=") as raised:
             check_fields(plugin)
-        assert instead in str(raised.value)
+        assert str(raised.value).endswith(f"is not supported. {reason}. {instead}")
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (refused|warning) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    documented = {
+        name: (kind, reason.replace("`", ""), instead.replace("`", "")) for name, kind, reason, instead in rows
+    }
+    expected = {
+        name: (kind, reason, instead.rstrip("."))
+        for kind, table in (("refused", LEFT_OUT), ("warning", WITHOUT_EFFECT))
+        for name, (reason, instead) in table.items()
+    }
+    assert documented == expected
+
+
+def test_arguments_of_megatron_lm_that_a_model_decides() -> None:
+    rope, learned, relative = (
+        shape_of(model) for model in (new_model(num_key_value_heads=1), new_model("GPT2"), new_t5())
+    )
+    for shape, others in (
+        (rope, {"position_embedding_type": "rope", "attention_head_type": "multiquery"}),
+        (learned, {"position_embedding_type": "learned", "attention_head_type": "multihead"}),
+        (learned, {"position_embedding_type": "learned_absolute"}),
+        (relative, {"position_embedding_type": "relative"}),
+    ):
+        check_fields(MegatronLMPlugin(other_megatron_args=others))
+        check_model_arguments(others, shape)
+    for shape, others, words in (
+        (
+            learned,
+            {"position_embedding_type": "rope"},
+            "='rope', but the model that is prepared has 'learned_absolute'",
+        ),
+        (
+            learned,
+            {"attention_head_type": "multiquery"},
+            "one head of keys and values, but .* has 4.*num_key_value_heads=1",
+        ),
+        (rope, {"attention_head_type": "multihead"}, "='multihead', but .* has 1 heads of keys and values for 4"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            check_model_arguments(others, shape)
+    with pytest.raises(
+        NotImplementedError, match=r"position_embedding_type='alibi'.*has no attention with ALiBi's bias"
+    ):
+        check_fields(MegatronLMPlugin(other_megatron_args={"position_embedding_type": "alibi"}))
+    with pytest.raises(ValueError, match=r"attention_head_type='many'. Choose one of 'multihead', 'multiquery'"):
+        check_fields(MegatronLMPlugin(other_megatron_args={"attention_head_type": "many"}))
+
+
+def test_tokenizers_are_for_functions_of_the_program() -> None:
+    others = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "vocab.json", "merge_file": "merges.txt"}
+    with pytest.warns(UserWarning, match="tokenizer_type, vocab_file, merge_file in .* have no effect") as caught:
+        check_fields(MegatronLMPlugin(other_megatron_args=others))
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_fields(MegatronLMPlugin(other_megatron_args=others, custom_train_step_class=object))
 
 
 @pytest.mark.parametrize("name", WITHOUT_EFFECT)

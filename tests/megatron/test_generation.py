@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_integrations.engines.megatron.generation import GenerationOptions, Prompts, draw
+from accel_integrations.megatron.generation import GenerationOptions, Prompts, draw
 from accelerate import Accelerator
 from accelerate.utils import MegatronLMPlugin, broadcast
 from tests.megatron.training import TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with

@@ -21,16 +21,18 @@ SIZES = {
     "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10, "decoder_start_token_id": 0,
 }  # fmt: skip
 GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "num_decoder_layers": 2}
+MT5 = {"kind": "MT5", "feed_forward_proj": "gated-gelu"}
 TP2, DP2 = {"tp_degree": 2}, {"num_micro_batches": 2}
 
 
-def new_t5(seed: int = 0, **options: Any) -> Any:
+def new_t5(seed: int = 0, kind: str = "T5", **options: Any) -> Any:
     """A small model."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**SIZES | options))
+        config = getattr(transformers, f"{kind}Config")(**SIZES | options)
+        model = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
         for parameter in model.parameters():  # as they are made, scores hardly depend on positions
             parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
     return model
@@ -54,6 +56,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (TP2, {}),
     (DP2, GATED),
     (TP2 | {"num_micro_batches": 2}, GATED),
+    (TP2, MT5),
     (TP2 | {"sequence_parallelism": True}, {}),
     (TP2 | {"recompute_activations": True, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}, {}),
     (TP2 | {"recompute_activations": True, "recompute_granularity": "selective"}, GATED),
@@ -76,7 +79,7 @@ def test_the_same_steps_as_in_one_process(rank: int, world: int) -> None:
 
 @megatron_ranks(2)
 def test_weights_come_back_and_logits_are_those_of_the_model(rank: int, world: int) -> None:
-    for layout, options in CASES[:4]:
+    for layout, options in CASES[:5]:
         original, plain = new_t5(**options), new_t5(**options).eval()
         expected = {name: value.clone() for name, value in original.state_dict().items()}
         rows = t5_rows(7)

@@ -31,6 +31,7 @@ def compare(layout: dict[str, Any], world: int, kind: str, masked: bool = False,
 
 
 DP2: dict[str, Any] = {}
+MULTIQUERY = {"other_megatron_args": {"position_embedding_type": "rope", "attention_head_type": "multiquery"}}
 TP2 = {"tp_degree": 2}
 PP2 = {"pp_degree": 2, "num_micro_batches": 4}
 SP2 = {"tp_degree": 2, "sequence_parallelism": True, "num_micro_batches": 2}
@@ -44,6 +45,7 @@ NOT_TIED = {"tie_word_embeddings": False}
     ("layout", "kind", "masked", "options"),
     [
         (DP2, "Llama", True, TIED),
+        (MULTIQUERY, "Llama", False, {"num_key_value_heads": 1}),
         (DP2 | {"num_micro_batches": 2}, "GPT2", True, {}),
         (TP2, "Llama", True, NOT_TIED),
         (TP2, "GPT2", False, {}),

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accel_integrations.engines.megatron.batches import Limits, make_batch
-from accel_integrations.engines.megatron.tasks import Causal
+from accel_integrations.megatron.data.batches import Limits, make_batch
+from accel_integrations.megatron.data.tasks import Causal
 from accelerate.utils import MegatronEngine, MegatronLMDummyDataLoader, MegatronLMDummyScheduler, MegatronLMPlugin
 from tests.megatron.training import LENGTH, TOKENS, megatron_ranks, new_model, new_rows, optimizer_of, run_with
 

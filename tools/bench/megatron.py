@@ -46,7 +46,7 @@ def worker(kind: str) -> None:
     """One rank: measure, and let rank 0 print it."""
     import torch
 
-    from accel_integrations.engines.megatron.cpu import on_cpu
+    from accel_integrations.megatron.core import on_cpu
     from accelerate import Accelerator
     from accelerate.utils import MegatronLMPlugin
 
@@ -90,7 +90,7 @@ def warm_up(accelerator: Any) -> None:
     """Run both loops with a tiny model, so that what is loaded on first use is not counted."""
     import gc
 
-    from accel_integrations.engines.megatron.cpu import on_cpu
+    from accel_integrations.megatron.core import on_cpu
 
     prepared_loop(accelerator, 16)[1]()
     with on_cpu():

@@ -18,7 +18,7 @@ WRAPPERS = {
     "deepspeed": "DeepSpeedEngine",
     "torch_xla.experimental.spmd_fully_sharded_data_parallel": "SpmdFullyShardedDataParallel",
     "accel_integrations.parallel.pipeline.model": "PipelinedModel",
-    "accel_integrations.engines.megatron.model": "MegatronEngine",
+    "accel_integrations.megatron.model": "MegatronEngine",
 }
 
 

@@ -29,7 +29,7 @@ ENGINES: dict[str, str] = {
     "FSDP": "accel_integrations.engines.fsdp1:FSDP1Engine",
     "FSDP2": "accel_integrations.engines.fsdp2:FSDP2Engine",
     "DEEPSPEED": "accel_integrations.engines.deepspeed.engine:DeepSpeedEngine",
-    "MEGATRON_LM": "accel_integrations.engines.megatron.engine:MegatronLMEngine",
+    "MEGATRON_LM": "accel_integrations.megatron.engine:MegatronLMEngine",
     "XLA": "accel_integrations.engines.xla:XlaEngine",
 }
 """Engine class by distributed type (FSDP has one per version). Other names are looked up among the `accelerate.engines` entry

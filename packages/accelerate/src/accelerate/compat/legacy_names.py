@@ -12,6 +12,9 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
         "accel_integrations.engines.deepspeed.wrappers": (
             "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
         ),
+        "accel_integrations.megatron.model": "MegatronEngine",
+        "accel_integrations.megatron.placeholders": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+        "accel_integrations.megatron.prepared": "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper",
         "accel_integrations.precision.float8_layers": "convert_model_to_fp8_ao",
         "accel_integrations.precision.transformer_engine_layers": "apply_fp8_autowrap convert_model",
         "accel_integrations.prepared.optimizer": "AcceleratedOptimizer",
@@ -71,10 +74,8 @@ LEGACY_NAMES: dict[str, dict[str, str]] = {
             "ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_prepare_model "
             "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler"
         ),
-        "accelerate.compat.megatron.stand_ins": (
-            "MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper "
-            "MegatronLMSchedulerWrapper megatron_lm_initialize=initialize "
-            "megatron_lm_prepare_data_loader=prepare_data_loader "
+        "accelerate.compat.megatron.functions": (
+            "megatron_lm_initialize=initialize megatron_lm_prepare_data_loader=prepare_data_loader "
             "megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler"
         ),
         "accelerate.compat.mixed_precision": "get_grad_scaler get_mixed_precision_context_manager",

@@ -49,10 +49,11 @@ EXPORTS = {
     "accel_integrations.engines.deepspeed.wrappers": (
         "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper"
     ),
-    "accelerate.compat.megatron.groups": "avg_losses_across_data_parallel_group gather_across_data_parallel_groups",
-    "accelerate.compat.megatron.stand_ins": (
-        "MegatronEngine MegatronLMDummyDataLoader MegatronLMDummyScheduler MegatronLMOptimizerWrapper "
-        "MegatronLMSchedulerWrapper megatron_lm_initialize=initialize "
+    "accel_integrations.megatron.model": "MegatronEngine",
+    "accel_integrations.megatron.placeholders": "MegatronLMDummyDataLoader MegatronLMDummyScheduler",
+    "accel_integrations.megatron.prepared": "MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper",
+    "accelerate.compat.megatron.functions": (
+        "avg_losses_across_data_parallel_group gather_across_data_parallel_groups megatron_lm_initialize=initialize "
         "megatron_lm_prepare_data_loader=prepare_data_loader "
         "megatron_lm_prepare_model_optimizer_scheduler=prepare_model_optimizer_scheduler "
         "megatron_lm_prepare_optimizer=prepare_optimizer megatron_lm_prepare_scheduler=prepare_scheduler"

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from accel_state.public_names import known_as
-from accelerate.compat.megatron.groups import avg_losses_across_data_parallel_group
+from accelerate.compat.megatron.functions import avg_losses_across_data_parallel_group
 
 Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
 Batch = Mapping[str, torch.Tensor]

@@ -1,1 +1,0 @@
-"""The engine for Megatron-LM, on megatron-core."""

@@ -1,0 +1,1 @@
+"""Model types of transformers in megatron-core's terms: `table` lists them."""
