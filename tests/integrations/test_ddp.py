@@ -251,7 +251,7 @@ def test_other_axes_than_replicas_are_refused(rank: int) -> None:
     assert isinstance(engine, DDPEngine)
     engine.context.state.parallelism_config = ParallelismConfig(dp_replicate_size=2)
     engine.check()
-    assert engine.data_place().index == rank
+    assert engine.data_shard().index == rank
     engine.context.state.parallelism_config = ParallelismConfig(dp_shard_size=2)
     with pytest.raises(ValueError, match=r"dp_shard, but the 'ddp' engine .* FullyShardedDataParallelPlugin"):
         engine.check()

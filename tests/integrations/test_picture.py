@@ -86,7 +86,7 @@ def test_groups_and_batches_are_those_of_the_configuration(counts: list[int]) ->
         assert sorted(rank for group in groups for rank in group) == list(range(world))
         if axis in ("tp", "cp", "sp", "pp"):
             for group in groups:
-                assert len({config.data_place(rank, world).index for rank in group}) == 1
+                assert len({config.data_shard(rank, world).index for rank in group}) == 1
 
 
 @ranks(2)

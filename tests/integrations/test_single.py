@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_integrations.engines.single import SingleEngine
-from accel_state.mesh import DataPlace
+from accel_state.mesh import DataShard
 from tests.integrations.training import loss_of, new_batch, new_engine, new_model, prepare
 
 
@@ -36,7 +36,7 @@ def test_the_model_is_left_as_it_is() -> None:
     model = new_model()
     assert prepare(engine, model) is model
     assert engine.unwrap(model) is model
-    assert engine.data_place() == DataPlace(0, 1)
+    assert engine.data_shard() == DataShard(0, 1)
     with engine.no_sync(model):
         pass
     engine.close()

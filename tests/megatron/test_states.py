@@ -93,7 +93,7 @@ def run_under(engine: str, seed: int) -> Iterator[tuple[Accelerator, tuple[Any, 
     """A run of an engine, which reads the same samples in each step as those of Megatron-LM here."""
     try:
         accelerator = other_engine(engine)
-        size = BATCH // accelerator.engine.data_place().count
+        size = BATCH // accelerator.engine.data_shard().count
         yield accelerator, start(accelerator, new_model(seed=seed), new_rows(16), size, decay=False)
         accelerator.free_memory()
     finally:

@@ -108,7 +108,7 @@ def plain_training(
 def start(accelerator: Accelerator, model: Any, rows: Any, micro_batch: int, decay: bool = True) -> tuple[Any, ...]:
     """Everything prepared."""
     optimizer = optimizer_of(model)
-    count = accelerator.engine.data_place().count  # schedulers step once per replica
+    count = accelerator.engine.data_shard().count  # schedulers step once per replica
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step // count) if decay else 1.0)
     loader = DataLoader(rows, batch_size=micro_batch)
     return accelerator.prepare(model, optimizer, loader, scheduler)

@@ -200,7 +200,7 @@ def train(accelerator: Accelerator, prepared: Any, start: int, stop: int) -> lis
 
 def prepare_all(accelerator: Accelerator, seed: int) -> Any:
     model = make_model(seed=seed)
-    per_process = BATCH_SIZE // accelerator.engine.data_place().count
+    per_process = BATCH_SIZE // accelerator.engine.data_shard().count
     return accelerator.prepare(model, ADAMW(model.parameters()), make_loader(per_process))
 
 

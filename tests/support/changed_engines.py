@@ -140,7 +140,7 @@ class Run:
     def train(self, steps: int) -> list[float]:
         """Steps on batches that follow from the step alone; the losses over all ranks."""
         losses = []
-        place = self.accelerator.engine.data_place()
+        place = self.accelerator.engine.data_shard()
         for _ in range(steps):
             generator = torch.Generator().manual_seed(self.step)
             tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=generator)

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from accel_state.mesh import DataPlace, ParallelismConfig, data_place_of
+from accel_state.mesh import DataShard, ParallelismConfig, data_shard_of
 from accel_state.settings.parallelism import (
     PipelineParallelConfig,
     TorchContextParallelConfig,
@@ -109,7 +109,7 @@ def test_the_product_must_be_the_number_of_processes(fake_rank: Callable[[int, i
     with pytest.raises(ValueError, match=message):
         config.build_device_mesh("cpu")
     with pytest.raises(ValueError, match=message):
-        config.data_place(0, 64)
+        config.data_shard(0, 64)
     config.check_world_size(8)
     ParallelismConfig().check_world_size(64)
 
@@ -173,7 +173,7 @@ def test_sequence_parallelism_leaves_the_groups_to_deepspeed(fake_rank: Callable
 )
 def test_every_slice_of_the_data_is_read_by_one_group(sizes: dict[str, int]) -> None:
     config = ParallelismConfig(**sizes)
-    places = [config.data_place(rank, 64) for rank in range(64)]
+    places = [config.data_shard(rank, 64) for rank in range(64)]
     count = 64 // config.non_data_parallel_size
     assert {place.count for place in places} == {count}
     assert Counter(place.index for place in places) == dict.fromkeys(range(count), config.non_data_parallel_size)
@@ -185,7 +185,7 @@ def test_the_mesh_and_the_arithmetic_agree(fake_rank: Callable[[int, int], None]
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=4, tp_size=4)
     mesh = config.get_device_mesh("cpu")
     assert mesh is not None
-    assert data_place_of(mesh) == config.data_place(rank, 64)
+    assert data_shard_of(mesh) == config.data_shard(rank, 64)
 
 
 @pytest.mark.parametrize("rank", [0, 5, 31, 32, 63])
@@ -196,7 +196,7 @@ def test_stages_are_the_slowest_axis(fake_rank: Callable[[int, int], None], rank
     assert mesh is not None
     assert mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "tp")
     assert mesh.get_local_rank("pp") == rank // 32
-    assert data_place_of(mesh) == config.data_place(rank, 64) == DataPlace(rank % 32 // 2, 16)
+    assert data_shard_of(mesh) == config.data_shard(rank, 64) == DataShard(rank % 32 // 2, 16)
     assert (config.pp_enabled, config.non_dp_dim_names) == (True, ["tp", "pp"])
 
 
@@ -216,22 +216,22 @@ def test_a_pipeline_is_described_by_its_handler(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_mesh_of_the_user_says_which_data_to_read(fake_rank: Callable[[int, int], None]) -> None:
     fake_rank(5, 8)
-    assert data_place_of(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))) == DataPlace(2, 4)
-    assert data_place_of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "fsdp"))) == DataPlace(1, 4)
+    assert data_shard_of(init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))) == DataShard(2, 4)
+    assert data_shard_of(init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "fsdp"))) == DataShard(1, 4)
     with pytest.raises(ValueError, match="its dimensions have no names"):
-        data_place_of(init_device_mesh("cpu", (8,)))
+        data_shard_of(init_device_mesh("cpu", (8,)))
     fake_rank(7, 8)
     from torch.distributed.device_mesh import DeviceMesh
 
     part = DeviceMesh("cpu", [0, 1, 2, 3], mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match="this rank is not in it"):
-        data_place_of(part)
+        data_shard_of(part)
 
 
 @pytest.mark.parametrize(("index", "count"), [(-1, 2), (2, 2), (0, 0)])
 def test_a_data_place_lies_in_its_range(index: int, count: int) -> None:
     with pytest.raises(ValueError, match="index must lie in"):
-        DataPlace(index, count)
+        DataShard(index, count)
 
 
 def test_it_can_be_written_down_and_compared() -> None:
@@ -248,11 +248,11 @@ def test_a_real_mesh_of_two_processes(rank: int, world: int) -> None:
     config = ParallelismConfig(tp_size=2)
     mesh = config.get_device_mesh("cpu")
     assert mesh is not None
-    assert (mesh["tp"].get_local_rank(), data_place_of(mesh)) == (rank, DataPlace(0, 1))
+    assert (mesh["tp"].get_local_rank(), data_shard_of(mesh)) == (rank, DataShard(0, 1))
     shards = ParallelismConfig(dp_shard_size=2)
     mesh = shards.get_device_mesh("cpu")
     assert mesh is not None
-    assert data_place_of(mesh) == shards.data_place(rank, world) == DataPlace(rank, 2)
+    assert data_shard_of(mesh) == shards.data_shard(rank, world) == DataShard(rank, 2)
 
 
 def test_a_program_may_replace_the_function_that_makes_meshes(monkeypatch: pytest.MonkeyPatch) -> None:

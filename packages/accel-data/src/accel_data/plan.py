@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
 from accel_data.samplers import SeedableRandomSampler, batch_sampler_of, get_sampler
-from accel_state.mesh import data_place_of
+from accel_state.mesh import data_shard_of
 from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 
@@ -94,8 +94,8 @@ def shard_position(num_processes: int | None, process_index: int | None, mesh: A
         ValueError: There is no such shard.
     """
     if mesh is not None and num_processes is None:
-        place = data_place_of(mesh)
-        return place.count, place.index
+        shard = data_shard_of(mesh)
+        return shard.count, shard.index
     state = PartialState()
     count = state.num_processes if num_processes is None else num_processes
     index = state.process_index if process_index is None else process_index

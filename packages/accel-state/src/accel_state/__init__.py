@@ -17,7 +17,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "accel_state.gradient_state": "GradientState",
         "accel_state.libraries": "compare_versions is_torch_version",
         "accel_state.logging": "MultiProcessAdapter get_logger",
-        "accel_state.mesh": "DataPlace ParallelismConfig",
+        "accel_state.mesh": "DataShard ParallelismConfig",
         "accel_state.numa": "override_numa_affinity set_numa_affinity",
         "accel_state.processes": "PartialState is_initialized",
         "accel_state.settings.accumulation": "GradientAccumulationPlugin",

@@ -32,12 +32,12 @@ JOINED_AXES = {"dp": "dp_dim_names", "dp_shard_cp": "dp_shard_cp_dim_names", "dp
 
 
 @dataclass(frozen=True, slots=True)
-class DataPlace:
-    """Which slice of the data a process reads.
+class DataShard:
+    """Which shard of the data a process reads.
 
     Args:
-        index: Number of the slice, from 0.
-        count: How many slices there are.
+        index: Number of the shard, from 0.
+        count: How many shards there are.
     """
 
     index: int = 0
@@ -45,11 +45,11 @@ class DataPlace:
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.count:
-            raise ValueError(f"DataPlace(index={self.index!r}, count={self.count!r}): index must lie in 0..count-1.")
+            raise ValueError(f"DataShard(index={self.index!r}, count={self.count!r}): index must lie in 0..count-1.")
 
 
-def data_place_of(mesh: DeviceMesh) -> DataPlace:
-    """The data slice of this process by its coordinates in a mesh.
+def data_shard_of(mesh: DeviceMesh) -> DataShard:
+    """The shard of the data that this process reads, by its coordinates in a mesh.
 
     Args:
         mesh: A mesh with named axes. Processes that differ only along "pp", "tp", "cp" or "sp" read the same
@@ -66,7 +66,7 @@ def data_place_of(mesh: DeviceMesh) -> DataPlace:
     for axis, (name, coordinate) in enumerate(zip(names, coordinates, strict=True)):
         if name not in SAME_BATCH_AXES:
             index, count = index * mesh.size(axis) + coordinate, count * mesh.size(axis)
-    return DataPlace(index, count)
+    return DataShard(index, count)
 
 
 def _size(axis: str, what: str) -> Any:
@@ -383,8 +383,8 @@ class ParallelismConfig:
         mesh = self.device_mesh
         return mesh[name] if mesh is not None and name in (mesh.mesh_dim_names or ()) else None
 
-    def data_place(self, process_index: int, num_processes: int) -> DataPlace:
-        """Which slice of the data a process reads; needs no mesh.
+    def data_shard(self, process_index: int, num_processes: int) -> DataShard:
+        """Which shard of the data a process reads; needs no mesh.
 
         Args:
             process_index: The process, from 0.
@@ -396,4 +396,4 @@ class ParallelismConfig:
         self.check_world_size(num_processes)
         pipeline = num_processes // self.pp_size  # the slowest axis: the processes of one stage are consecutive ranks
         per_batch = self.non_data_parallel_size // self.pp_size
-        return DataPlace(process_index % pipeline // per_batch, pipeline // per_batch)
+        return DataShard(process_index % pipeline // per_batch, pipeline // per_batch)

@@ -27,7 +27,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, PrecisionType, RNGType
 from accel_state.gradient_state import GradientState
 from accel_state.guessing import guess_arguments
-from accel_state.mesh import MESH_AXES, DataPlace
+from accel_state.mesh import MESH_AXES, DataShard
 from accel_state.mesh import ParallelismConfig as ParallelismConfig
 from accel_state.settings.profile import ProfileKwargs
 from accel_state.weak import Weak
@@ -722,10 +722,10 @@ class Accelerator:
             slice_fn_for_dispatch (`Callable`, *optional*): How a batch is sliced when the main process scatters
                 batches; called with the batch, the slice and, by keyword, `process_index` and `num_processes`.
         """
-        place, loader = None, cast("DataLoader[Any]", data_loader)
+        shard, loader = None, cast("DataLoader[Any]", data_loader)
         if is_overridden(self, "num_processes") or is_overridden(self, "process_index"):
-            place = DataPlace(self.process_index, self.num_processes)
-        return self._preparer.prepare_data_loader(loader, device_placement, slice_fn_for_dispatch, place)
+            shard = DataShard(self.process_index, self.num_processes)
+        return self._preparer.prepare_data_loader(loader, device_placement, slice_fn_for_dispatch, shard)
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
         """The loader with batches sharded along the sequence, for DeepSpeed's sequence parallelism; unchanged without.

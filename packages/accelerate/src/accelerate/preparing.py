@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
     from accel_integrations.prepared.prepared import Prepared
     from accel_state.accelerator_state import AcceleratorState
-    from accel_state.mesh import DataPlace
+    from accel_state.mesh import DataShard
     from accel_state.settings.data import DataLoaderConfiguration
 
 SCHEDULERS = (LRScheduler, AcceleratedScheduler)
@@ -93,7 +93,7 @@ class Preparer:
         wrapper = self.prepared_model(model)
         if wrapper is not None:
             return wrapper
-        place = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
+        on_device = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
@@ -105,7 +105,7 @@ class Preparer:
             model = self.engine.precision.wrap_forward(model)
             if shard is not None:
                 model = shard(model)
-            model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=place)
+            model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=on_device)
         for optimizer in self.prepared.optimizers:
             self.replaced.rebind(optimizer)
         model = self.engine.compile_model(model, self.state.dynamo_plugin)
@@ -153,18 +153,18 @@ class Preparer:
         data_loader: DataLoader[Any],
         device_placement: bool | None,
         slice_fn_for_dispatch: Callable[..., Any] | None,
-        place: DataPlace | None = None,
+        shard: DataShard | None = None,
     ) -> Any:
-        """Make a data loader yield this rank's shard of the data, or the one that `place` says."""
+        """Make a data loader yield this rank's shard of the data, or the one that `shard` says."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
-            place, settings = place or self.engine.data_place(), self.loader_settings
+            shard, settings = shard or self.engine.data_shard(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
             data_loader = prepare_data_loader(
                 self.engine.start_loader(data_loader, settings),
                 self.state.device,
-                num_processes=place.count,
-                process_index=place.index,
+                num_processes=shard.count,
+                process_index=shard.index,
                 split_batches=settings.split_batches,
                 put_on_device=self._placed(device_placement),
                 rng_types=list(self.rng_types),

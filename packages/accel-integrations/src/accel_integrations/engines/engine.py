@@ -21,7 +21,7 @@ from accel_integrations.prepared.optimizer import AcceleratedOptimizer
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.modules import has_compiled_regions, is_compiled_module
-from accel_state.mesh import DataPlace
+from accel_state.mesh import DataShard
 from accel_state.weak import Weak
 
 if TYPE_CHECKING:
@@ -118,12 +118,12 @@ class Engine(ABC):
         """Whether every rank holds a different shard of the gradients."""
         return False
 
-    def data_place(self) -> DataPlace:
+    def data_shard(self) -> DataShard:
         """Which slice of the data this process reads."""
         state = self.context.state
         if state.parallelism_config is not None:
-            return state.parallelism_config.data_place(state.process_index, state.num_processes)
-        return DataPlace(state.process_index, state.num_processes)
+            return state.parallelism_config.data_shard(state.process_index, state.num_processes)
+        return DataShard(state.process_index, state.num_processes)
 
     @property
     def readers(self) -> Any:

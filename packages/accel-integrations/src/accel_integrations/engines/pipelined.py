@@ -206,7 +206,7 @@ class PipelinedEngine(Engine):
         """Wrap a scheduler; it steps once per batch, not once per rank."""
         wrapped = super().prepare_scheduler(scheduler)
         if not wrapped.split_batches:
-            wrapped._steps_per_call = self.data_place().count
+            wrapped._steps_per_call = self.data_shard().count
         return wrapped
 
     def _is_last_batch(self) -> bool:

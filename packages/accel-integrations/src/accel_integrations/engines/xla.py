@@ -194,7 +194,7 @@ class XlaEngine(Engine):
         Raises:
             ValueError: Batches are to be dispatched, or cannot be split over the devices.
         """
-        if self.data_place().count > 1:
+        if self.data_shard().count > 1:
             if settings.dispatch_batches:
                 raise ValueError(
                     "dispatch_batches=True sends batches between processes, which XLA devices do not support: leave it out."

@@ -27,7 +27,7 @@ from accel_integrations.megatron.fields import check_fields, check_model_argumen
 from accel_integrations.megatron.groups import (
     Degrees,
     check_for_experts,
-    data_place,
+    data_shard,
     drop_groups,
     make_groups,
     start_random_numbers,
@@ -52,7 +52,7 @@ from accel_integrations.prepared.prepared import keep
 from accel_integrations.training_state.formats.sharded import check_shared_folder
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
 from accel_state.enums import DynamoBackend
-from accel_state.mesh import DataPlace
+from accel_state.mesh import DataShard
 from accel_state.supervision import report_progress
 from accel_state.warning import warn_user
 
@@ -126,9 +126,9 @@ class MegatronLMEngine(Engine):
         """Losses are averaged within the call of the model."""
         return StepAverage(self.gradient_state, divides=False)
 
-    def data_place(self) -> DataPlace:
+    def data_shard(self) -> DataShard:
         """Ranks of one replica read the same samples."""
-        return data_place()
+        return data_shard()
 
     @property
     def readers(self) -> Any:

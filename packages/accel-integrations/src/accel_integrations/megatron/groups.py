@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accel_integrations.megatron.core import load
 from accel_ops.collectives.outcomes import exchange_outcomes
-from accel_state.mesh import DataPlace
+from accel_state.mesh import DataShard
 
 if TYPE_CHECKING:
     from accel_state.settings.megatron import MegatronLMPlugin
@@ -192,10 +192,10 @@ def _product(**sizes: int) -> str:
     return f"{factors} = {math.prod(sizes.values())}" if " x " in factors else factors
 
 
-def data_place() -> DataPlace:
+def data_shard() -> DataShard:
     """The slice of the data that this rank reads: ranks of one replica read the same."""
     parallel = load("parallel_state")
-    return DataPlace(parallel.get_data_parallel_rank(), parallel.get_data_parallel_world_size())
+    return DataShard(parallel.get_data_parallel_rank(), parallel.get_data_parallel_world_size())
 
 
 def start_random_numbers(device: torch.device) -> None:

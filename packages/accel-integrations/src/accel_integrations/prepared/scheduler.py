@@ -106,4 +106,4 @@ def _num_batches_at_a_time() -> int:
     """Number of ranks that read different batches."""
     num_processes = PartialState().num_processes
     config = AcceleratorState._shared_state.get("parallelism_config")
-    return num_processes if config is None else config.data_place(0, num_processes).count
+    return num_processes if config is None else config.data_shard(0, num_processes).count

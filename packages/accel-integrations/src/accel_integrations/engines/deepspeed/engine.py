@@ -46,7 +46,7 @@ from accel_integrations.training_state.formats.sharded import check_shared_folde
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad, PendingSave
 from accel_ops.modules import has_compiled_regions, is_compiled_module
 from accel_state.enums import DynamoBackend
-from accel_state.mesh import DataPlace
+from accel_state.mesh import DataShard
 from accel_state.warning import warn_user
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ class DeepSpeedEngine(Engine):
         """DeepSpeed divides losses in backward."""
         return StepAverage(self.gradient_state, divides=False)
 
-    def data_place(self) -> DataPlace:
+    def data_shard(self) -> DataShard:
         """All ranks read different samples, except for those of a TP group."""
         state = self.context.state
         size = self._tensor_parallel_size()
-        return DataPlace(state.process_index // size, state.num_processes // size)
+        return DataShard(state.process_index // size, state.num_processes // size)
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -159,7 +159,7 @@ class DeepSpeedEngine(Engine):
         check_model_and_optimizer(model, optimizer, config)
         if self.plugin.get_value("gradient_clipping") == "auto":
             self._num_watched_steps = WATCHED_STEPS
-        readers = self.data_place().count
+        readers = self.data_shard().count
         fill_auto_values(
             self.plugin, self.context, objects, model, optimizer, scheduler, readers, readers // self._sequence_size()
         )
