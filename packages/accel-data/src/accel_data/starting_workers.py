@@ -87,8 +87,9 @@ def _warn_of_silence(seconds: float) -> None:
 def print_stack_unless_done() -> None:
     """In a worker that begins: print its stack, just after the warning, unless `first_batch_is_done` before."""
     # A thread of faulthandler's does, without the GIL, which a worker that hangs may hold.
-    with suppress(AttributeError, OSError, RuntimeError, ValueError):  # an error stream that is no file
-        faulthandler.dump_traceback_later(seconds_of_patience() + STACK_DELAY_SECONDS, file=sys.__stderr__)
+    if sys.__stderr__ is not None:
+        with suppress(OSError, RuntimeError, ValueError):  # it is no file
+            faulthandler.dump_traceback_later(seconds_of_patience() + STACK_DELAY_SECONDS, file=sys.__stderr__)
 
 
 def first_batch_is_done() -> None:
