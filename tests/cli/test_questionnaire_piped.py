@@ -67,9 +67,7 @@ def test_accelerators(ask: Ask, tmp_path: Path, kind: str) -> None:
 
 
 def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
-    written = ask(
-        {"Hardware?": "Several CPU processes", "Number of processes": "2", "Mixed precision?": "1"}
-    )
+    written = ask({"Hardware?": "Several CPU processes", "Number of processes": "2", "Mixed precision?": "1"})
     assert written == written | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"}
     assert "mpirun_config" not in written
     settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
