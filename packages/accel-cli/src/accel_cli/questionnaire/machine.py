@@ -115,8 +115,7 @@ NETWORK = Topic(
         Question("main_process_port", "Which port on it for the rendezvous?", Number(1, 65535), DEFAULT_PORT),
         about("same_network", True),
         Question("rdzv_backend",
-                 "Rendezvous backend? static: all machines take part from the start; c10d: they may leave and join, as "
-                 "restarts need it",
+                 "Rendezvous backend? static: fixed set of nodes; c10d: nodes may leave and rejoin (needed for restarts)",
                  choice("static", "c10d"), "static", opposite(by_hostfile)),
     ),
     asked_when=on_several_machines,
