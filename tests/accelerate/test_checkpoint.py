@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -608,9 +609,21 @@ def test_places_of_optimizers(tmp_path: Path) -> None:
 def test_options_of_loading(tmp_path: Path) -> None:
     kept = make_kept()
     kept.save_state(tmp_path / "state", safe_serialization=False)
-    kept.load_state(tmp_path / "state", load_kwargs={"mmap": True})
-    with pytest.raises(ValueError, match="weights_only=False would run code"):
-        kept.load_state(tmp_path / "state", load_kwargs={"weights_only": False})
+    places: list[Any] = ["cpu", torch.device("cpu"), "on_device", {"cuda:0": "cpu"}, lambda storage, place: storage]
+    for options in ({"mmap": True}, {"weights_only": True}, *({"map_location": place} for place in places)):
+        parameter = next(kept._models[0].parameters())
+        saved = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.zero_()
+        kept.load_state(tmp_path / "state", load_kwargs=options)
+        assert torch.equal(parameter, saved), options
+    for options in ({"weights_only": False}, {"pickle_module": pickle}):
+        with pytest.raises(
+            ValueError, match="weights_only=False and pickle_module are refused, because they run code"
+        ):
+            kept.load_state(tmp_path / "state", load_kwargs=options)
+    with pytest.raises(TypeError, match="load_kwargs has 'location', .* Choose from encoding, map_location, mmap"):
+        kept.load_state(tmp_path / "state", load_kwargs={"location": "cpu"})
 
 
 # ---- model folders ----------------------------------------------------------------------------------------------

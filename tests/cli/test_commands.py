@@ -19,6 +19,7 @@ import accel_cli.env
 import accel_state.devices
 from accel_cli import main as program
 from accel_cli.launch import command
+from accel_cli.launch.flags.table import SHOWN_WITH, known_options
 from accel_cli.launch.machine import Machine, free_port, is_free, network_variables
 from accel_cli.launch.plan import Plan
 from accel_cli.main import COMMANDS, full_parser, launch_main, main
@@ -60,6 +61,20 @@ def test_launch_help_shows_what_fits(words: list[str], title: str, capsys: pytes
     assert "--num-processes" not in options  # one spelling is enough
     assert "--use_megatron_lm --help" in more
     assert "--deepspeed_config_file" not in options
+
+
+@pytest.mark.parametrize("flag", ["--help_all", "--help-all"])
+def test_one_flag_shows_every_option_of_launch_by_group(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", "--help"])
+    assert "--help_all" in capsys.readouterr().out.splitlines()[0]
+    with pytest.raises(SystemExit, match="0"):
+        main(["launch", flag])
+    text = capsys.readouterr().out
+    rows = [row for row in known_options().values() if row.flags.startswith("-") and row.help != argparse.SUPPRESS]
+    assert [row.name for row in rows if row.flags.split()[-1] not in text] == []
+    assert [title for title in SHOWN_WITH if f"{title}:" not in text] == []
+    assert "more options:" not in text
 
 
 @pytest.mark.parametrize("width", ["50", "200", "no number"])

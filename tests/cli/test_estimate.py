@@ -56,7 +56,8 @@ def test_a_local_folder_is_estimated_offline(
     assert "│ dtype  │Largest Layer│Total Size│Training using Adam│\n" in said
     words = [[cell.strip() for cell in line.split("│")[1:-1]] for line in said.splitlines()]
     assert ["float32", "36.25 KB", "97.66 KB", "390.62 KB"] in words
-    assert [row[3] for row in words if row[:1] == ["int4"]] == ["N/A"]
+    assert [row[3] for row in words if row[:1] == ["int4"]] == ["16.11 KB"]  # 97.66 / 8 + 4 * 0.9766
+    assert "int4: weights are frozen, and LoRA adapters with 1% as many parameters are trained" in said
 
 
 def test_the_figures_are_those_of_the_model_as_it_was_saved(tmp_path: Path) -> None:
@@ -470,7 +471,8 @@ def test_a_class_of_ones_own(
         assert printed["dtypes"][0]["total_bytes"] == 16 * 16 * 4
     assert main(["estimate-memory", "own_nets.py:Net", "--training"]) == 0
     printed_text = capsys.readouterr().out
-    assert "N/A: weights of 8 and 4 bits are not trained" in printed_text
+    assert "int8, int4: weights are frozen, and LoRA adapters with 1%" in printed_text
+    assert "N/A" not in printed_text
     assert "Without activations" in printed_text
     sys.modules.pop("own_nets")
 

@@ -16,15 +16,17 @@ import yaml
 from accel_cli.configfile.read import load_config_from_file
 from accel_cli.configfile.schema import SageMakerConfig
 from accel_cli.main import main
-from accel_cli.questionnaire.cluster import get_user_input
+from accel_cli.questionnaire.cluster import TOPICS, get_user_input
+from accel_cli.questionnaire.previous import IMPLIED
+from accel_cli.questionnaire.sagemaker import TOPICS as SAGEMAKER_TOPICS
 from tests.cli.answering import Prepared
 from tests.cli.pretended import Pretended, settings_of
 from tests.cli.terminal import PROGRAM
 
 Ask = Callable[..., dict[str, Any]]
 
-SEVERAL_GPUS = {"What do you train on": "MULTI_GPU"}
-PROCESSES = {"How many processes are started": "4"}
+SEVERAL_GPUS = {"Hardware?": "MULTI_GPU"}
+PROCESSES = {"Number of processes": "4"}
 
 
 class Listed(Pretended):
@@ -58,16 +60,14 @@ def ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     ["MULTI_GPU", "MULTI_XPU", "MULTI_HPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_NEURON"],
 )
 def test_accelerators(ask: Ask, tmp_path: Path, kind: str) -> None:
-    written = ask({"What do you train on": kind, "How many processes": "2", "Which devices": "1,3"})
+    written = ask({"Hardware?": kind, "Number of processes": "2", "Which devices": "1,3"})
     assert written == written | {"distributed_type": kind, "num_processes": 2, "gpu_ids": "1,3", "use_cpu": False}
     settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
     assert (settings.multi_gpu, settings.num_processes, settings.gpu_ids) == (True, 2, "1,3")
 
 
 def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
-    written = ask(
-        {"What do you train on": "several CPU processes", "How many processes": "2", "Mixed precision dtype": "1"}
-    )
+    written = ask({"Hardware?": "Several CPU processes", "Number of processes": "2", "Mixed precision?": "1"})
     assert written == written | {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"}
     assert "mpirun_config" not in written
     settings = settings_of("--config_file", str(tmp_path / "config.yaml"), "x.py")
@@ -75,7 +75,7 @@ def test_cpu_processes(ask: Ask, tmp_path: Path) -> None:
 
 
 def test_mpirun(ask: Ask) -> None:
-    answers = {"What do you train on": "MULTI_CPU", "How many processes": "2", "mpirun?": "yes", "Hostfile": "/h"}
+    answers = {"Hardware?": "MULTI_CPU", "Number of processes": "2", "mpirun?": "yes", "Hostfile": "/h"}
     assert ask(answers)["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 1}
     assert ask({**answers, "oneCCL": "4"})["mpirun_config"] == {"mpirun_hostfile": "/h", "mpirun_ccl": 4}
 
@@ -87,7 +87,7 @@ def test_one_device(ask: Ask) -> None:
 
 def test_several_machines(ask: Ask) -> None:
     written = ask(SEVERAL_GPUS | PROCESSES | {
-        "How many machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
+        "Number of machines": "2", "Rank of this machine": "1", "Address of machine 0": "node-0.example",
         "Which port": "2222", "one local network": "no", "Rendezvous backend": "c10d", "Compare shapes": "y",
     })  # fmt: skip
     assert written == written | {
@@ -113,7 +113,7 @@ def test_several_machines(ask: Ask) -> None:
             {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "deepspeed_moe_layer_cls_names": "A,B"},
         ),
         (
-            {"Which training strategy": "DEEPSPEED", "ZeRO stage": "1", "How many machines": "2",
+            {"Which training strategy": "DEEPSPEED", "ZeRO stage": "1", "Number of machines": "2",
              "on the other machines": "pdsh", "Hostfile": "hosts", "to leave out": "", "to use alone": "a@b:0",
              "Address of machine 0": "a"},
             "deepspeed_config",
@@ -156,7 +156,7 @@ def test_several_machines(ask: Ask) -> None:
              "megatron_lm_use_distributed_optimizer": True, "megatron_lm_gradient_clipping": 1.0},
         ),
         (
-            {"Mixed precision dtype": "fp8", "FP8 backend": "TE", "length of the amax": "16", "from the history": "max",
+            {"Mixed precision?": "fp8", "FP8 backend": "TE", "length of the amax": "16", "from the history": "max",
              "higher precision": "true, false,no", "margin": "2", "updates of the scaling": "3", "FP8 format": "E4M3",
              "in evaluation": "y"},
             "fp8_config",
@@ -165,12 +165,12 @@ def test_several_machines(ask: Ask) -> None:
              "fp8_override_linear_precision": "true, false,no"},
         ),
         (
-            {"Mixed precision dtype": "fp8", "FP8 backend": "MS-AMP", "optimization level": "O1"},
+            {"Mixed precision?": "fp8", "FP8 backend": "MS-AMP", "optimization level": "O1"},
             "fp8_config",
             {"fp8_backend": "MSAMP", "fp8_opt_level": "O1"},
         ),
         (
-            {"Which training strategy": "FSDP", "Mixed precision dtype": "fp8", "FP8 backend": "ao", "all-gather FSDP": "n"},
+            {"Which training strategy": "FSDP", "Mixed precision?": "fp8", "FP8 backend": "ao", "all-gather FSDP": "n"},
             "fp8_config",
             {"fp8_backend": "AO", "fp8_enable_fsdp_float8_all_gather": False, "fp8_pad_inner_dim": True},
         ),
@@ -204,14 +204,14 @@ def test_tpu(ask: Ask, tmp_path: Path) -> None:
     file = tmp_path / "commands.sh"
     file.write_text("true\n")
     one = ask(
-        {"What do you train on": "TPU", "TPU cores": "4", "Function of the script": "train", "float and double": "y"}
+        {"Hardware?": "TPU", "Number of TPU cores?": "4", "Function of the script": "train", "float and double": "y"}
     )
     assert one == one | {
         "distributed_type": "XLA", "num_processes": 4, "main_training_function": "train", "downcast_bf16": True,
         "tpu_use_cluster": False,
     }  # fmt: skip
     pod = {
-        "What do you train on": "TPU",
+        "Hardware?": "TPU",
         "pod of several": "y",
         "Name of the pod": "t",
         "Zone of the pod": "z",
@@ -251,16 +251,16 @@ def test_sagemaker(ask: Ask, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("question", "wrong", "reason"),
     [
-        ("What do you train on", "11", "'11' is not one of 0 (NO), 1 (MULTI_CPU)"),
-        ("What do you train on", "MULTI_GPUS", "Did you mean 'MULTI_GPU'?"),
-        ("How many machines", "0", "It must be at least 1, got 0."),
-        ("How many machines", "some", "'some' is not an integer."),
+        ("Hardware?", "11", "'11' is not one of 0 (NO), 1 (MULTI_CPU)"),
+        ("Hardware?", "MULTI_GPUS", "Did you mean 'MULTI_GPU'?"),
+        ("Number of machines", "0", "It must be at least 1, got 0."),
+        ("Number of machines", "some", "'some' is not an integer."),
         ("Rank of this machine", "", "An answer is needed here."),
         ("Rank of this machine", "2", "With 2 machines, the rank must be at most 1, got 2."),
         ("Address of machine 0", "a b", "'a b' must not contain blanks."),
         ("Which port", "70000", "It must be at most 65535, got 70000."),
         ("one local network", "perhaps", "'perhaps' is neither yes nor no."),
-        ("How many processes", "3", "3 processes are not divisible by 2 machines."),
+        ("Number of processes", "3", "3 processes are not divisible by 2 machines."),
         ("Which devices", "a", "'a' is neither `all` nor different device numbers"),
         ("Which devices", "0", "2 processes on this machine need 2 devices, got 1."),
         ("higher precision", "true,false", "'true,false' is not three bools"),
@@ -272,7 +272,7 @@ def test_wrong_answers_are_asked_again(
     question: str, wrong: str, reason: str,
 ) -> None:  # fmt: skip
     prepared = Prepared(SEVERAL_GPUS | PROCESSES | {
-        "How many machines": "2", "Rank of this": "1", "Address of": "a", "Mixed precision dtype": "fp8",
+        "Number of machines": "2", "Rank of this": "1", "Address of": "a", "Mixed precision?": "fp8",
         "FP8 backend": "TE",
     })  # fmt: skip
     get_user_input(prepared)
@@ -287,7 +287,7 @@ def test_wrong_answers_are_asked_again(
 def test_sizes_that_do_not_fit(ask: Ask) -> None:
     fsdp = SEVERAL_GPUS | {
         "Which training strategy": "FSDP",
-        "processes are started": "8",
+        "Number of processes": "8",
         "tensor or context parallelism": "y",
     }
     for answers, reason in (
@@ -311,7 +311,7 @@ def test_answers_that_end_too_early(tmp_path: Path, answers: bytes | None) -> No
         [*shell, *command], input=answers, capture_output=True, timeout=300, check=False, env=environ
     )
     said = done.stderr.decode()
-    question = "How many machines take part? [1]" if answers else "Choice [this machine, or a cluster of your own]"
+    question = "Number of machines (nodes)? [1]" if answers else "Choice [this machine, or a cluster of your own]"
     assert done.returncode == 2
     assert f"There is no answer to {question!r}. Nothing was written." in said
     assert len(said.splitlines()) == 1
@@ -343,11 +343,115 @@ def test_asking_loads_neither_torch_nor_menus() -> None:
     assert done.stdout.strip() == "set()"
 
 
-def test_a_file_that_will_be_replaced_is_named_before_the_first_question(
+def test_an_existing_file_gives_the_defaults_and_its_changes_are_listed(
     ask: Ask, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ask({"Which device of this machine": "3"})
+    first = ask({"Which device of this machine": "3"})
     path = tmp_path / "config.yaml"
     assert "exists" not in capsys.readouterr().out
-    ask({"Which device of this machine": "2"})
-    assert capsys.readouterr().out.startswith(f"{path} exists. Your answers will replace it")
+    existing = load_config_from_file(path)
+    prepared = Prepared({"Mixed precision?": "fp16"})
+    get_user_input(prepared, existing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", io.StringIO(prepared.lines))
+        assert main(["config", "--config_file", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path} exists. Its values are the defaults of the questions.")
+    assert f"What changes in {path}:\n  mixed_precision: no -> fp16\n\nSettings written" in out
+    assert "Which device of this machine? A number or all [3]" in out
+    assert yaml.safe_load(path.read_text()) == first | {"mixed_precision": "fp16"}
+
+
+def test_an_unreadable_file_gives_no_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text("num_procesess: 2\n")
+    prepared = Prepared({})
+    get_user_input(prepared)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(prepared.lines))
+    assert main(["config", "--config_file", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{path} exists, but its values cannot be the defaults: ")
+    assert "did you mean 'num_processes'?" in out.lower()
+    assert yaml.safe_load(path.read_text())["num_processes"] == 1
+
+
+FILES = {
+    "fsdp 2": {
+        "distributed_type": "FSDP", "num_processes": 8, "gpu_ids": "all", "mixed_precision": "bf16",
+        "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True,
+                        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                        "fsdp_transformer_layer_cls_to_wrap": "A,B", "fsdp_state_dict_type": "FULL_STATE_DICT",
+                        "fsdp_cpu_ram_efficient_loading": False, "fsdp_activation_checkpointing": True,
+                        "fsdp_activation_checkpointing_offload": True},
+        "parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_cp_size": 1,
+                               "parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2},
+        "dynamo_config": {"dynamo_backend": "EAGER", "dynamo_mode": "max-autotune", "dynamo_use_fullgraph": True,
+                          "dynamo_use_dynamic": False, "dynamo_use_regional_compilation": False},
+    },
+    "deepspeed on two machines": {
+        "distributed_type": "DEEPSPEED", "num_processes": 4, "num_machines": 2, "gpu_ids": "0,1",
+        "mixed_precision": "fp16", "same_network": False,
+        "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "offload_param_device": "nvme",
+                             "offload_param_nvme_path": "/n", "gradient_accumulation_steps": 4,
+                             "gradient_clipping": 0.5, "zero3_save_16bit_model": True, "zero3_init_flag": False,
+                             "deepspeed_moe_layer_cls_names": "Experts", "deepspeed_multinode_launcher": "pdsh",
+                             "deepspeed_hostfile": "/h", "deepspeed_inclusion_filter": "a@b:0,1"},
+        "main_process_ip": "10.0.0.1", "main_process_port": 29501,
+    },
+    "megatron": {
+        "distributed_type": "MEGATRON_LM", "num_processes": 4, "gpu_ids": "all", "mixed_precision": "bf16",
+        "megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_sequence_parallelism": False,
+                               "megatron_lm_pp_degree": 1, "megatron_lm_recompute_activations": False,
+                               "megatron_lm_use_distributed_optimizer": True, "megatron_lm_gradient_clipping": 2.0},
+    },
+    "mpirun": {
+        "distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 2, "mixed_precision": "no",
+        "mpirun_config": {"mpirun_hostfile": "/h", "mpirun_ccl": 4},
+    },
+    "pod": {
+        "distributed_type": "XLA", "num_processes": 8, "mixed_precision": "bf16", "downcast_bf16": True,
+        "main_training_function": "train", "tpu_use_cluster": True, "tpu_name": "t", "tpu_zone": "z",
+        "tpu_use_sudo": True, "commands": ["a b", "c"], "tpu_vm": ["x", "y"], "tpu_env": ["A=1"],
+    },
+    "sagemaker": {
+        "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "profile": "me",
+        "region": "eu", "iam_role_name": "r", "image_uri": "i", "sagemaker_metrics_file": "m.tsv",
+        "ec2_instance_type": "ml.p3dn.24xlarge", "num_machines": 4, "debug": True, "base_job_name": "b",
+        "mixed_precision": "fp16",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", FILES.values(), ids=FILES)
+def test_empty_answers_keep_an_existing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: dict[str, Any]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n" * 99))
+    assert main(["config", "--config_file", str(path)]) == 0
+    assert f"Nothing changes in {path}." in capsys.readouterr().out
+    assert yaml.safe_load(path.read_text()) == content
+
+
+def test_a_dash_leaves_out_what_is_not_required(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(FILES["pod"]))
+    config: Any = get_user_input(Prepared({"Which machines of the pod?": "-"}), load_config_from_file(path))
+    assert (config.tpu_vm, config.tpu_env) == (None, ["A=1"])
+
+
+def test_answers_that_no_longer_fit_are_not_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(FILES["fsdp 2"]))
+    answers = {"Number of processes": "3", "tensor or context": "no"}
+    config: Any = get_user_input(Prepared(answers), load_config_from_file(path))
+    assert (config.num_processes, config.parallelism_config) == (3, {})
+    config = get_user_input(Prepared({"Number of processes": "3"}), load_config_from_file(path))
+    assert config.parallelism_config["parallelism_config_tp_size"] == 1  # 2 does not divide 3
+
+
+def test_the_answers_that_are_not_saved_follow_from_the_settings() -> None:
+    questions = [question for topic in (*TOPICS, *SAGEMAKER_TOPICS) for question in topic.questions]
+    assert {question.key for question in questions if not question.is_saved} == set(IMPLIED)

@@ -31,10 +31,10 @@ def default_file(tmp_path: Path) -> Path:
 def test_plain_cpu(start: Start, tmp_path: Path) -> None:
     with start("config") as terminal:
         terminal.answer("Where do the processes run?", ENTER)
-        terminal.answer("What do you train on?", ENTER)
+        terminal.answer("Hardware?", ENTER)
         terminal.answer("Train on the CPU even", "y")
         terminal.answer("Compile the model", "n")
-        terminal.answer("Mixed precision dtype", DOWN, ENTER)
+        terminal.answer("Mixed precision?", DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     path = default_file(tmp_path)
     assert f"Settings written to {path}" in terminal.screen
@@ -53,8 +53,8 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "new" / "fsdp.yaml"
     with start("config", "--config_file", str(path)) as terminal:
         terminal.answer("Where do the processes run?", ENTER)
-        terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
-        terminal.answer("How many machines", ENTER)
+        terminal.answer("Hardware?", DOWN, DOWN, ENTER)
+        terminal.answer("Number of machines", ENTER)
         terminal.answer("Which training strategy?", UP, UP, ENTER)
         terminal.answer("FSDP implementation of torch", ENTER)
         terminal.answer("Reshard parameters after", "n")
@@ -66,7 +66,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("Load pretrained weights", ENTER)
         terminal.answer("Activation checkpointing", "y")
         terminal.answer("Offload checkpointed activations", "y")
-        terminal.answer("How many processes", "many", ENTER)
+        terminal.answer("Number of processes", "many", ENTER)
         terminal.answer("'many' is not an integer", BACKSPACE * 4, "4", ENTER)
         terminal.answer("Which devices", ENTER)
         terminal.answer("near its GPU", ENTER)
@@ -76,7 +76,7 @@ def test_several_gpus_with_fsdp_2(start: Start, tmp_path: Path) -> None:
         terminal.answer("ring attention", ENTER)
         terminal.answer("a replica of the model", ENTER)
         terminal.answer("Compile the model", "n")
-        terminal.answer("Mixed precision dtype", DOWN, DOWN, ENTER)
+        terminal.answer("Mixed precision?", DOWN, DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     written = yaml.safe_load(path.read_text())
     fsdp = {
@@ -105,8 +105,8 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "deepspeed.json"
     with start("config", "--config_file", str(path)) as terminal:
         terminal.answer("Where do the processes run?", ENTER)
-        terminal.answer("What do you train on?", DOWN, DOWN, ENTER)
-        terminal.answer("How many machines", "2", ENTER)
+        terminal.answer("Hardware?", DOWN, DOWN, ENTER)
+        terminal.answer("Number of machines", "2", ENTER)
         terminal.answer("Which training strategy?", DOWN, ENTER)
         terminal.answer("DeepSpeed JSON file", "n")
         terminal.answer("ZeRO stage", DOWN, ENTER)
@@ -126,13 +126,13 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
         terminal.answer("Which port", ENTER)
         terminal.answer("one local network", "n")
         terminal.answer("Rendezvous backend", DOWN, ENTER)
-        terminal.answer("How many processes", "16", ENTER)
+        terminal.answer("Number of processes", "16", ENTER)
         terminal.answer("Which devices", ENTER)
         terminal.answer("near its GPU", ENTER)
         terminal.answer("Compare shapes", "y")
         terminal.answer("sequence parallelism?", "n")
         terminal.answer("Compile the model", "n")
-        terminal.answer("Mixed precision dtype", DOWN, ENTER)
+        terminal.answer("Mixed precision?", DOWN, ENTER)
         assert terminal.finish() == 0, terminal.screen
     settings = settings_of("--config_file", str(path), "x.py")
     wanted: dict[str, Any] = {
@@ -157,7 +157,7 @@ def test_deepspeed_zero_3_with_offloading(start: Start, tmp_path: Path) -> None:
     ],
 )
 def test_interrupting_writes_nothing(start: Start, tmp_path: Path, question: str, key: str) -> None:
-    answers = {"Where do the processes run?": ENTER, "What do you train on?": ENTER, "Train on the CPU even": "n",
+    answers = {"Where do the processes run?": ENTER, "Hardware?": ENTER, "Train on the CPU even": "n",
                "Which training strategy?": ENTER, "Which device of this": ENTER}  # fmt: skip
     with start("config") as terminal:
         for asked, keys in answers.items():
@@ -170,11 +170,35 @@ def test_interrupting_writes_nothing(start: Start, tmp_path: Path, question: str
     assert not default_file(tmp_path).exists()
 
 
+def test_an_existing_file_is_overwritten_when_somebody_agrees(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    content = {"distributed_type": "MULTI_CPU", "use_cpu": True, "num_processes": 3, "mixed_precision": "bf16"}
+    for key, processes in (("n", 3), ("y", 5)):
+        path.write_text(yaml.safe_dump(content))
+        with start("config", "--config_file", str(path)) as terminal:
+            terminal.answer("Its values are the defaults")
+            terminal.answer("Where do the processes run?", ENTER)
+            terminal.answer("Hardware?", ENTER)
+            terminal.answer("Number of machines", ENTER)
+            terminal.answer("Which training strategy?", ENTER)
+            terminal.answer("(3)", "5", ENTER)
+            terminal.answer("Compare shapes", ENTER)
+            terminal.answer("mpirun?", ENTER)
+            terminal.answer("Compile the model", "n")
+            terminal.answer("Mixed precision?", ENTER)
+            terminal.answer("num_processes: 3 -> 5")
+            terminal.answer("Overwrite", key)
+            assert terminal.finish() == 0, terminal.screen
+        assert ("Nothing was written." in terminal.screen) == (key == "n")
+        written = yaml.safe_load(path.read_text())
+        assert (written["num_processes"], written["mixed_precision"]) == (processes, "bf16")
+
+
 def test_a_simple_terminal_is_asked_in_plain_lines(tmp_path: Path) -> None:
     environ = {"HF_HOME": str(tmp_path), "TERM": "dumb"}
     with Terminal("config", environ=environ) as terminal:
         terminal.answer("own]:", "\n")
-        terminal.answer("one device]:", "\n")
+        terminal.answer("MPS)]:", "\n")
         terminal.answer("(yes/no) [no]:", "perhaps\n")
         terminal.answer("'perhaps' is neither yes nor no.", "y\n")
         terminal.answer("torch.compile? (yes/no) [no]:", "\n")

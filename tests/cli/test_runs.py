@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -142,3 +143,18 @@ def test_the_command_loads_no_torch(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("environ", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+                         ids=["ascii", "C locale"])  # fmt: skip
+def test_terminals_without_utf_8_get_curves_of_ascii(tmp_path: Path, environ: dict[str, str]) -> None:
+    write_run(tmp_path, "lauf-\u00fc", 1000.0, [4.0, 3.0, 2.0, 1.0])
+    command = [sys.executable, "-m", "accel_cli", "runs"]
+    files = {name: tmp_path / name for name in ("a.csv", "a.html")}
+    for words in (["list"], ["show"], ["list", "--csv", str(files["a.csv"]), "--html", str(files["a.html"])]):
+        done = subprocess.run([*command, *words, "--dir", str(tmp_path)], env={**os.environ, **environ},
+                              capture_output=True, check=True)  # fmt: skip
+        lines = done.stdout.decode("ascii").splitlines()
+        assert words != ["list"] or lines[1].endswith("#+,_"), lines
+        assert words != ["show"] or any(line.split()[-1:] == [":."] for line in lines), lines
+    assert all("lauf-\u00fc" in file.read_text(encoding="utf-8") for file in files.values())

@@ -13,6 +13,7 @@ from tests.examples.launched import Run, check, launch
 
 IMAGES = [
     Run("cv_example.py", "epoch 5"),
+    Run("cv_example.py --data_dir {here}/pictures --epochs 1", "epoch 1: accuracy", keeps_promise=False),
     Run("complete_cv_example.py --checkpointing_steps epoch --with_tracking"),
     Run("complete_cv_example.py --resume --epochs 7", "resumed after batch"),
     Run("complete_cv_example.py --data {here}/images.npz --epochs 1", "epoch 1: accuracy", keeps_promise=False),
@@ -42,6 +43,7 @@ STILL_MORE_IMAGES = [
 ]
 LANGUAGE = [
     Run("nlp_example.py"),
+    Run("nlp_example.py --cpu --mixed_precision fp16 --epochs 1", "epoch 1: accuracy", keeps_promise=False),
     Run(
         "nlp_example.py --epochs 1 --data {here}/reviews.csv --model {here}/bert", "epoch 1: acc", keeps_promise=False
     ),
@@ -87,6 +89,7 @@ WITHOUT_PROCESSES = {"multigpu_remote_launcher"}  # tested with the templates
 def write_inputs(folder: Path) -> None:
     """What stands for a user's own data and models: a table of sentences, images, a BERT and a GPT-2."""
     import numpy as np
+    from PIL import Image
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -95,6 +98,12 @@ def write_inputs(folder: Path) -> None:
     sentences = ["the plot", "the cast", "the music", "music plot"] * 5
     rows = [f'"{text}",{number % 2}' for number, text in enumerate(sentences)]
     (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]))
+    (folder / "pictures").mkdir()
+    for number in range(40):
+        color = (200, 60, 40) if number % 2 else (40, 60, 200)
+        Image.new("RGB", (40 + number, 30), color).save(
+            folder / "pictures" / f"{('beagle', 'great_dane')[number % 2]}_{number}.png"
+        )
     draw = np.random.default_rng(0)
     np.savez(folder / "images.npz", images=draw.random((40, 3, 12, 10)), labels=draw.integers(0, 4, 40))
     words = ["[PAD]", "[UNK]", "the", "plot", "cast", "music"]

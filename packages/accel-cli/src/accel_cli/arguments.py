@@ -153,6 +153,9 @@ class _Noted:
         namespace.nondefault = {*getattr(namespace, "nondefault", ()), self.dest}  # type: ignore[attr-defined]
 
 
+HELP_ALL = "--help_all"
+"""Shows the groups that `--help` hides, too."""
+
 NOTED_ACTIONS = {
     word: type(f"Noted{action.__name__}", (_Noted, action), {})
     for word, action in {
@@ -235,7 +238,9 @@ class CommandParser(argparse.ArgumentParser):
         """Whether `--help` will show a group that is hidden otherwise."""
         given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
         asks = bool(given & {"help", "h"})
-        return asks and any(flag.strip("-") in given for flag in self.shown_with.values())
+        return HELP_ALL.strip("-") in given or (
+            asks and any(flag.strip("-") in given for flag in self.shown_with.values())
+        )
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, with an error for unknown flags that suggests similar ones."""
@@ -267,7 +272,12 @@ class CommandParser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Build the help text without the groups whose flag is not given."""
         given = {word.partition("=")[0].replace("-", "_").strip("_") for word in self._words}
-        hidden = {title: flag for title, flag in self.shown_with.items() if flag.strip("-") not in given}
+        shows_all = HELP_ALL.strip("-") in given
+        hidden = (
+            {}
+            if shows_all
+            else {title: flag for title, flag in self.shown_with.items() if flag.strip("-") not in given}
+        )
         every_group = self._action_groups
         self._action_groups = [group for group in every_group if group.title not in hidden]
         try:

@@ -87,8 +87,11 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def get_user_input() -> BaseConfig:
+def get_user_input(existing: BaseConfig | None = None) -> BaseConfig:
     """Ask for all settings, with menus on a terminal and in plain lines elsewhere.
+
+    Args:
+        existing: Settings whose values are the defaults of the questions.
 
     Returns:
         `ClusterConfig` or `SageMakerConfig`.
@@ -99,14 +102,15 @@ def get_user_input() -> BaseConfig:
     """
     from accel_cli.questionnaire.cluster import get_user_input
 
-    return get_user_input()
+    return get_user_input(existing=existing)
 
 
 def config_command(args: Namespace) -> None:
     """Ask for the settings and write them.
 
     Args:
-        args: With `config_file`, the file to write, or None for the default one. An existing file is replaced.
+        args: With `config_file`, the file to write, or None for the default one. The values of an existing file are
+            the defaults of the questions. Before it is overwritten, somebody at a terminal is asked.
 
     Raises:
         ValueError: The file cannot be written, or the answers end too early.
@@ -115,14 +119,46 @@ def config_command(args: Namespace) -> None:
 
     path = os.path.expanduser(args.config_file or default_config_path(os.environ))
     check_target(path)
-    if os.path.exists(path):
-        print(
-            f"{path} exists. Your answers will replace it; nothing of it is kept. Interrupt with ctrl-C to keep it.\n"
-        )
-    config = get_user_input()
+    existing = _existing(path) if os.path.exists(path) else None
+    config = get_user_input(existing)
+    if os.path.exists(path) and not _may_overwrite(path, existing, config):
+        return
     with without_traceback():
         write_config(path, config)
     print(f"\nSettings written to {path}")
+
+
+def _existing(path: str) -> BaseConfig | None:
+    """Read the file that will be overwritten, if it can be read."""
+    from accel_cli.configfile.read import load_config_from_file
+
+    try:
+        config = load_config_from_file(path)
+    except (OSError, ValueError) as error:
+        print(f"{path} exists, but its values cannot be the defaults: {error}\n")
+        return None
+    print(f"{path} exists. Its values are the defaults of the questions.\n")
+    return config
+
+
+def _may_overwrite(path: str, existing: BaseConfig | None, config: BaseConfig) -> bool:
+    """Show what changes in an existing file, and ask at a terminal; answers from a pipe have nobody to ask."""
+    from accel_cli.questionnaire.answer import Truth
+    from accel_cli.questionnaire.previous import changes
+    from accel_cli.questionnaire.prompts import choose_prompts, is_terminal
+    from accel_cli.questionnaire.question import Question, ask
+
+    lines = ["It cannot be read as a config file."] if existing is None else changes(existing, config)
+    if not lines:
+        print(f"\nNothing changes in {path}.")
+        return False
+    print("\n" + "\n".join([f"What changes in {path}:", *(f"  {line}" for line in lines)]))
+    if not is_terminal(sys.stdin):
+        return True
+    if ask(Question("overwrites", f"Overwrite {path}?", Truth(), True), choose_prompts(), {}):
+        return True
+    print("Nothing was written.")
+    return False
 
 
 def default_config_command(args: Namespace) -> None:

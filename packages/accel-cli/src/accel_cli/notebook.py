@@ -50,7 +50,7 @@ def notebook_launcher(
         use_port: Port of the rendezvous; `"0"` for any free one.
         master_addr: Address of machine 0.
         node_rank: Number of this machine, from 0.
-        num_nodes: How many machines take part.
+        num_nodes: Number of machines (nodes).
         rdzv_backend: Rendezvous backend.
         rdzv_endpoint: Rendezvous endpoint; `master_addr:use_port` when empty.
         rdzv_conf: Further rendezvous configuration.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from accel_ops.nested import honor_mapping, honor_type
+from accel_state.warning import warn_user
 
 
 def send_to_device(
@@ -45,7 +46,20 @@ def send_to_device(
             for key, item in tensor.items()
         }
         return honor_mapping(tensor, values)
+    if hasattr(kind, "__dataclass_fields__"):
+        _warn_if_left(tensor, device)
     return tensor
+
+
+def _warn_if_left(instance: Any, device: Any) -> None:
+    """Warn of a dataclass with tensors elsewhere, which is a leaf to everything that walks through batches."""
+    left = find_device(tuple(vars(instance).values())) if hasattr(instance, "__dict__") else None
+    if left is not None and left.type != torch.device(device).type:
+        name = type(instance).__name__
+        warn_user(
+            f"{name} is a dataclass without a `to` method, so that its tensors stay on {left} and are not moved to {device}. Give "
+            f"{name} a method to(device) that returns a moved copy, or yield a dict or a NamedTuple."
+        )
 
 
 def find_device(data: Any) -> torch.device | None:

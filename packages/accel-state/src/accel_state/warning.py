@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from types import FrameType
 
 _PASSED_OVER = frozenset(
     {
@@ -28,3 +29,11 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
             break
         frame, stacklevel = frame.f_back, stacklevel + 1
     warnings.warn(message, category, stacklevel=stacklevel)
+
+
+def program_frame() -> FrameType | None:
+    """The innermost frame outside of these packages and torch; None in a thread of these packages."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame = frame.f_back
+    return frame

@@ -1218,7 +1218,8 @@ class Accelerator:
 
         Args:
             input_dir (`str` or path, *optional*): The folder; the newest complete checkpoint when left out.
-            load_kwargs (`dict`, *optional*): Further arguments of `torch.load` for optimizers and schedulers.
+            load_kwargs (`dict`, *optional*): Further arguments of `torch.load`: `map_location` for the tensors of optimizers, `mmap`,
+                `encoding`. What would run code from a file, such as `weights_only=False`, raises `ValueError`.
             load_model_func_kwargs: Further arguments of the function that loads models.
         """
         self._checkpoints.load_state(input_dir, load_kwargs, **load_model_func_kwargs)

@@ -27,8 +27,9 @@ from accel_ops.files.filenames import SCHEDULER_NAME as SCHEDULER_NAME
 from accel_ops.files.filenames import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ops.files.serialization import load
 from accel_state.processes import PartialState
+from accelerate.checkpoint.load_arguments import torch_load_arguments
 from accelerate.checkpoint.reading import Checkpoint, Receivers, TrainingState, read_state, read_verified
-from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects, optimizer_location
+from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects
 from accelerate.checkpoint.undo import Undo
 from accelerate.checkpoint.writing import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.compat.legacy import legacy_getattr
@@ -104,7 +105,7 @@ def load_accelerator_state(
         process_index: Rank of this process.
         scaler: The loss scaler, if there is one.
         map_location: Where tensors of optimizers go: None or "cpu", or "on_device".
-        load_kwargs: Further arguments of `torch.load`.
+        load_kwargs: Further arguments of `torch.load`; `map_location` is for optimizers.
         load_model_func_kwargs: Further arguments of the models' `load_state_dict`.
 
     Returns:
@@ -114,10 +115,9 @@ def load_accelerator_state(
         ValueError: The checkpoint is missing, damaged, or does not fit the objects.
         TypeError: `map_location` is not known.
     """
-    location = optimizer_location(map_location, PartialState().device)
+    location, options = torch_load_arguments(load_kwargs, map_location, PartialState().device)
     checkpoint = Checkpoint.open(Path(input_dir))
     receivers = Receivers(schedulers, dataloaders, scaler)
-    options = load_kwargs or {}
 
     def read() -> tuple[FullStatesLoad, TrainingState]:
         request = LoadRequest(checkpoint, location, options, load_model_func_kwargs)

@@ -19,6 +19,7 @@ from accel_integrations.prepared.prepared import find, is_prepared, keep
 from accel_integrations.prepared.scheduler import AcceleratedScheduler
 from accel_integrations.unwrap import extract_model_from_parallel
 from accelerate.device_maps import is_dispatched, is_loaded_by_map
+from accelerate.split_check import check_same_split
 
 if TYPE_CHECKING:
     from accel_integrations.engines.engine import Engine
@@ -158,6 +159,7 @@ class Preparer:
         """Make a data loader yield this rank's shard of the data, or the one that `shard` says."""
         if not is_prepared(data_loader):
             _check_type("prepare_data_loader", data_loader, DataLoader)
+            check_same_split(data_loader.dataset)
             shard, settings = shard or self.engine.data_shard(), self.loader_settings
             dispatches = settings.dispatch_batches if self.engine.dispatches_streams else False
             data_loader = prepare_data_loader(

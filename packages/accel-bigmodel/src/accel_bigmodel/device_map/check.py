@@ -123,7 +123,7 @@ def check_usable(device: torch.device, name: str = "") -> None:
         raise ValueError(
             f"The device map names {str(device)!r}{f' for {name!r}' if name else ''}, which is not available: this machine "
             f"has {here} ({reason}). Use 'cpu' or 'disk', or let device_map='auto' choose."
-        ) from error
+        ) from None  # torch's error is the reason in the brackets
 
 
 def _device_of(name: str, place: Any) -> torch.device:

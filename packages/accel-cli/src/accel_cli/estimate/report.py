@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from accel_cli.estimate.sharding import PARALLEL, PerDevice
-from accel_cli.estimate.sizes import FormatRow, ModelSize
+from accel_cli.estimate.sizes import ADAPTER_SHARE, QUANTIZED, FormatRow, ModelSize
 from accel_cli.estimate.training_report import ModelStates, TrainingStep
 
 FORMAT_HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
@@ -58,9 +58,14 @@ class Report:
         return "\n".join([*tables, *self._notes()])
 
     def _notes(self) -> Iterator[str]:
-        """Why a figure is missing."""
+        """What figures assume, and why one is missing."""
+        if quantized := [row.dtype for row in self.formats if row.dtype in QUANTIZED]:
+            yield (
+                f"{', '.join(quantized)}: weights are frozen, and LoRA adapters with {ADAPTER_SHARE:.0%} as many parameters are "
+                "trained in float32 with Adam."
+            )
         if any(row.adam < 0 for row in self.formats):
-            yield "N/A: weights of 8 and 4 bits are not trained, adapters on them are."
+            yield "N/A: weights in float8 alone are not trained; FP8 training keeps them in float32 or bfloat16."
         if self.args.training and self.step is None and self.shards is None:
             yield "Without activations: what a forward pass takes is not known for this kind of model."
 

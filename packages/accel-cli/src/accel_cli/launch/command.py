@@ -25,7 +25,8 @@ def add_arguments(parser: CommandParser) -> None:
     """Add the options of `accelerate launch`."""
     parser.allow_abbrev = False
     parser.shown_with |= SHOWN_WITH
-    parser.usage = "accelerate launch [options] script [arguments of the script]"
+    parser.usage = "accelerate launch [--help_all] [options] script [arguments of the script]"
+    parser.description = f"{HELP} These are the options most used; --help_all shows all of them, by group."
     parser.epilog = (
         "--num-processes is read as --num_processes, and every other flag may be spelled with hyphens, too."
     )
@@ -53,6 +54,7 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     # imported here, so that `--help` does not load them
     from accel_cli.launch.libraries import check_libraries
     from accel_cli.launch.machine import Machine
+    from accel_cli.launch.misplaced import misplaced_flags
     from accel_cli.launch.plan import make_plan
     from accel_cli.launch.resolve import complete, from_namespace, read_settings
     from accel_cli.launch.runners.sagemaker import check_credentials
@@ -62,7 +64,7 @@ def settle(args: Namespace) -> tuple[LaunchSettings, Plan]:
     settings = read_settings(args, os.environ)
     check_script(settings)  # before the accelerators are counted, which takes seconds
     settings = complete(settings, os.environ, Machine())
-    notes = [*settings.notes, *check_settings(settings)]
+    notes = [*settings.notes, *check_settings(settings), *misplaced_flags(settings)]
     for check in (check_libraries, check_credentials):
         notes += only_warn_in_dry_run(check, settings)
     if not settings.quiet:

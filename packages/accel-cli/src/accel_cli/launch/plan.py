@@ -32,7 +32,7 @@ class Plan:
         argv: The command; with `environment`, it does the same in a shell.
         environment: Variables to set, in addition to those that are set already.
         port_may_change: Whether another port may be used if this one is taken.
-        quiet: Whether to print nothing of our own when the script fails.
+        quiet: Whether the crash report is suppressed.
         files: Path and content of files that the command reads: written before it, and removed after it.
         worker: The command of one process, where this program starts each process itself.
         num_workers: The number of these processes.

@@ -67,7 +67,7 @@ class LaunchSettings:
     config_file: str | None = _row(
         COMMAND, Option("--config_file", "Config file to use instead of the default one.", metavar="FILE")
     )
-    quiet: bool = _row(COMMAND, switch("-q --quiet", "Print nothing of our own when the script fails.", default=None))
+    quiet: bool = _row(COMMAND, switch("-q --quiet", "Suppress the launcher's crash report.", default=None))
     module: bool = _row(
         COMMAND, switch("-m --module", "The script is the name of a module, as in `python -m`.", default=None)
     )
@@ -89,7 +89,7 @@ class LaunchSettings:
             spelled=only_if_on("true"),
         ),
     )
-    cpu: bool = _row(HARDWARE, switch("--cpu", "Train on the CPU, whatever else there is."))
+    cpu: bool = _row(HARDWARE, switch("--cpu", "Train on CPU even if an accelerator is available."))
     multi_gpu: bool = _row(
         HARDWARE, switch("--multi_gpu", "Train on several GPUs or other accelerators, one process each.")
     )
@@ -98,7 +98,7 @@ class LaunchSettings:
         RESOURCES,
         Option(
             "--mixed_precision",
-            "Mixed precision dtype; no for none.",
+            "Mixed precision dtype; `no` trains in the model's own.",
             kind=replace(one_of(*PRECISIONS), brought_by="accelerate.precisions"),
             environment="ACCELERATE_MIXED_PRECISION",
             spelled=str,
@@ -130,7 +130,7 @@ class LaunchSettings:
         RESOURCES,
         Option(
             "--no_watch_ranks",
-            "Let ranks that can never go on wait for the timeout, instead of ending the run with the reason.",
+            "Disable deadlock detection; stuck ranks wait for the process-group timeout.",
             default=True,
             kind=BOOLEAN,
             action="store_false",

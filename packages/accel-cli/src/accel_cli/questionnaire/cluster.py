@@ -10,6 +10,7 @@ from accel_cli.questionnaire.answer import Choice
 from accel_cli.questionnaire.engines import DEEPSPEED, FSDP, MEGATRON_LM, PARALLELISM, sharding
 from accel_cli.questionnaire.machine import MACHINE, MPI, NETWORK, PROCESSES, TPU, placed
 from accel_cli.questionnaire.precision import DYNAMO, FP8, PRECISION
+from accel_cli.questionnaire.previous import previous_answers, with_default, with_defaults
 from accel_cli.questionnaire.prompts import Prompts, choose_prompts
 from accel_cli.questionnaire.question import Answers, Question, ask, interview, settings_of
 from accel_cli.questionnaire.sagemaker import get_sagemaker_input
@@ -27,11 +28,12 @@ ENVIRONMENT = Question(
 )
 
 
-def get_user_input(prompts: Prompts | None = None) -> BaseConfig:
+def get_user_input(prompts: Prompts | None = None, existing: BaseConfig | None = None) -> BaseConfig:
     """Ask for all settings.
 
     Args:
         prompts: The object that asks; chosen by the terminal when None.
+        existing: Settings whose values are the defaults of the questions.
 
     Returns:
         `ClusterConfig` or `SageMakerConfig`.
@@ -41,13 +43,21 @@ def get_user_input(prompts: Prompts | None = None) -> BaseConfig:
         ValueError: The answers end too early.
     """
     prompts = prompts or choose_prompts()
-    at_amazon = ask(ENVIRONMENT, prompts, {}) == ComputeEnvironment.AMAZON_SAGEMAKER.value
-    return get_sagemaker_input(prompts) if at_amazon else get_cluster_input(prompts)
+    previous = previous_answers(existing) if existing is not None else {}
+    environment = ask(with_default(ENVIRONMENT, previous), prompts, {})
+    if environment == ComputeEnvironment.AMAZON_SAGEMAKER.value:
+        return get_sagemaker_input(prompts, previous)
+    return get_cluster_input(prompts, previous)
 
 
-def get_cluster_input(prompts: Prompts | None = None) -> ClusterConfig:
-    """Ask for the settings of machines other than SageMaker; as `get_user_input`."""
-    return cluster_config(interview(TOPICS, prompts or choose_prompts()))
+def get_cluster_input(prompts: Prompts | None = None, previous: Answers | None = None) -> ClusterConfig:
+    """Ask for the settings of machines other than SageMaker.
+
+    Args:
+        prompts: As for `get_user_input`.
+        previous: Earlier answers, which are the defaults.
+    """
+    return cluster_config(interview(with_defaults(TOPICS, previous or {}), prompts or choose_prompts()))
 
 
 def cluster_config(answers: Answers) -> ClusterConfig:

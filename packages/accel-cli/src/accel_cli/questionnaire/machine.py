@@ -12,16 +12,16 @@ from accel_state.clusters import DEFAULT_PORT
 
 MACHINES = Choice(
     (
-        ("NO", "one process on one device"),
-        ("MULTI_CPU", "several CPU processes"),
-        ("MULTI_GPU", "several GPUs (NVIDIA or AMD)"),
-        ("MULTI_XPU", "several XPUs (Intel)"),
-        ("MULTI_HPU", "several HPUs (Intel Gaudi)"),
-        ("MULTI_NPU", "several NPUs (Huawei Ascend)"),
-        ("MULTI_MLU", "several MLUs (Cambricon)"),
-        ("MULTI_SDAA", "several SDAAs (Tecorigin)"),
-        ("MULTI_MUSA", "several MUSA GPUs (Moore Threads)"),
-        ("MULTI_NEURON", "several Neuron cores (AWS Trainium)"),
+        ("NO", "Single device (CPU, one GPU, MPS)"),
+        ("MULTI_CPU", "Several CPU processes"),
+        ("MULTI_GPU", "Several GPUs (NVIDIA or AMD)"),
+        ("MULTI_XPU", "Several XPUs (Intel)"),
+        ("MULTI_HPU", "Several HPUs (Intel Gaudi)"),
+        ("MULTI_NPU", "Several NPUs (Huawei Ascend)"),
+        ("MULTI_MLU", "Several MLUs (Cambricon)"),
+        ("MULTI_SDAA", "Several SDAAs (Tecorigin)"),
+        ("MULTI_MUSA", "Several MUSA GPUs (Moore Threads)"),
+        ("MULTI_NEURON", "Several Neuron cores (AWS Trainium)"),
         ("XLA", "TPU"),
     )
 )
@@ -97,10 +97,10 @@ def default_processes(answers: Answers) -> int:
 MACHINE = Topic(
     "Machine",
     (
-        Question("machine", "What do you train on?", MACHINES, "NO", is_saved=False),
+        Question("machine", "Hardware?", MACHINES, "NO", is_saved=False),
         Question("use_cpu", "Train on the CPU even where there is an accelerator?", Truth(), False,
                  said("machine", "NO")),
-        Question("num_machines", "How many machines take part?", Number(least=1), 1, said("machine", *SEVERAL)),
+        Question("num_machines", "Number of machines (nodes)?", Number(least=1), 1, said("machine", *SEVERAL)),
         *(Question("way", "Which training strategy?", ways, "PLAIN",
                    every(said("machine", *machines), opposite(said("use_cpu"))), is_saved=False)
           for machines, ways in WAYS.items()),
@@ -115,8 +115,7 @@ NETWORK = Topic(
         Question("main_process_port", "Which port on it for the rendezvous?", Number(1, 65535), DEFAULT_PORT),
         about("same_network", True),
         Question("rdzv_backend",
-                 "Rendezvous backend? static: all machines take part from the start; c10d: they may leave and join, as "
-                 "restarts need it",
+                 "Rendezvous backend? static: fixed set of nodes; c10d: nodes may leave and rejoin (needed for restarts)",
                  choice("static", "c10d"), "static", opposite(by_hostfile)),
     ),
     asked_when=on_several_machines,
@@ -125,9 +124,9 @@ NETWORK = Topic(
 PROCESSES = Topic(
     "Processes",
     (
-        Question("num_processes", "How many processes are started, on all machines together?", Number(least=1),
+        Question("num_processes", "Number of processes, on all machines together?", Number(least=1),
                  default_processes, said("machine", *SEVERAL), divides_evenly),
-        Question("num_processes", "How many TPU cores are used?", Number(least=1), 8, said("machine", "XLA")),
+        Question("num_processes", "Number of TPU cores?", Number(least=1), 8, said("machine", "XLA")),
         Question("gpu_ids", "Which devices of this machine? Numbers such as 0,1 or all", Text(), "all",
                  said("machine", *ACCELERATORS), are_enough),
         Question("gpu_ids", "Which device of this machine? A number or all", Text(), "all",

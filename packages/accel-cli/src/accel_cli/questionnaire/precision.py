@@ -9,14 +9,16 @@ from accel_cli.questionnaire.question import Answers, Question, Topic, about, ev
 from accel_state.environment import str_to_bool
 from accel_state.settings.compile import MISSPELT_BACKENDS
 
+DTYPE = "Mixed precision?"
+
 PRECISION = Topic(
     "Mixed precision",
     (
-        about("mixed_precision", "no", in_fp8),
+        about("mixed_precision", "no", in_fp8, text=DTYPE),
         about("mixed_precision", "no", every(said("machine", *ACCELERATORS), opposite(in_fp8)),
-              kind=choice("no", "fp16", "bf16")),
+              kind=choice("no", "fp16", "bf16"), text=DTYPE),
         about("mixed_precision", "no", lambda answers: on_cpu(answers) or answers["machine"] == "XLA",
-              kind=choice("no", "bf16")),
+              kind=choice("no", "bf16"), text=DTYPE),
     ),
     # it is in DeepSpeed's own file then
     asked_when=opposite(said("deepspeed_config_file")),

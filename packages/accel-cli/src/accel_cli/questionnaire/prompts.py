@@ -72,7 +72,7 @@ class PlainPrompts(Prompts):
                 raise UsageError(
                     f"There is no answer to {prompt.strip().rstrip(':')!r}. Nothing was written."
                 ) from None
-            if not _is_terminal(sys.stdin):  # a terminal has shown it already
+            if not is_terminal(sys.stdin):  # a terminal has shown it already
                 self.say(line)
             try:
                 return read(line)
@@ -124,9 +124,10 @@ class TerminalPrompts(Prompts):
 def choose_prompts() -> Prompts:
     """Choose menus on a terminal that can show them."""
     can_show = os.name == "nt" or os.environ.get("TERM", "dumb") != "dumb"
-    at_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    at_terminal = is_terminal(sys.stdin) and is_terminal(sys.stdout)
     return TerminalPrompts() if can_show and at_terminal and find_spec("questionary") else PlainPrompts()
 
 
-def _is_terminal(stream: TextIO | None) -> bool:
+def is_terminal(stream: TextIO | None) -> bool:
+    """True for a stream that somebody sits at."""
     return stream is not None and stream.isatty()

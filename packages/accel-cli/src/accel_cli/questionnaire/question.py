@@ -73,13 +73,15 @@ class Question:
         """Parse typed text to a value.
 
         Args:
-            text: The typed text; if empty, the default is used.
+            text: The typed text; if empty, the default is used. A dash leaves out what is not required.
             answers: The earlier answers.
 
         Raises:
             ValueError: It is not valid; the message has the reason.
         """
         text = text.strip()
+        if text == "-" and not self.is_required:
+            return None
         if not text:
             default = self.initial(answers)
             if default is None and self.is_required:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from accel_cli.configfile.schema import SageMakerConfig
 from accel_cli.questionnaire.answer import Choice, Number, Text, Truth, choice
-from accel_cli.questionnaire.precision import DYNAMO
+from accel_cli.questionnaire.precision import DTYPE, DYNAMO
+from accel_cli.questionnaire.previous import with_defaults
 from accel_cli.questionnaire.prompts import Prompts, choose_prompts
 from accel_cli.questionnaire.question import Answers, Question, Topic, about, interview, opposite, said, settings_of
 from accel_state.constants import SAGEMAKER_PARALLEL_EC2_INSTANCES
@@ -56,24 +57,25 @@ JOB = Topic(
                  opposite(said("distributed_type", "NO"))),
         about("debug", False, opposite(said("distributed_type", "NO"))),
         Question("base_job_name", "How do the names of jobs begin?", NAME, "accelerate-sagemaker-1"),
-        about("mixed_precision", "no"),
+        about("mixed_precision", "no", text=DTYPE),
     ),
 )  # fmt: skip
 
 TOPICS = (ACCOUNT, JOB, DYNAMO)
 
 
-def get_sagemaker_input(prompts: Prompts | None = None) -> SageMakerConfig:
+def get_sagemaker_input(prompts: Prompts | None = None, previous: Answers | None = None) -> SageMakerConfig:
     """Ask for the settings of jobs on Amazon SageMaker.
 
     Args:
         prompts: The object that asks; chosen by the terminal when None.
+        previous: Earlier answers, which are the defaults.
 
     Raises:
         KeyboardInterrupt: The user interrupts.
         ValueError: The answers end too early.
     """
-    answers = interview(TOPICS, prompts or choose_prompts())
+    answers = interview(with_defaults(TOPICS, previous or {}), prompts or choose_prompts())
     return sagemaker_config(answers)
 
 

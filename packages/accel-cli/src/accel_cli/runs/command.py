@@ -81,7 +81,18 @@ def _show(args: Namespace, runs: Sequence[Run], found: Sequence[Run]) -> None:
     view: Callable[..., list[str]] = {"list": views.listing, "show": views.details, "compare": views.comparison}[
         args.action
     ]
-    print("\n".join(view(runs, metric=_metric(args, runs), numbers=numbers)))
+    print(_encodable("\n".join(view(runs, metric=_metric(args, runs), numbers=numbers))))
+
+
+def _encodable(text: str) -> str:
+    """Draw curves with ASCII characters where the terminal's encoding lacks those of a drawing."""
+    from accel_tracking.local.curves import ASCII, BLOCKS
+
+    try:
+        BLOCKS.encode(sys.stdout.encoding or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return text.translate(ASCII)
+    return text
 
 
 def _choose(args: Namespace, found: Sequence[Run]) -> list[Run]:
@@ -155,7 +166,12 @@ def _write_csv(runs: Sequence[Run], path: str) -> None:
 
     from accel_tracking.local.comparing import points
 
-    with nullcontext(sys.stdout) if path == "-" else open(path, "w", newline="", encoding="utf-8") as file:
+    # surrogates: bytes of a folder's name that the locale cannot decode
+    with (
+        nullcontext(sys.stdout)
+        if path == "-"
+        else open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file
+    ):
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(CSV_HEADER)
         writer.writerows(points(runs))
@@ -171,4 +187,4 @@ def _write_page(runs: Sequence[Run], path: str) -> None:
     from accel_tracking.local.page import page
 
     names = sorted({run.name for run in runs})
-    Path(path).write_text(page(runs, title=", ".join(names)), encoding="utf-8")
+    Path(path).write_text(page(runs, title=", ".join(names)), encoding="utf-8", errors="surrogateescape")

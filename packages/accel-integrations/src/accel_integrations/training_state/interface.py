@@ -53,13 +53,13 @@ class LoadRequest:
 
     Attributes:
         checkpoint: The files of a complete checkpoint.
-        location: The device to which tensors of optimizer states are loaded (`map_location`).
+        location: Where tensors of optimizer states are loaded, as `map_location` of `torch.load`.
         load_kwargs: Further arguments of `torch.load`.
         model_kwargs: The extra keyword arguments of `load_state`, for `load_state_dict` of the models.
     """
 
     checkpoint: CheckpointFiles
-    location: torch.device
+    location: Any
     load_kwargs: Mapping[str, Any]
     model_kwargs: Mapping[str, Any]
 

@@ -58,7 +58,7 @@ class TorchDynamoPlugin(KwargsHandler):
         kind=BACKEND,
         env="ACCELERATE_DYNAMO_BACKEND",
         flag="--dynamo_backend",
-        help="Backend of torch.compile; no for none.",
+        help="Backend of torch.compile; `no` does not compile.",
         fallback=DynamoBackend.NO,
         launch_default=None,
     )

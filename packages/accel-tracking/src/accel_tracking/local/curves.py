@@ -8,6 +8,11 @@ from collections.abc import Sequence
 BLOCKS = "▁▂▃▄▅▆▇█"
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of a braille character, by row and column
 BLANK = 0x2800
+UPPER, LOWER = 0x1B, 0xE4  # the dots of the upper and of the lower two rows
+ASCII = str.maketrans(BLOCKS + "·…", "_.,-=+*#?~") | {
+    BLANK + dots: " '.:"[bool(dots & UPPER) + 2 * bool(dots & LOWER)] for dots in range(256)
+}
+"""What stands for the characters of curves where the terminal's encoding lacks them, for `str.translate`."""
 
 
 def sparkline(values: Sequence[float], width: int = 20) -> str:

@@ -10,7 +10,6 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from accel_data.position import Position
@@ -22,6 +21,7 @@ from accel_ops.random import capture_rng_state, restore_rng_state
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accelerate.checkpoint.agreement import Ranks
+from accelerate.checkpoint.load_arguments import torch_load_arguments
 from accelerate.checkpoint.manifest import DamagedCheckpointError, added_by
 from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.reading import (
@@ -90,11 +90,12 @@ class StateLoader:
             precision if precision.state_dict() is not None else None,
             accelerator._custom_objects,
         )
-        location = optimizer_location(model_kwargs.pop("map_location", None), accelerator.state.device)
+        map_location = model_kwargs.pop("map_location", None)
+        location, options = torch_load_arguments(load_kwargs, map_location, accelerator.state.device)
 
         def read(checkpoint: Checkpoint) -> tuple[PendingLoad, TrainingState]:
-            pending = accelerator.engine.open(LoadRequest(checkpoint, location, load_kwargs or {}, model_kwargs))
-            return pending, read_state(checkpoint, receivers, ranks.rank, ranks.count, load_kwargs=load_kwargs)
+            pending = accelerator.engine.open(LoadRequest(checkpoint, location, options, model_kwargs))
+            return pending, read_state(checkpoint, receivers, ranks.rank, ranks.count, load_kwargs=options)
 
         checkpoint, pending, state = self._read(input_dir, read)
 
@@ -217,17 +218,6 @@ def schedulers_with_files(accelerator: Run) -> list[AcceleratedScheduler]:
     """The schedulers whose state no engine saves."""
     schedulers: list[AcceleratedScheduler] = accelerator._schedulers
     return [one for one in schedulers if getattr(one, "has_own_file", True)]  # programs may have added plain ones
-
-
-def optimizer_location(map_location: Any, device: torch.device) -> torch.device:
-    """Where the tensors of an optimizer go while they are loaded.
-
-    Raises:
-        TypeError: `map_location` is none of None, "cpu" and "on_device".
-    """
-    if map_location not in (None, "cpu", "on_device"):
-        raise TypeError(f"map_location={map_location!r} is not valid. Choose from None, 'cpu' and 'on_device'.")
-    return device if map_location == "on_device" else torch.device("cpu")
 
 
 def _warn_of_unprepared_models(checkpoint: Checkpoint) -> None:

@@ -1,4 +1,4 @@
-"""Classify images, with all that a long run wants: mixed precision, accumulation, a schedule, checkpoints, resuming, trackers.
+"""Image classification with checkpointing, resuming, learning rate schedule, mixed precision, accumulation and trackers.
 
     accelerate launch complete_cv_example.py --output_dir runs/images --checkpointing_steps epoch
     accelerate launch complete_cv_example.py --output_dir runs/images --resume

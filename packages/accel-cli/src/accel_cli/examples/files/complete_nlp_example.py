@@ -1,4 +1,4 @@
-"""Classify sentences with a BERT, with all that a long run wants: accumulation, a schedule, checkpoints, resuming, trackers.
+"""Sentence classification with a BERT, checkpointing, resuming, learning rate schedule, accumulation and trackers.
 
     accelerate launch complete_nlp_example.py --output_dir runs/sentences --checkpointing_steps epoch
     accelerate launch complete_nlp_example.py --output_dir runs/sentences --resume

@@ -2,12 +2,14 @@
 
     accelerate launch cv_example.py
     accelerate launch --num_processes 2 --mixed_precision bf16 cv_example.py
+    accelerate launch cv_example.py --data_dir images --mixed_precision fp16
 
-The data are the 1,797 handwritten digits that ship with scikit-learn. The last line is the accuracy on the fifth of them
-that was held out: at least 0.95. `complete_cv_example.py` adds models of timm, your own images, checkpoints and tracking.
+Without `--data_dir`, the data are the 1,797 handwritten digits that ship with scikit-learn. The last line is the accuracy on the fifth of them
+that was held out: at least 0.95. `--data_dir` needs pillow. `complete_cv_example.py` adds models of timm, your own images, checkpoints and tracking.
 """
 
 import argparse
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -25,6 +27,23 @@ def make_loaders(batch_size: int) -> tuple[DataLoader, DataLoader]:
     dataset = TensorDataset(images, torch.tensor(digits))
     train, held_out = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
     return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(held_out, batch_size=64)
+
+
+def make_picture_loaders(folder: str, batch_size: int) -> tuple[list[str], DataLoader, DataLoader]:
+    """The same of a folder of pictures named after what they show, as `beagle_12.jpg`: the names, and batches of (3, 32, 32)."""
+    from PIL import Image
+
+    paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".jpg", ".jpeg", ".png"))
+    names = sorted({path.stem.rpartition("_")[0] for path in paths})
+    rows = []
+    for path in paths:
+        pixels = bytearray(Image.open(path).convert("RGB").resize((32, 32)).tobytes())
+        image = torch.frombuffer(pixels, dtype=torch.uint8).reshape(32, 32, 3).permute(2, 0, 1) / 255
+        rows.append((image, names.index(path.stem.rpartition("_")[0])))
+    if not rows:
+        raise SystemExit(f"--data_dir {folder}: no pictures. Their names must be like beagle_12.jpg.")
+    train, held_out = random_split(rows, [0.8, 0.2], torch.Generator().manual_seed(0))
+    return names, DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(held_out, batch_size=64)
 
 
 def make_model() -> nn.Module:
@@ -60,13 +79,22 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--data_dir", help="a folder of pictures such as beagle_12.jpg, in place of the digits")
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     set_seed(0)
     model = make_model()
+    if args.data_dir:
+        names, *loaders = make_picture_loaders(args.data_dir, args.batch_size)
+        model[0], model[5] = nn.Conv2d(3, 32, kernel_size=3, padding=1), nn.AdaptiveMaxPool2d(2)
+        model[-1] = nn.Linear(256, len(names))
+    else:
+        loaders = list(make_loaders(args.batch_size))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *make_loaders(args.batch_size))
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, *loaders)
 
     for epoch in range(args.epochs):
         model.train()

@@ -1,7 +1,7 @@
 """Classify sentences with a BERT, on one process or many: a whole training loop with `accelerate`.
 
     accelerate launch nlp_example.py
-    accelerate launch --num_processes 2 --mixed_precision bf16 nlp_example.py
+    accelerate launch --num_processes 2 nlp_example.py --mixed_precision fp16
     accelerate launch nlp_example.py --model bert-base-cased --data reviews.csv
 
 Without options, a tiny BERT with random weights learns whether a sentence such as "the plot was never dull" praises; the
@@ -95,9 +95,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--batch_size", type=int, default=16, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     set_seed(0)
     model, train_loader, eval_loader = make_model_and_loaders(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

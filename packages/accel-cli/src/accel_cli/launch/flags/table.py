@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options
+from accel_cli.arguments import HELP_ALL, CommandParser, Option, add_options
 from accel_cli.extensions import OPTIONS_GROUP, entry_points
 from accel_cli.launch import settings as own
 from accel_cli.launch.flags.group import OptionGroup
@@ -209,6 +209,7 @@ def groups_of(settings: LaunchSettings) -> Iterator[OptionGroup]:
 
 def add_launch_options(parser: CommandParser) -> None:
     """Add every option to a parser, under its heading; those that `--help` does not show are added when needed."""
+    parser.add_argument(HELP_ALL, action="help", help="Show every option, by group, and exit.")
     headings: dict[str, Any] = {"": parser}
     late: list[OptionGroup] = []
     for group in GROUPS:

@@ -1,4 +1,4 @@
-"""Train a language model with DeepSpeed: what is sharded stands in a JSON file.
+"""Train a language model with DeepSpeed from a JSON config.
 
     accelerate launch deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage2_config.json
     accelerate launch --num_processes 2 deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage3_offload_config.json

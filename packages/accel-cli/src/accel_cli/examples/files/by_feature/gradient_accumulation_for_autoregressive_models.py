@@ -1,4 +1,4 @@
-"""Accumulate gradients of a language model right: each token counts the same, in whatever micro-batch it is.
+"""Gradient accumulation for causal language models, with per-token loss normalization.
 
     accelerate launch gradient_accumulation_for_autoregressive_models.py
     accelerate launch --num_processes 2 gradient_accumulation_for_autoregressive_models.py --gradient_accumulation_steps 2
