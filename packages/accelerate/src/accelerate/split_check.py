@@ -18,8 +18,7 @@ _times_at: Counter[str] = Counter()
 def check_same_split(dataset: Any) -> None:
     """Warn if another rank prepares a `Subset` of other indices at the same line of the program.
 
-    Each rank publishes a checksum in the store of the process group and compares those that are there already. So nothing waits,
-    and the last rank that comes sees a difference.
+    The first rank leaves a checksum in the store of the process group, with which the others compare theirs: nothing waits.
 
     Args:
         dataset: The data set of a loader; anything but a `Subset` is passed over.
@@ -36,13 +35,12 @@ def check_same_split(dataset: Any) -> None:
     frame = program_frame()
     line = f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
     _times_at[line] += 1
-    keys = [f"accelerate/split/{line}/{_times_at[line]}/{rank}" for rank in range(group.size())]
-    store.set(keys[group.rank()], checksum)
-    for rank, key in enumerate(keys):
-        if rank != group.rank() and store.check([key]) and store.get(key).decode() != checksum:
-            warn_user(
-                f"Ranks {min(rank, group.rank())} and {max(rank, group.rank())} prepare subsets of different samples, so that each may "
-                "train on what the other validates on. Split with the same seed on every rank: random_split(dataset, lengths, "
-                "generator=torch.Generator().manual_seed(42)), or call set_seed(42) before."
-            )
-            return
+    key, value = f"accelerate/split/{line}/{_times_at[line]}", f"{group.rank()} {checksum}"
+    first, _, other = store.compare_set(key, "", value).decode().partition(" ")
+    if other != checksum:
+        lower, higher = sorted((int(first), group.rank()))
+        warn_user(
+            f"Ranks {lower} and {higher} prepare subsets of different samples, so that each may train on what the other validates on. "
+            "Split with the same seed on every rank: random_split(dataset, lengths, generator=torch.Generator().manual_seed(42)), or "
+            "call set_seed(42) before."
+        )
