@@ -6,13 +6,18 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from accel_cli.errors import UsageError
 from accel_cli.launch import network
+from accel_cli.launch.runners import meeting
+from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.show import show
 from tests.cli.pretended import Pretended, settings_of, settled
 from tests.support.hidden_devices import NO_DEVICES
@@ -123,11 +128,23 @@ def test_a_file_of_another_machine_is_refused(tmp_path: Path) -> None:
             SKYPILOT | {"PET_NNODES": "", "SKYPILOT_NODE_IPS": "10.0.0.1"},
             "SKYPILOT_NODE_IPS has 1 addresses for 2 nodes",
         ),
+        (DSTACK | {"PET_NNODES": "", "DSTACK_NODES_IPS": "10.0.0.1"}, "DSTACK_NODES_IPS has 1 addresses for 2 nodes"),
     ],
 )
 def test_variables_that_contradict_one_another(changes: dict[str, str], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(UsageError, match=reason):
         settings_of("--cpu", "train.py", environ=KUBEFLOW | changes)
+
+
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_pods_without_the_accelerators_that_they_count(nodes: str) -> None:
+    for count in ("auto", "gpu"):
+        environ = KUBEFLOW | {"PET_NNODES": nodes, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": count}
+        with pytest.raises(UsageError, match=f"PET_NPROC_PER_NODE={count} is one process for each .* Give --cpu"):
+            settled("train.py", environ=environ)
+        assert settings_of("train.py", environ=environ, machine=Pretended(devices=8)).num_processes == 8 * int(nodes)
+        for words in (["--cpu"], ["--num_processes", nodes]):
+            assert settled(*words, "train.py", environ=environ)[0].num_processes == int(nodes)
 
 
 def test_a_rendezvous_that_needs_no_ranks_may_have_any() -> None:
@@ -198,6 +215,78 @@ def test_machine_0_may_start_later_and_has_an_address_of_its_own() -> None:
         network.wait_until_reached("127.0.0.1", port, listens_here=False, seconds=-1)
     network.wait_until_reached("127.0.0.1", port, listens_here=False, seconds=-1)  # refused: it has not begun
     network.wait_until_reached("127.0.0.1", port, listens_here=True, seconds=-1)
+
+
+def test_what_answers_elsewhere_is_not_this_machine() -> None:
+    here, elsewhere = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    with here, elsewhere, socket.create_connection(here.getsockname()) as another_machines:
+        here.settimeout(0.1)
+        another_machines.close()
+        assert network._leads_to(here, *here.getsockname())
+        assert not network._leads_to(here, *elsewhere.getsockname())
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+    """The store of machine 0, which is looked at often."""
+    monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.05)
+    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def part(store: TCPStore, machine: int, has_met: Callable[[], bool] = lambda: False) -> tuple[Meeting, Queue[str]]:
+    """A machine's part in the meeting of three, and what it says."""
+    said: Queue[str] = Queue()
+    started = Meeting(store.host, store.port, machine, 3, has_met=has_met, end=said.put, note=said.put)
+    started.start()
+    return started, said
+
+
+def test_a_launch_that_fails_ends_those_that_wait_for_it(store: TCPStore) -> None:
+    fails, _ = part(store, 1)
+    store.wait([f"{meeting.PREFIX}/1"])
+    fails.leave(3)
+    for machine in (0, 2):
+        waits, said = part(store, machine)
+        reason = "Machine 1 ended with exit status 3 while the run was starting, which cannot begin without it."
+        assert said.get(timeout=60) == waits.fault == reason
+        waits.leave(1)
+
+
+def test_a_launch_that_is_killed_ends_those_that_wait_for_it(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LOST_SECONDS", 0.5)
+    store.set(f"{meeting.PREFIX}/1", "its last sign of life")
+    waits, said = part(store, 0)
+    assert "Machine 1 has given no sign of life" in said.get(timeout=60) + said.get(timeout=60)
+    assert waits.fault
+    waits.leave(1)
+
+
+def test_machines_whose_launch_has_not_begun_are_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "LOST_SECONDS", 0.0)
+    waits, said = part(store, 0)
+    assert said.get(timeout=60) == "waiting for the launch of machine 1, 2."
+    waits.leave(0)
+    assert said.empty(), "which is no fault, and said once"
+
+
+def test_without_machine_0_the_others_end(store: TCPStore) -> None:
+    proxy = socket.create_server(("127.0.0.1", 0))
+    with proxy:
+        waits = Meeting("127.0.0.1", proxy.getsockname()[1], 1, 2, has_met=lambda: False, end=print, note=print)
+        waits._lifeline = socket.create_connection(proxy.getsockname())
+        waits._lifeline.setblocking(False)
+        waits._store = PrefixStore(meeting.PREFIX, store)
+        accepted, _ = proxy.accept()
+        assert waits._look() == ""
+        accepted.close()
+        assert waits._look() == "Machine 0 has ended"
+        waits._lifeline.close()
+
+
+def test_what_happens_after_the_processes_have_met_is_theirs_to_say(store: TCPStore) -> None:
+    leaves, _ = part(store, 1, has_met=lambda: True)
+    leaves.leave(3)
+    assert not store.check([f"{meeting.PREFIX}/1"])
 
 
 REACHING = """

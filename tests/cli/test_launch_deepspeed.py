@@ -170,6 +170,8 @@ def test_processes_that_mpi_starts_know_the_first() -> None:
         (["--use_deepspeed", "--mpirun_hostfile", "hosts"], "--mpirun_hostfile and --use_deepspeed contradict"),
         (["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "3", "--num_processes", "3"],
          "--num_machines 3 is more than the machines in --deepspeed_hostfile 'hosts': a, b"),
+        (["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_processes", "10"],
+         "10 processes on 2 machines are 5 on each, and --deepspeed_hostfile 'hosts' has 4 slots for 'a'"),
     ],
 )  # fmt: skip
 def test_mistakes(words: list[str], message: str) -> None:

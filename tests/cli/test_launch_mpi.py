@@ -98,6 +98,8 @@ def test_under_mpirun_the_hostfile_has_been_used_already() -> None:
         (["--mpirun_hostfile", "."], OPEN_MPI, "'.' cannot be read"),
         (["--mpirun_hostfile", "here", "--num_machines", "2"], OPEN_MPI,
          "--num_machines 2 is more than the machines in --mpirun_hostfile 'here': localhost"),
+        (["--mpirun_hostfile", "here", "--num_processes", "4"], OPEN_MPI,
+         "4 processes on 1 machines are 4 on each, and --mpirun_hostfile 'here' has 2 slots for 'localhost'"),
     ],
 )  # fmt: skip
 def test_mistakes(words: list[str], mpi: str, message: str) -> None:

@@ -140,7 +140,7 @@ class NodeRow:
     processes_per_node: str
     master_addr: str | None = None
     addresses: str | None = None
-    """Of all nodes, one a line."""
+    """Of all nodes, one a line; that of node 0 comes first."""
     master_port: str | None = None
 
     @property
@@ -172,6 +172,7 @@ NODE_CLUSTERS: tuple[NodeRow, ...] = (
         node_rank="DSTACK_NODE_RANK",
         processes_per_node="DSTACK_GPUS_PER_NODE",
         master_addr="DSTACK_MASTER_NODE_IP",
+        addresses="DSTACK_NODES_IPS",
     ),
 )
 
@@ -222,14 +223,12 @@ def _node_place(row: NodeRow, environ: Mapping[str, str]) -> NodePlace:
 
 
 def _address_of_node_0(row: NodeRow, num_nodes: int, environ: Mapping[str, str]) -> str | None:
-    if row.addresses is None:
-        return environ.get(row.master_addr or "") or None
-    addresses = environ.get(row.addresses, "").split()
+    addresses = environ.get(row.addresses or "", "").split()
     if addresses and len(addresses) != num_nodes:
         raise ValueError(
             f"{row.addresses} has {len(addresses)} addresses for {num_nodes} nodes ({row.num_nodes}): {', '.join(addresses)}."
         )
-    return addresses[0] if addresses else None
+    return environ.get(row.master_addr or "") or next(iter(addresses), None)
 
 
 def detect_cluster(environ: Mapping[str, str]) -> ClusterPlace | None:

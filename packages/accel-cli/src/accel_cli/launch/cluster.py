@@ -28,10 +28,12 @@ def take_cluster(settings: LaunchSettings, environ: Mapping[str, str]) -> Launch
     """
     if settings.sagemaker or settings.tpu or settings.deepspeed_hostfile or settings.launcher:
         return settings  # which start the processes on all machines themselves
-    place = detect_cluster(environ)
+    try:
+        place, nodes = detect_cluster(environ), detect_nodes(environ)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if settings.mpirun_hostfile and (place is None or not _is_by_mpi(place)):
         return settings
-    nodes = detect_nodes(environ)
     if nodes is not None:
         return _on_each_node(settings, nodes)
     if place is None or place.world_size == 1:

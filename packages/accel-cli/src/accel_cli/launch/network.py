@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 from accel_cli.errors import UsageError
 
@@ -82,16 +84,34 @@ def _fault_here(host: str, port: int) -> str | None:
     except OSError:
         pass
     try:
-        with socket.create_server(("", port)):
-            socket.create_connection((host, port), CONNECT_SECONDS).close()
+        with socket.create_server(("", port)) as listener:
+            listener.settimeout(CONNECT_SECONDS)
+            if _leads_to(listener, host, port):
+                return None
+            why = "another machine answers"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:  # torch says so, or takes another
             return None
-        return (
-            f"{host!r} is not an address of this machine, which is machine 0, and does not lead to it at port {port} "
-            f"({error.args[-1]}). Correct --main_process_ip or --machine_rank."
-        )
-    return None
+        why = str(error.args[-1])
+    return (
+        f"{host!r} is not an address of this machine, which is machine 0, and does not lead to it at port {port} ({why}). Correct "
+        "--main_process_ip or --machine_rank."
+    )
+
+
+def _leads_to(listener: socket.socket, host: str, port: int) -> bool:
+    """Whether what connects to an address arrives here: a random word does, among the connections of other machines."""
+    word = os.urandom(16)
+    with socket.create_connection((host, port), CONNECT_SECONDS) as probe:
+        probe.sendall(word)
+        with suppress(TimeoutError):
+            while True:
+                accepted, _ = listener.accept()
+                with accepted:
+                    accepted.settimeout(CONNECT_SECONDS)
+                    if accepted.recv(len(word)) == word:
+                        return True
+    return False
 
 
 def own_address(towards: str) -> str | None:

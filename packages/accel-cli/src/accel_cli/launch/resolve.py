@@ -23,6 +23,9 @@ NO_OPTIONS = ("nondefault", "func")  # entries of a parsed command line that are
 # the number of processes on this machine when mpirun started this one
 MPI_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
+PROCESSES_OF_PODS = "PET_NPROC_PER_NODE"
+ONE_FOR_EACH_DEVICE = ("auto", "gpu")  # its values for which accelerators are counted
+
 DEEPSPEED_HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 STANDARD = "standard"  # this command is run on each machine, with torch's agents
 AGENT_OPTIONS = (
@@ -101,7 +104,7 @@ def complete(settings: LaunchSettings, environ: Mapping[str, str], machine: Mach
         The settings, with every field resolved.
     """
     settings = _guess_machines(settings, machine)
-    settings = _guess_processes(settings, machine)
+    settings = _guess_processes(settings, environ, machine)
     settings = _guess_threads(settings, environ, machine)
     settings = _guess_deepspeed_launcher(settings, machine)
     settings = settings.but(runner=next(name for name, applies in RUNNERS.items() if applies(settings)))
@@ -139,14 +142,19 @@ def _expanded(path: str | None) -> str | None:
     return os.path.expanduser(path) if path else path
 
 
-def _guess_processes(settings: LaunchSettings, machine: Machine) -> LaunchSettings:
+def _guess_processes(settings: LaunchSettings, environ: Mapping[str, str], machine: Machine) -> LaunchSettings:
     counted = settings.num_processes is not None
     if counted or settings.sagemaker or settings.tpu:  # torch_xla counts the cores
         return settings
     per_machine = 1
     chosen = chosen_devices(settings)
     if not settings.use_cpu:
-        per_machine = len(chosen) if chosen else max(1, machine.num_devices())
+        num_devices = len(chosen) or machine.num_devices()
+        per_machine = max(1, num_devices)
+        asked = environ.get(PROCESSES_OF_PODS)
+        if not num_devices and settings.cluster == "Kubeflow" and asked in ONE_FOR_EACH_DEVICE:
+            fault = f"{PROCESSES_OF_PODS}={asked} is one process for each accelerator, and this machine has none."
+            settings = settings.but(device_fault=f"{fault} Give --cpu to train on the CPU, or set a number.")
     settings = settings.with_values({"num_processes": per_machine * settings.num_machines}, "guess")
     if per_machine == 1:
         return settings

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
 from accel_cli.launch.flags.table import groups_of, value_of
 from accel_cli.launch.resolve import chosen_devices
+from accel_cli.launch.hostfile import check_hosts
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.values import check_choice
 
@@ -198,15 +199,6 @@ def _check_devices(settings: LaunchSettings) -> None:
         raise UsageError(
             f"--gpu_ids {settings.gpu_ids} names {len(chosen)} devices, too few for the {here} processes of this machine. "
             f"Name more, or give --num_processes {len(chosen) * settings.num_machines}."
-        )
-
-
-def _check_hosts(settings: LaunchSettings) -> None:
-    if settings.hosts and len(settings.hosts) < settings.num_machines:
-        name = "deepspeed_hostfile" if settings.use_deepspeed else "mpirun_hostfile"
-        raise UsageError(
-            f"--num_machines {settings.num_machines} is more than the machines in --{name} "
-            f"{getattr(settings, name)!r}: {', '.join(settings.hosts)}."
         )
 
 
@@ -400,6 +392,6 @@ def _check_engine(settings: LaunchSettings) -> None:
 
 
 CHECKS: tuple[Callable[[LaunchSettings], None], ...] = (
-    _check_choices, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, _check_hosts,
+    _check_choices, _check_processes, _check_machines, _check_port, _check_devices, _check_agent, check_hosts,
     _check_deepspeed, _check_precision, _check_parallelism, _check_engine, check_script,
 )  # fmt: skip

@@ -83,6 +83,11 @@ class Watch:
         """The processes that have reported."""
         return list(self._running().values())
 
+    @property
+    def has_progressed(self) -> bool:
+        """Whether any process has got past its start: it has called a collective, or taken a batch."""
+        return any(self._count(rank) for rank in self._running())
+
     def look(self, ended: dict[int, int] | None = None) -> None:
         """Check all processes once; called several times a second.
 

@@ -10,7 +10,6 @@ import threading
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from signal import SIGTERM
 from traceback import walk_tb
@@ -21,6 +20,7 @@ from accel_cli.launch.machine import free_port, network_variables
 from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, own_address, wait_until_reached
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
+from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
 from accel_cli.supervise.watch import Watch
@@ -35,11 +35,7 @@ def run(plan: Plan) -> int:
         0 if all of them succeeded, else the exit status of the one that failed first; 124 if they hung. After a signal,
         the result of `status_after`.
     """
-    from torch.distributed import DistError
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from accel_state.environment import patch_environment
 
@@ -54,17 +50,60 @@ def run(plan: Plan) -> int:
         variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
     notices = dict.fromkeys(NOTICES, lambda number: _send(number, watch))
+    is_static = str(arguments.nnodes) != "1" and arguments.rdzv_backend == "static"  # so that no machine is replaced
+    meeting = _meeting(arguments, watch) if is_static else None
     with patch_environment(**variables | watch.variables), _watching(watch), handled(notices):
+        status = 1
         try:
-            _run_agent(torchrun, arguments, plan)
-        except ChildFailedError as error:
-            watch.look({rank: failure.exitcode for rank, failure in error.failures.items()})
-            return _report(error, plan)
-        except SignalException as signal:  # the agent has ended the processes
-            return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
-        except (DistError, RendezvousError) as error:
-            raise UsageError(_rendezvous_error(arguments, error)) from error
+            status = _run_to_the_end(torchrun, arguments, plan, watch)
+        finally:
+            if meeting is not None:
+                meeting.leave(status)
+    return 1 if meeting is not None and meeting.fault else status
+
+
+def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watch) -> int:
+    """Run the agent, and return the exit status."""
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    try:
+        _run_agent(torchrun, arguments, plan)
+    except ChildFailedError as error:
+        watch.look({rank: failure.exitcode for rank, failure in error.failures.items()})
+        return _report(error, plan)
+    except SignalException as signal:  # the agent has ended the processes
+        return HUNG_STATUS if watch.is_hanging else status_after(signal.sigval, _codes(signal), watch.crashed)
+    except (DistError, RendezvousError) as error:
+        raise UsageError(_rendezvous_error(arguments, error)) from error
     return 0
+
+
+def _meeting(arguments: Namespace, watch: Watch) -> Meeting:
+    """Let this launch and those of the other machines know of one another's end."""
+    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    host, _, port = endpoint.rpartition(":")
+
+    def end(reason: str) -> None:
+        _note(reason)
+        logging.disable(logging.WARNING)  # the agent tells what it does now
+        if not _children():  # the agent waits in compiled code, where no signal reaches it
+            watch.close(tell=False)
+            os._exit(1)
+        os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
+
+    meeting = Meeting(
+        host, int(port), arguments.node_rank, int(arguments.nnodes), has_met=lambda: watch.has_progressed, end=end,
+        note=_note,
+    )  # fmt: skip
+    meeting.start()
+    return meeting
+
+
+def _note(text: str) -> None:
+    print(f"accelerate launch: {text}", file=sys.stderr, flush=True)
 
 
 def _join_network(arguments: Namespace) -> dict[str, str]:
@@ -77,8 +116,7 @@ def _join_network(arguments: Namespace) -> dict[str, str]:
     host, _, port = endpoint.rpartition(":")
     listens_here = arguments.rdzv_backend == "static" and arguments.node_rank == 0
     seconds = POD_SECONDS if os.environ.get("PET_NNODES") else REACH_SECONDS
-    note = partial(print, "accelerate launch:", file=sys.stderr, flush=True)
-    wait_until_reached(host, int(port), listens_here=listens_here, seconds=seconds, note=note)
+    wait_until_reached(host, int(port), listens_here=listens_here, seconds=seconds, note=_note)
     address = own_address(host)
     if address is None:
         return {}
@@ -128,12 +166,16 @@ def _codes(error: BaseException) -> dict[int, int]:
 
 
 def _send(number: int, watch: Watch) -> None:
-    """Send a signal to the processes of the agent, which are the only children of this process."""
-    paths = glob.glob("/proc/self/task/*/children")
-    children = [int(word) for path in paths for word in Path(path).read_text(encoding="ascii").split()]
-    for process_id in children or watch.process_ids:
+    """Send a signal to the processes of the agent."""
+    for process_id in _children() or watch.process_ids:
         with suppress(ProcessLookupError):
             os.kill(process_id, number)
+
+
+def _children() -> list[int]:
+    """The children of this process, which are those of the agent; none on systems without /proc."""
+    paths = glob.glob("/proc/self/task/*/children")
+    return [int(word) for path in paths for word in Path(path).read_text(encoding="ascii").split()]
 
 
 def _run_agent(torchrun: Any, arguments: Namespace, plan: Plan) -> None:

@@ -1,0 +1,141 @@
+"""The launches of a run on several machines, until their processes have met: each learns when one of the others ends."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event, Thread
+from typing import Any
+
+LOOK_SECONDS = 1.0
+LOST_SECONDS = 20.0  # without a sign of life from another machine's launch
+MOST_SECONDS = 600.0  # processes without an `Accelerator` do not say that they have met: they give up after this time
+CONNECT_SECONDS = 20.0
+PREFIX = "accelerate_meeting"
+FAULT = "fault"
+
+
+class Meeting:
+    """Signs of life of all launches, in the key-value store of machine 0's launch. That one looks at them for all.
+
+    A process group waits for ranks that never come as long as its timeout, without a word.
+
+    Args:
+        host: Name or address of machine 0.
+        port: Of the rendezvous.
+        machine: The rank of this machine.
+        count: The number of machines.
+        has_met: Whether the processes of this machine have gone on together with the others'.
+        end: Called with the reason, when the run cannot begin.
+        note: Prints a line for the user.
+
+    Attributes:
+        fault: Why the run cannot begin; empty if nothing is wrong.
+    """
+
+    def __init__(
+        self, host: str, port: int, machine: int, count: int, *, has_met: Callable[[], bool],
+        end: Callable[[str], None], note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._address, self._machine, self._count = (host, port), machine, count
+        self._has_met, self._end, self._note = has_met, end, note
+        self._done = Event()
+        self.fault = ""
+        self._store: Any = None
+        self._lifeline: socket.socket | None = None  # closed when machine 0's launch ends
+        self._beats: dict[int, tuple[str, float]] = {}  # of each other machine, the last one and when it came
+        self._began = time.monotonic()
+        self._thread = Thread(target=self._run, name="meeting", daemon=True)
+
+    def start(self) -> None:
+        """Begin to tell the others, and to look at them, in a thread."""
+        self._thread.start()
+
+    def leave(self, status: int) -> None:
+        """End, and tell the others how.
+
+        Args:
+            status: The exit status of this launch.
+        """
+        self._done.set()
+        self._thread.join()
+        if status and self._store is not None and not self._has_met():
+            with suppress(RuntimeError):  # machine 0's launch has ended, too
+                self._store.set(str(self._machine), f"ended with exit status {status}")
+        if self._lifeline is not None:
+            self._lifeline.close()
+
+    def _run(self) -> None:
+        with suppress(RuntimeError, OSError):  # nothing of ours answers there: torch says what is wrong
+            if not self._connect():
+                return
+            while not (self._has_met() or time.monotonic() - self._began > MOST_SECONDS):
+                fault = self._look()
+                if fault and not self._done.wait(LOOK_SECONDS):  # otherwise all were about to end
+                    self.fault = f"{fault} while the run was starting, which cannot begin without it."
+                    self._end(self.fault)
+                    return
+                if self._done.wait(LOOK_SECONDS):
+                    return
+
+    def _connect(self) -> bool:
+        """Connect to the store of machine 0's launch, as soon as there is one; False if this one has ended before."""
+        import torch.distributed as dist
+
+        while not self._done.wait(LOOK_SECONDS):
+            with suppress(OSError):
+                self._lifeline = socket.create_connection(self._address, CONNECT_SECONDS)
+                break
+        if self._lifeline is None:
+            return False
+        self._lifeline.setblocking(False)
+        store = dist.TCPStore(*self._address, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS))
+        self._store = dist.PrefixStore(PREFIX, store)
+        return True
+
+    def _look(self) -> str:
+        """Give a sign of life, and return which machine is missing; empty if none is."""
+        if self._machine == 0:
+            fault = next(self._missing(), "")
+            if fault:
+                self._store.set(FAULT, fault)
+            return fault
+        try:
+            if not self._is_closed():
+                self._store.set(str(self._machine), str(time.monotonic()))
+                return self._store.get(FAULT).decode() if self._store.check([FAULT]) else ""
+        except RuntimeError:  # it was closed just now
+            pass
+        return "Machine 0 has ended"
+
+    def _is_closed(self) -> bool:
+        assert self._lifeline is not None
+        try:
+            self._lifeline.recv(1)
+        except BlockingIOError:  # open, and silent
+            return False
+        except OSError:
+            pass
+        return True
+
+    def _missing(self) -> Iterator[str]:
+        """What happened to each machine whose launch has ended, or has not been heard of for some time."""
+        now = time.monotonic()
+        for machine in range(1, self._count):
+            if not self._store.check([str(machine)]):
+                continue
+            beat = self._store.get(str(machine)).decode()
+            last, since = self._beats.get(machine, ("", now))
+            if beat.startswith("ended"):
+                yield f"Machine {machine} {beat}"
+            elif beat != last:
+                self._beats[machine] = (beat, now)
+            elif now - since > LOST_SECONDS:
+                yield f"Machine {machine} has given no sign of life for {LOST_SECONDS:.0f} s"
+        absent = [str(machine) for machine in range(1, self._count) if machine not in self._beats]
+        if absent and now - self._began > LOST_SECONDS:
+            self._note(f"waiting for the launch of machine {', '.join(absent)}.")
+            self._note = lambda text: None
