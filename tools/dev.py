@@ -19,6 +19,7 @@ XLA = ROOT / ".venv-xla"
 XLA_PYTHON, XLA_VERSIONS = "3.11", ("torch==2.9.0", "torch_xla==2.9.0", "transformers>=5.0")
 LOWEST = ROOT / ".venv-lowest"
 LOWEST_PYTHON = "3.11"
+TORCHFT = "torchft==0.2.0"
 SAGEMAKER = "sagemaker>=2.232,<3"
 EXTRAS_OF_LOWEST = {  # those whose libraries the tests use; trackers, quantization and clients have groups of their own
     "accel-bigmodel": "hub", "accel-data": "stateful", "accel-state": "numa", "accel-tracking": "progress",
@@ -174,6 +175,18 @@ def ray(arguments: list[str]) -> int:
     return apart("ray", ["tests/ray"], arguments)
 
 
+def torchft(arguments: list[str]) -> int:
+    """Train in the replica groups of the real torchft, one of which is killed, in an environment of its own.
+
+    It is not in the lock: nothing else is tested with it.
+    """
+    groups = ["--no-default-groups", "--group", "dev", "--with", TORCHFT]
+    return run(
+        "uv", "run", "--isolated", "--all-packages", *groups, "pytest", "-n", "1", "tests/torchft", *arguments,
+        OMP_NUM_THREADS="1", VIRTUAL_ENV="", LIBRARIES_REQUIRED="1",
+    )  # fmt: skip
+
+
 def clusters(arguments: list[str]) -> int:
     """Run jobs on a real SLURM of two nodes on this machine, installed first where that can be done without asking."""
     if which("slurmctld") is None and os.geteuid() == 0 and which("apt-get"):
@@ -274,6 +287,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
         ray,
         clusters,
         xla,
+        torchft,
         sagemaker,
         docs,
         cover,

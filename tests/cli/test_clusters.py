@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -227,10 +227,10 @@ def test_what_answers_elsewhere_is_not_this_machine() -> None:
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[TCPStore]:
+def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
     """The store of machine 0, which is looked at often."""
     monkeypatch.setattr(meeting, "LOOK_SECONDS", 0.05)
-    yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def part(store: TCPStore, machine: int, has_met: Callable[[], bool] = lambda: False) -> tuple[Meeting, Queue[str]]:

@@ -178,11 +178,18 @@ if accelerator.is_main_process:
 """
 
 
-def test_a_job_that_is_signalled_saves_and_the_next_one_goes_on_where_it_was(cluster: Slurm) -> None:
+@pytest.fixture(scope="module")
+def undisturbed(cluster: Slurm, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weight of a run of `SAVING` on two nodes that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    (folder / "train.py").write_text(SAVING)
+    printed = cluster.run("srun", "-N2", "-n2", f"--chdir={folder}", "python", "train.py").stdout.splitlines()
+    (weight,) = [line for line in printed if line.startswith("weight")]  # the other node's lines may come later
+    return weight
+
+
+def test_a_job_that_is_signalled_saves_and_the_next_one_goes_on_where_it_was(cluster: Slurm, undisturbed: str) -> None:
     Path("train.py").write_text(SAVING)
-    printed = cluster.run("srun", "-N2", "-n2", "python", "train.py").stdout.splitlines()
-    (undisturbed,) = [line for line in printed if line.startswith("weight")]  # the other node's lines may come later
-    shutil.rmtree("run", ignore_errors=True)
     words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "train.py"]
     for number, to_whom in enumerate(([], ["--batch"])):  # the processes, or the shell that runs the script
         job = cluster.submit(*words, "--slowly", *(["--resume"] if number else []))
@@ -209,28 +216,22 @@ def test_a_cancelled_job_may_save_before_it_ends(cluster: Slurm) -> None:
 
 
 @pytest.mark.thorough
-def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm) -> None:
+@pytest.mark.parametrize("reason", ["signalled", "at its time limit"])
+def test_a_job_on_two_nodes_is_requeued_and_goes_on(cluster: Slurm, undisturbed: str, reason: str) -> None:
     Path("train.py").write_text(SAVING)
-    words = [
-        "--nodes",
-        "2",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--cpus_per_task",
-        "1",
-        "--requeue",
-        "--resume_args=--resume",
-    ]
-    undisturbed = cluster.run("srun", "-N2", "-n2", "python", "train.py").stdout.splitlines()
-    job = cluster.submit(*words, "train.py", "--waits")
+    words = ["--nodes", "2", "--cpu", "--num_processes", "2", "--cpus_per_task", "1", "--time", "30"]
+    words += ["--grace_seconds", "180", "--requeue"]
+    job = cluster.submit(*words, "--resume_args=--resume", "train.py", "--waits")
     output = Path(f"train-{job}.out")
     wait_for(lambda: output.exists() and output.read_text().count("step") >= 4)
-    cluster.run("scancel", "--signal=TERM", job)
+    if reason == "signalled":
+        cluster.run("scancel", "--signal=TERM", job)
+    else:  # which is now nearer than the seconds by which the batch shell is warned; SLURM looks every half minute
+        cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=3")
     wait_for(lambda: cluster.state(job) == "PENDING")
     assert "is requeued after 0 restarts" in output.read_text()
     assert [path.name for path in Path("run/checkpoints").iterdir()] == ["checkpoint_0"]
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
+    again = ("TimeLimit=30", "StartTime=now")  # SLURM would wait for two minutes
+    cluster.run("scontrol", "update", f"JobId={job}", *again)
     wait_for(lambda: cluster.state(job) == "COMPLETED")
-    (weight,) = (line for line in undisturbed if line.startswith("weight"))
-    assert weight in output.read_text().splitlines()
+    assert undisturbed in output.read_text().splitlines()

@@ -17,13 +17,17 @@ from accelerate.utils import ProjectConfiguration, gather, set_seed
 SAMPLES = 40
 
 
-def train(folder: Path, *, kills: Sequence[tuple[int, int, str]] = (), waits_at: int = -1, **options: Any) -> None:
+def train(
+    folder: Path, *, num_samples: int = SAMPLES, kills: Sequence[tuple[int, int, str]] = (), waits_at: int = -1,
+    **options: Any,
+) -> None:  # fmt: skip
     """Write the samples of each step and the final weight into a folder.
 
     At one step, all wait for a signal, or for a file `end`.
 
     Args:
         folder: Of the run.
+        num_samples: Of the data set.
         kills: At which step which rank is killed, `before` the step or while `saving` after it; each once.
         waits_at: The step at which all wait.
         **options: Of `ProjectConfiguration`.
@@ -38,7 +42,7 @@ def train(folder: Path, *, kills: Sequence[tuple[int, int, str]] = (), waits_at:
         dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
     )
     model = torch.nn.Linear(1, 1)
-    samples: Any = torch.arange(SAMPLES, dtype=torch.float32)[:, None] / SAMPLES
+    samples: Any = torch.arange(num_samples, dtype=torch.float32)[:, None] / num_samples
     loader = torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
     accelerator.resume()
@@ -56,7 +60,7 @@ def train(folder: Path, *, kills: Sequence[tuple[int, int, str]] = (), waits_at:
         accelerator.backward((model(batch) - batch).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        taken = [round(sample * SAMPLES) for sample in gather(batch).flatten().tolist()]
+        taken = [round(sample * num_samples) for sample in gather(batch).flatten().tolist()]
         if accelerator.is_main_process:
             (folder / f"{step}.step").write_text(json.dumps(taken))
             with open(folder / "log", "a") as log:

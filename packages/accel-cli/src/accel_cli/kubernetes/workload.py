@@ -8,22 +8,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from accel_cli.arguments import Option
 from accel_cli.errors import UsageError
 from accel_cli.kubernetes.flags import KUBERNETES, check_kubernetes_flags
 from accel_cli.launch.flags.table import all_options, value_of
-from accel_cli.launch.resolve import from_namespace, resolve
+from accel_cli.launch.later import NAMED, NOT_PASSED_ON, flag_words, launch_arguments, resolve_later
 from accel_cli.launch.settings import ROWS, LaunchSettings
-from accel_cli.launch.validate import OWN_RENDEZVOUS, check_flags, check_settings
-from accel_cli.slurm.job import ComputeNode
+from accel_cli.launch.validate import check_settings
 from accel_state.clusters import DEFAULT_PORT
-
-BY_THE_JOB = "set-by-the-job"  # a placeholder
-# set by the manifest, or not for the launch in a pod
-NOT_PASSED_ON = (
-    "config_file", "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "dry_run", "cpu",
-    "training_script", "training_script_args", "aws_access_key_id", "aws_secret_access_key",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +66,7 @@ def make_workload(args: Namespace, environ: Mapping[str, str] | None = None) -> 
         FileNotFoundError: The config file does not exist.
     """
     check_kubernetes_flags(args)
-    environ = os.environ if environ is None else environ
-    names = {option.name for option in KUBERNETES}
-    launch = Namespace(**{name: value for name, value in vars(args).items() if name not in names})
-    check_flags(from_namespace(launch))
-    settings = _settle(launch, environ, args.gpus_per_node or 0)
+    settings = _settle(args, environ, args.gpus_per_node or 0)
     count, gpus = settings.num_processes // settings.num_machines, args.gpus_per_node or 0
     if not settings.use_cpu and (not count or settings.sources["num_processes"] == "guess" and not gpus):
         raise UsageError("The number of GPUs of each pod is missing. Give --gpus_per_node, or --cpu for none.")
@@ -104,16 +91,9 @@ def make_workload(args: Namespace, environ: Mapping[str, str] | None = None) -> 
     )
 
 
-def _settle(launch: Namespace, environ: Mapping[str, str], gpus: int) -> LaunchSettings:
-    """Resolve the settings as the launch in pod 0 will, without its address."""
-    launch.nondefault = {*getattr(launch, "nondefault", ()), "machine_rank", "main_process_ip"}
-    launch.machine_rank, launch.main_process_ip = 0, BY_THE_JOB
-    settings = resolve(launch, environ, ComputeNode(gpus))
-    if settings.runner in OWN_RENDEZVOUS:
-        raise UsageError(
-            f"`accelerate kubernetes` cannot be combined with the launcher {settings.runner!r} of these settings: each pod runs "
-            "`accelerate launch` itself. Leave the launcher out."
-        )
+def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> LaunchSettings:
+    """Resolve the settings as the launch in pod 0 will."""
+    settings = resolve_later(launch_arguments(args, KUBERNETES), environ, gpus, "kubernetes")
     if gpus and settings.num_processes != gpus * settings.num_machines:
         raise UsageError(
             f"num_processes is {settings.num_processes}, and --gpus_per_node {gpus} on {settings.num_machines} machines makes "
@@ -134,16 +114,8 @@ def _words(settings: LaunchSettings) -> Iterator[str]:
     """Yield the flags of `accelerate launch` for what flags and config file have set: the image has no such file."""
     yield from ["--cpu"] if settings.use_cpu else []
     for name, option in all_options().items():
-        if settings.sources.get(name) not in ("flag", "file") or name in NOT_PASSED_ON or not option.flags:
+        if settings.sources.get(name) not in NAMED or name in (*NOT_PASSED_ON, "cpu") or not option.flags:
             continue
         value = getattr(settings, name) if name in ROWS else value_of(settings, name)
         if value != option.initial:
-            yield from _flag(option, value)
-
-
-def _flag(option: Option, value: object) -> Iterator[str]:
-    flag = option.flags.split()[-1]
-    if option.is_switch:
-        yield from [flag] if value == (option.action == "store_true") else []
-    elif value is not None:
-        yield from (f"{flag}={item}" for item in (value if isinstance(value, list) else [value]))
+            yield from flag_words(option, value)

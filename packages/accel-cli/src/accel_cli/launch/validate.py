@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from accel_cli.errors import MissingFileError, MissingHereError, NotHereError, UsageError, did_you_mean
 from accel_cli.launch.flags.table import groups_of, value_of
-from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.hostfile import check_hosts
+from accel_cli.launch.resolve import chosen_devices
 from accel_cli.launch.settings import LaunchSettings
 from accel_cli.launch.values import check_choice
 

@@ -10,23 +10,13 @@ from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import find
-from accel_cli.launch.machine import Machine
-from accel_cli.launch.resolve import from_namespace, resolve
+from accel_cli.launch.later import NAMED, NOT_PASSED_ON, flag_words, launch_arguments, resolve_later
 from accel_cli.launch.settings import LaunchSettings
-from accel_cli.launch.validate import OWN_RENDEZVOUS, check_flags, check_settings
+from accel_cli.launch.validate import check_settings
 from accel_cli.slurm.flags import SLURM, check_slurm_flags, num_gpus, resume_words
-from accel_state.clusters import DEFAULT_PORT
 
 CPUS_PER_GPU = 4  # the default: the process itself, and data loader workers
-FOUND_BY_THE_JOB = "found-by-the-job"
 ANY_PORT = 1  # placeholder for a port that the job chooses
-NAMED = ("flag", "file")
-
-# set by the batch script itself, or not for it
-NOT_PASSED_ON = (
-    "config_file", "num_machines", "num_processes", "machine_rank", "main_process_ip", "main_process_port", "dry_run",
-    "training_script", "training_script_args", "aws_access_key_id", "aws_secret_access_key",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,41 +58,6 @@ class Job:
     notes: tuple[str, ...]
 
 
-class ComputeNode(Machine):
-    """A machine of the job. It cannot be queried now, but has what the job requests.
-
-    Args:
-        gpus: How many it has.
-    """
-
-    def __init__(self, gpus: int) -> None:
-        self.gpus = gpus
-
-    def num_devices(self) -> int:
-        """Count the GPUs that the job requests."""
-        return self.gpus
-
-    def has_devices(self, gpu_ids: str = "") -> bool:
-        """Assume that the machines of the job have accelerators if settings ask for them."""
-        return True
-
-    def fault_of_gpu_ids(self, gpu_ids: str) -> str:
-        """Assume that the machines of the job have the GPUs that settings name; the launch on the machine checks it."""
-        return ""
-
-    def visible_devices_variable(self) -> str:
-        """The variable of CUDA; the launch on the machine uses the right one."""
-        return "CUDA_VISIBLE_DEVICES"
-
-    def num_cores(self) -> int:
-        """One core: the number of threads is chosen on the machine."""
-        return 1
-
-    def port(self, wanted: int | None, default: int = DEFAULT_PORT) -> int:
-        """The default: whether it is free is checked on the machine."""
-        return wanted or default
-
-
 def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
     """Check a command line, resolve it with the config file and the environment, and make the job.
 
@@ -115,7 +70,6 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
         FileNotFoundError: The script or the config file does not exist.
     """
     check_slurm_flags(args)
-    check_flags(from_namespace(launch_arguments(args)))
     gpus = num_gpus(args.gpus_per_node)
     settings = _settle(args, environ, gpus)
     nodes = settings.num_machines
@@ -143,29 +97,12 @@ def make_job(args: Namespace, environ: Mapping[str, str] | None = None) -> Job:
     )
 
 
-def launch_arguments(args: Namespace) -> Namespace:
-    """Copy a command line without the options of `accelerate slurm` alone."""
-    own = {option.name for option in SLURM}
-    return Namespace(**{name: value for name, value in vars(args).items() if name not in own})
-
-
 def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> LaunchSettings:
-    """Resolve the settings as the launch on a machine of the job will, without its address."""
-    wanted = launch_arguments(args)
-    wanted.nondefault = {*getattr(args, "nondefault", ()), "machine_rank", "main_process_ip"}
-    wanted.machine_rank, wanted.main_process_ip = 0, FOUND_BY_THE_JOB
-    if args.nodes:
-        wanted.num_machines = args.nodes
-        wanted.nondefault.add("num_machines")
+    """Resolve the settings as the launch on a machine of the job will."""
+    overrides = {"num_machines": args.nodes} if args.nodes else {}
     if gpus and not args.num_processes:
-        wanted.num_processes = gpus * (args.nodes or args.num_machines or 1)
-        wanted.nondefault.add("num_processes")
-    settings = resolve(wanted, environ, ComputeNode(gpus))
-    if settings.runner in OWN_RENDEZVOUS:
-        raise UsageError(
-            f"`accelerate slurm` cannot be combined with the launcher {settings.runner!r} of these settings: the job runs "
-            "`accelerate launch` on each machine itself. Leave the launcher out."
-        )
+        overrides["num_processes"] = gpus * (args.nodes or args.num_machines or 1)
+    settings = resolve_later(launch_arguments(args, SLURM), environ, gpus, "slurm", overrides)
     sources = dict(settings.sources)
     if gpus and not args.num_processes:  # the config file may have had the number of machines
         settings, sources["num_processes"] = settings.but(num_processes=gpus * settings.num_machines), "guess"
@@ -236,8 +173,4 @@ def _launch_words(args: Namespace, settings: LaunchSettings) -> Iterator[str]:
         option = find(name)
         if option is None or name in NOT_PASSED_ON:
             continue
-        flag, value = option.flags.split()[-1], getattr(args, name)
-        if option.is_switch:
-            yield flag
-        else:
-            yield from (f"{flag}={item}" for item in (value if isinstance(value, list) else [value]))
+        yield from flag_words(option, getattr(args, name))

@@ -13,7 +13,7 @@ from typing import Any
 LOOK_SECONDS = 1.0
 LOST_SECONDS = 20.0  # without a sign of life from another machine's launch
 MOST_SECONDS = 600.0  # processes without an `Accelerator` do not say that they have met: they give up after this time
-CONNECT_SECONDS = 20.0
+CONNECT_SECONDS = 60.0  # torch asks DNS first for the names of both ends
 PREFIX = "accelerate_meeting"
 FAULT = "fault"
 
