@@ -85,12 +85,14 @@ class Meeting:
         """Connect to the store of machine 0's launch, as soon as there is one; False if this one has ended before."""
         import torch.distributed as dist
 
-        while not self._done.wait(LOOK_SECONDS):
+        while self._lifeline is None:
+            has_ended = self._done.is_set()  # once more then: the others must hear of it
             with suppress(OSError):
                 self._lifeline = socket.create_connection(self._address, CONNECT_SECONDS)
-                break
-        if self._lifeline is None:
-            return False
+            if self._lifeline is None:
+                if has_ended:
+                    return False
+                self._done.wait(LOOK_SECONDS)
         self._lifeline.setblocking(False)
         store = dist.TCPStore(*self._address, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_SECONDS))
         self._store = dist.PrefixStore(PREFIX, store)
