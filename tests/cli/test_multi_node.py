@@ -61,6 +61,28 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+FAILS_ON_MACHINE_1 = """
+import os, sys
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+from accelerate import Accelerator
+Accelerator(cpu=True)
+"""
+
+
+@needs_namespaces
+@pytest.mark.launch
+@pytest.mark.takes_turns("other machines")
+def test_a_machine_that_fails_before_processes_meet_ends_the_other_one(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ON_MACHINE_1)
+    with two_machines("fails") as machines:
+        parts = [start(machines, rank, tmp_path, script=str(script)) for rank in (0, 1)]
+        errors = [part.communicate(timeout=200)[1] for part in parts]
+    assert [part.returncode for part in parts] == [1, 3], errors
+    assert "Machine 1 ended with exit status 3 while the run was starting" in errors[0]
+
+
 @needs_namespaces
 @pytest.mark.launch
 def test_ranks_that_wait_for_another_machine_in_vain(tmp_path: Path) -> None:
