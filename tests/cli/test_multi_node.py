@@ -60,7 +60,6 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     assert found[1] == {}
 
 
-@pytest.mark.thorough
 FAILS_ON_MACHINE_1 = """
 import os, sys
 if os.environ["RANK"] == "1":
@@ -83,6 +82,7 @@ def test_a_machine_that_fails_before_processes_meet_ends_the_other_one(tmp_path:
     assert "Machine 1 ended with exit status 3 while the run was starting" in errors[0]
 
 
+@pytest.mark.thorough
 @needs_namespaces
 @pytest.mark.launch
 def test_ranks_that_wait_for_another_machine_in_vain(tmp_path: Path) -> None:
