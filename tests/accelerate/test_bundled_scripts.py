@@ -21,7 +21,7 @@ from accel_state.enums import DistributedType
 from accelerate import Accelerator
 from accelerate.test_utils import examples, path_in_accelerate_package, scripts
 from accelerate.test_utils.scripts import external_deps, test_ddp_comm_hook, test_merge_weights, test_notebook
-from accelerate.test_utils.scripts.checks.check import Place, SkippedError
+from accelerate.test_utils.scripts.checks.check import Process, SkippedError
 from accelerate.test_utils.scripts.checks.sentences import Sentences, accuracy, make_loaders, make_reader
 from accelerate.test_utils.scripts.external_deps import (
     needs,
@@ -34,7 +34,7 @@ from accelerate.test_utils.scripts.external_deps import (
 from tests.support.ranks import ranks
 
 HERE = Path(__file__).parent
-ALONE = Place(0, 1, DistributedType.NO)
+ALONE = Process(0, 1, DistributedType.NO)
 ON_ONE_MACHINE = [
     "external_deps.test_checkpointing", "external_deps.test_ds_alst_ulysses_sp", "external_deps.test_ds_multiple_model",
     "external_deps.test_metrics", "external_deps.test_peak_memory_usage", "external_deps.test_performance",
@@ -177,8 +177,8 @@ def test_checks_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @ranks(2)
 def test_wrong_predictions_are_found(rank: int, world: int) -> None:
-    place = Place(rank, world, DistributedType.MULTI_CPU)
-    test_metrics.correct(place)
+    process = Process(rank, world, DistributedType.MULTI_CPU)
+    test_metrics.correct(process)
 
     class Halved(Sentences):
         def __init__(self, count: int, seed: int) -> None:
@@ -187,7 +187,7 @@ def test_wrong_predictions_are_found(rank: int, world: int) -> None:
     test_metrics.Sentences = Halved  # type: ignore[misc]
     try:
         with pytest.raises(AssertionError, match="number of predictions"):
-            test_metrics.each_once(place, dispatch_batches=False, split_batches=False, surplus=99 - 48 * world)
+            test_metrics.each_once(process, dispatch_batches=False, split_batches=False, surplus=99 - 48 * world)
     finally:
         test_metrics.Sentences = Sentences  # type: ignore[misc]
 

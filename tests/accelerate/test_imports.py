@@ -52,7 +52,7 @@ def test_importing_the_package_loads_only_the_table() -> None:
     )
     assert (
         in_a_fresh_interpreter(program)
-        == "['accel_state', 'accel_state.lazy', 'accel_state.public_names', 'accelerate']"
+        == "['accel_ops', 'accel_state', 'accel_state.group_events', 'accel_state.lazy', 'accel_state.public_names', 'accelerate']"
     )
 
 

@@ -68,8 +68,8 @@ class Drawn(Prompts):
 class Listed(Pretended):
     """Has lists of machines that are long enough."""
 
-    def hosts(self, path: str) -> list[str]:
-        return [f"host{number}" for number in range(8)]
+    def hosts(self, path: str) -> dict[str, int | None]:
+        return {f"host{number}": None for number in range(8)}
 
     def exists(self, path: str) -> bool:
         return False

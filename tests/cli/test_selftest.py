@@ -19,7 +19,7 @@ from accel_cli.selftest import script_path
 from accelerate.commands.test import test_command as run_test_command
 from accelerate.state import PartialState
 from accelerate.test_utils.scripts.checks import running
-from accelerate.test_utils.scripts.checks.check import Check, Place, SkippedError
+from accelerate.test_utils.scripts.checks.check import Check, Process, SkippedError
 from accelerate.test_utils.scripts.checks.running import Result, Team, run_check, run_checks
 from accelerate.test_utils.scripts.checks.training import train_alone
 from accelerate.test_utils.scripts.test_script import CHECKS
@@ -28,22 +28,22 @@ from tests.support.output import own_lines
 from tests.support.ranks import ranks
 
 
-def works(place: Place) -> None:
-    assert gather_object([place.rank]) == list(range(place.world))
+def works(process: Process) -> None:
+    assert gather_object([process.rank]) == list(range(process.world))
 
 
-def fails_on_the_last(place: Place) -> None:
+def fails_on_the_last(process: Process) -> None:
     """The last process fails, and the others wait for it in vain."""
-    if place.rank == place.world - 1:
+    if process.rank == process.world - 1:
         raise ValueError("a mistake")
     gather(torch.ones(1))
 
 
-def has_no_meaning(place: Place) -> None:
+def has_no_meaning(process: Process) -> None:
     raise SkippedError("not here")
 
 
-def fails_everywhere(place: Place) -> None:
+def fails_everywhere(process: Process) -> None:
     raise ValueError("the same mistake")
 
 
@@ -80,14 +80,14 @@ def test_a_failure_names_its_ranks_and_the_others_still_run(rank: int, world: in
     running.TIMEOUT = timedelta(seconds=20)  # in which a busy machine joins its processes, too
     team = Team(PartialState())
     team.rejoin()  # for the short timeout
-    place = Place(rank, world, DistributedType.MULTI_CPU)
+    process = Process(rank, world, DistributedType.MULTI_CPU)
     rows = {function: Check("area", function.__name__, function) for function in (works, fails_on_the_last)}
-    failed = run_check(rows[fails_on_the_last], place, team)
+    failed = run_check(rows[fails_on_the_last], process, team)
     assert failed.status == "failed"
     assert sorted(failed.said) == [0, 1]  # the first one says that it waited in vain
     assert "ValueError: a mistake" in failed.said[1]
     assert "a mistake" not in failed.said[0]
-    assert run_check(rows[works], place, team).status == "ok"
+    assert run_check(rows[works], process, team).status == "ok"
     PartialState().destroy_process_group()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.PrefixStore("end", team.store), rank=rank, world_size=world

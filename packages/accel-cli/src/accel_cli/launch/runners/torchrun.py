@@ -50,8 +50,9 @@ def run(plan: Plan) -> int:
         variables |= _join_network(arguments)
     watch = Watch(plan.hang_timeout, plan.quiet)
     notices = dict.fromkeys(NOTICES, lambda number: _send(number, watch))
-    is_static = str(arguments.nnodes) != "1" and arguments.rdzv_backend == "static"  # so that no machine is replaced
-    meeting = _meeting(arguments, watch) if is_static else None
+    fewest, _, most = str(arguments.nnodes).partition(":")
+    is_static = arguments.rdzv_backend == "static" and fewest == (most or fewest)  # so that no machine is replaced
+    meeting = _meeting(arguments, int(fewest), watch) if is_static and int(fewest) > 1 else None
     with patch_environment(**variables | watch.variables), _watching(watch), handled(notices):
         status = 1
         try:
@@ -81,7 +82,7 @@ def _run_to_the_end(torchrun: Any, arguments: Namespace, plan: Plan, watch: Watc
     return 0
 
 
-def _meeting(arguments: Namespace, watch: Watch) -> Meeting:
+def _meeting(arguments: Namespace, num_machines: int, watch: Watch) -> Meeting:
     """Let this launch and those of the other machines know of one another's end."""
     endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
     host, _, port = endpoint.rpartition(":")
@@ -95,7 +96,7 @@ def _meeting(arguments: Namespace, watch: Watch) -> Meeting:
         os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
 
     meeting = Meeting(
-        host, int(port), arguments.node_rank, int(arguments.nnodes), has_met=lambda: watch.has_progressed, end=end,
+        host, int(port), arguments.node_rank, num_machines, has_met=lambda: watch.has_progressed, end=end,
         note=_note,
     )  # fmt: skip
     meeting.start()
