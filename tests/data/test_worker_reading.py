@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import random
@@ -241,6 +242,15 @@ def test_workers_that_deliver_no_first_batch_are_named_and_print_their_stacks(
     assert len(told) == is_told
     assert all("pid " in message and "forkserver" in message for message in told)
     assert (f'{Path(__file__).name}", line' in capfd.readouterr().err) == is_told
+
+
+def test_workers_begin_where_the_program_has_a_watchdog() -> None:
+    loader = Accelerator(cpu=True).prepare(DataLoader(Noisy(), batch_size=2, num_workers=1))
+    faulthandler.dump_traceback_later(3600)
+    try:
+        assert len(read(loader)) == NUM_SAMPLES // 2
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def test_workers_are_told_of_before_the_launcher_ends_a_run_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:

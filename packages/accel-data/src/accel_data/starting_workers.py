@@ -84,14 +84,16 @@ def _warn_of_silence(seconds: float) -> None:
     )
 
 
-def print_stack_unless_done() -> None:
-    """In a worker that begins: print its stack, just after the warning, unless `first_batch_is_done` before."""
-    # A thread of faulthandler's does, without the GIL, which a worker that hangs may hold.
+def stack_unless_done() -> threading.Timer:
+    """In a worker that begins: a timer that prints its stack just after the warning, to be cancelled when the first batch is read."""
+    # Not by faulthandler.dump_traceback_later: in a forked process it waits for ever for the thread of one that the parent has begun.
+    timer = threading.Timer(seconds_of_patience() + STACK_DELAY_SECONDS, _print_stack)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _print_stack() -> None:
     if sys.__stderr__ is not None:
-        with suppress(OSError, RuntimeError, ValueError):  # it is no file
-            faulthandler.dump_traceback_later(seconds_of_patience() + STACK_DELAY_SECONDS, file=sys.__stderr__)
-
-
-def first_batch_is_done() -> None:
-    """In a worker: it has read its first batch."""
-    faulthandler.cancel_dump_traceback_later()
+        with suppress(OSError, ValueError):  # it is no file
+            faulthandler.dump_traceback(file=sys.__stderr__)

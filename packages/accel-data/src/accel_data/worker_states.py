@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import torch
@@ -19,8 +20,7 @@ from accel_data.look_ahead import IndicesAhead
 from accel_data.starting_workers import (
     FORK_MAY_DEADLOCK,
     awaited_first_batch,
-    first_batch_is_done,
-    print_stack_unless_done,
+    stack_unless_done,
     wait_for_idle_threads,
 )
 from accel_data.torchdata_state import reads_from_start
@@ -206,11 +206,11 @@ class TellingWorker:
         self._states = states
         self._start: dict[str, Any] = {}
         self._drawn: set[str] = set()
-        self._is_first = True
+        self._stack: Timer | None = None
 
     def begin(self, worker: int) -> None:
         """Takes the place of `worker_init_fn`."""
-        print_stack_unless_done()
+        self._stack = stack_unless_done()
         if self._worker_init_fn is not None:
             self._worker_init_fn(worker)
         states = self._states.get(worker, {})
@@ -220,9 +220,9 @@ class TellingWorker:
     def collate(self, samples: Any) -> tuple[Any, int, bytes | None]:
         """Takes the place of `collate_fn`: the batch, the worker, and its pickled random states; None for no change."""
         batch = self._collate_fn(samples)
-        if self._is_first:
-            first_batch_is_done()
-            self._is_first = False
+        if self._stack is not None:
+            self._stack.cancel()
+            self._stack = None
         info = get_worker_info()
         assert info is not None
         now = capture_cpu_rng_state()
