@@ -256,7 +256,8 @@ def test_a_launch_that_is_killed_ends_those_that_wait_for_it(store: TCPStore, mo
     monkeypatch.setattr(meeting, "LOST_SECONDS", 0.5)
     store.set(f"{meeting.PREFIX}/1", "its last sign of life")
     waits, said = part(store, 0)
-    assert "Machine 1 has given no sign of life" in said.get(timeout=60) + said.get(timeout=60)
+    while "Machine 1 has given no sign of life" not in said.get(timeout=60):
+        pass  # machine 2, whose launch has not begun, may be named before
     assert waits.fault
     waits.leave(1)
 
