@@ -86,7 +86,7 @@ def _warn_of_silence(seconds: float) -> None:
 
 def stack_unless_done() -> threading.Timer:
     """In a worker that begins: a timer that prints its stack just after the warning, to be cancelled when the first batch is read."""
-    # Not by faulthandler.dump_traceback_later: in a forked process it waits for ever for the thread of one that the parent has begun.
+    # Not by faulthandler.dump_traceback_later: in a forked process it hangs, if the parent has begun one.
     timer = threading.Timer(seconds_of_patience() + STACK_DELAY_SECONDS, _print_stack)
     timer.daemon = True
     timer.start()
