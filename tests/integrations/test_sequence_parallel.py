@@ -123,8 +123,8 @@ def test_windows_are_averaged_by_tokens(rank: int, world: int, other: str) -> No
     accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_plugin=plugin)
     model = make_model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    place, part = accelerator.engine.data_shard(), accelerator.torch_device_mesh.get_local_rank("sp")
-    rows = torch.arange(8).chunk(place.count)[place.index].chunk(2)
+    shard, part = accelerator.engine.data_shard(), accelerator.torch_device_mesh.get_local_rank("sp")
+    rows = torch.arange(8).chunk(shard.count)[shard.index].chunk(2)
     span = slice(8 * part, 8 * part + 8)
     for micro in rows:
         with accelerator.accumulate(model):

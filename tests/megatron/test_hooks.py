@@ -38,8 +38,8 @@ def test_a_program_may_compute_another_loss(rank: int, world: int) -> None:
         with run_with(plugin) as accelerator:
             model = new_model()
             model, _ = accelerator.prepare(model, optimizer_of(model))
-            place = accelerator.engine.data_shard()
-            loss = model(**{name: value.chunk(place.count)[place.index] for name, value in batch.items()}).loss
+            shard = accelerator.engine.data_shard()
+            loss = model(**{name: value.chunk(shard.count)[shard.index] for name, value in batch.items()}).loss
             found = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))  # type: ignore[arg-type]
             assert (loss.item(), found) == pytest.approx((expected.item(), norm), rel=1e-5), layout
 
@@ -110,8 +110,8 @@ def test_a_program_may_replace_parts_of_the_step(rank: int, world: int) -> None:
             with run_with(MegatronLMPlugin(num_micro_batches=2, **layout, **hooks)) as accelerator:  # type: ignore[arg-type]
                 model = new_model()
                 model, _ = accelerator.prepare(model, optimizer_of(model))
-                place = accelerator.engine.data_shard()
-                own = {name: value.chunk(place.count)[place.index] for name, value in batch.items()}
+                shard = accelerator.engine.data_shard()
+                own = {name: value.chunk(shard.count)[shard.index] for name, value in batch.items()}
                 loss = model(**own).loss
                 found = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))  # type: ignore[arg-type]
                 assert (loss.item(), found) == pytest.approx((factor * expected.item(), factor * norm), rel=1e-5), (

@@ -138,8 +138,8 @@ def test_steps_as_accelerate_has_them(rank: int, world: int) -> None:
             with run_with(MegatronLMPlugin(num_micro_batches=MICRO_BATCHES, **hooks, **layout)) as accelerator:
                 model = new()
                 model, _ = accelerator.prepare(model, optimizer_of(model))
-                place = accelerator.engine.data_shard()
-                output = model(**{key: value.chunk(place.count)[place.index] for key, value in batch.items()})
+                shard = accelerator.engine.data_shard()
+                output = model(**{key: value.chunk(shard.count)[shard.index] for key, value in batch.items()})
                 found = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))  # type: ignore[arg-type]
                 assert (output.loss.item(), found) == pytest.approx((expected.item(), norm), rel=1e-5), (name, layout)
                 assert isinstance(model.train_step_handler, hooks["custom_train_step_class"])

@@ -140,11 +140,11 @@ class Run:
     def train(self, steps: int) -> list[float]:
         """Steps on batches that follow from the step alone; the losses over all ranks."""
         losses = []
-        place = self.accelerator.engine.data_shard()
+        shard = self.accelerator.engine.data_shard()
         for _ in range(steps):
             generator = torch.Generator().manual_seed(self.step)
             tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, LENGTH), generator=generator)
-            batch = tokens.chunk(place.count)[place.index]
+            batch = tokens.chunk(shard.count)[shard.index]
             with self.accelerator.accumulate(self.model):
                 loss = token_loss(self.model(batch), shift(batch))
                 self.accelerator.backward(loss)

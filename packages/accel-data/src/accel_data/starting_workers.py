@@ -40,16 +40,16 @@ def wait_for_idle_threads(seconds: float = 0.1) -> None:
 
 
 def another_thread_runs() -> bool:
-    """Whether a thread of this process, other than this one, is running or waiting for memory."""
-    this_thread = str(threading.get_native_id())
-    with suppress(OSError):  # no /proc, or a thread that has just ended
-        for thread in os.listdir("/proc/self/task"):
-            # "<thread id> (<name>) <state> ...", where R is running and D waits for memory
-            if (
-                thread != this_thread
-                and Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(") ")[2][0] in "RD"
-            ):
-                return True
+    """Whether a thread of this process, other than this one, is running or waiting for memory; False without /proc."""
+    with suppress(OSError):
+        return any(map(_runs, set(os.listdir("/proc/self/task")) - {str(threading.get_native_id())}))
+    return False
+
+
+def _runs(thread: str) -> bool:
+    with suppress(OSError):  # it has just ended
+        # "<thread id> (<name>) <state> ...", where R is running and D waits for memory
+        return Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(") ")[2][0] in "RD"
     return False
 
 

@@ -101,16 +101,16 @@ def _read_shards(folder: Path, weights: ShardedWeights) -> dict[str, Tensor]:
     """This rank's shards, by the name of the parameter."""
     first = {weight.sources: weight.name for weight in reversed(weights.listed)}  # tied ones are stored once
     holders: dict[str, list[str]] = {}
-    for name, one in weights.held.items():
-        holders.setdefault(first[one.weight.sources], []).append(name)
+    for name, held_weight in weights.held.items():
+        holders.setdefault(first[held_weight.weight.sources], []).append(name)
     shards, stored_names = {}, set()
     for name, read in _read(folder, weights.listed):
         stored_names.add(name)
         for holder in holders.get(name, ()):
-            one, full = weights.held[holder], read()
-            layout = one.weight.layout  # the vocabulary may be padded otherwise
-            shards[holder] = layout.shard(layout.join(layout.split(full)), *weights.place(one.weight)).clone()
-            if shards[holder].shape != one.stored.shape:
+            held_weight, full = weights.held[holder], read()
+            layout = held_weight.weight.layout  # the vocabulary may be padded otherwise
+            shards[holder] = layout.shard(layout.join(layout.split(full)), *weights.place(held_weight.weight)).clone()
+            if shards[holder].shape != held_weight.stored.shape:
                 raise ValueError(
                     f"{folder} has {name} with the shape {tuple(full.shape)}, which does not fit the model that was prepared. Use "
                     "a configuration of the same sizes."
@@ -211,7 +211,9 @@ def save_weights(
     keys = _union({_stacked_name(name)[0]: entry.key for name, entry in entries if not isinstance(entry, kind)})
     is_writer = dist.get_rank() == 0
     stacks: dict[str, dict[tuple[int, ...], Tensor]] = {}
-    for weight, full in weights.gather({name: one.stored.detach() for name, one in weights.held.items()}):
+    for weight, full in weights.gather(
+        {name: held_weight.stored.detach() for name, held_weight in weights.held.items()}
+    ):
         if is_writer:
             name, indices = _stacked_name(weight.name)
             rows = full[: weight.layout.num_tokens] if isinstance(weight.layout, Vocabulary) else full

@@ -50,20 +50,20 @@ class ShardedOptimizer:
         group_of = {name: index for index, group in enumerate(names) for name in group}
         self._has_experts = any(weight.is_expert for weight in weights.weights)
         self._owners = self._share(shares_states)
-        place = self._parallel.get_data_parallel_rank(with_context_parallel=True)
+        data_rank = self._parallel.get_data_parallel_rank(with_context_parallel=True)
         members: list[list[nn.Parameter]] = [[] for _ in names]
         self.held: dict[str, Held] = {}
-        for name, one in weights.held.items():
-            groups = {group_of.get(tensor_name(source)) for source in one.weight.sources}
+        for name, held_weight in weights.held.items():
+            groups = {group_of.get(tensor_name(source)) for source in held_weight.weight.sources}
             if len(groups) > 1:
                 raise ValueError(
                     f"{', '.join(one.weight.sources)} are in different parameter groups of the optimizer, but are one "
                     "parameter in Megatron-LM. Put them into one group."
                 )
             index = groups.pop()
-            if index is not None and self._owners.get(name, place) == place:
-                members[index].append(one.stored)
-                self.held[name] = one
+            if index is not None and self._owners.get(name, data_rank) == data_rank:
+                members[index].append(held_weight.stored)
+                self.held[name] = held_weight
         for group, parameters in zip(optimizer.param_groups, members, strict=True):
             group["params"] = parameters
 
@@ -76,10 +76,12 @@ class ShardedOptimizer:
         if not shares_states or count == 1:
             return {}
         load_of, owners = [0] * count, {}
-        shared = [(name, one) for name, one in self._weights.held.items() if not one.weight.is_expert]
-        for name, one in sorted(shared, key=lambda item: (-item[1].stored.numel(), item[0])):
+        shared = [
+            (name, held_weight) for name, held_weight in self._weights.held.items() if not held_weight.weight.is_expert
+        ]
+        for name, held_weight in sorted(shared, key=lambda item: (-item[1].stored.numel(), item[0])):
             owners[name] = load_of.index(min(load_of))
-            load_of[owners[name]] += one.stored.numel()
+            load_of[owners[name]] += held_weight.stored.numel()
         return owners
 
     # ---- stepping ---------------------------------------------------------------------------------------------------
@@ -102,35 +104,37 @@ class ShardedOptimizer:
             return norm
         if max_norm > 0:
             scale_to_norm_(gradients, norm, max_norm)
-        for one in self.held.values():
-            if one.parameter.requires_grad:
-                one.stored.grad = one.parameter.main_grad.to(one.stored.dtype)  # type: ignore[attr-defined]
+        for held_weight in self.held.values():
+            if held_weight.parameter.requires_grad:
+                held_weight.stored.grad = held_weight.parameter.main_grad.to(held_weight.stored.dtype)  # type: ignore[attr-defined]
         with torch.enable_grad():
             self.optimizer.step()
-        for one in self.held.values():
-            one.stored.grad = None
+        for held_weight in self.held.values():
+            held_weight.stored.grad = None
         self._send()
-        for one in self._weights.held.values():
-            if one.stored is not one.parameter:
-                one.parameter.copy_(one.stored)
+        for held_weight in self._weights.held.values():
+            if held_weight.stored is not held_weight.parameter:
+                held_weight.parameter.copy_(held_weight.stored)
         return norm
 
     def _gradients(self) -> list[Tensor]:
-        trained = (one.parameter for one in self._weights.held.values() if one.parameter.requires_grad)
+        trained = (
+            held_weight.parameter for held_weight in self._weights.held.values() if held_weight.parameter.requires_grad
+        )
         return [parameter.main_grad for parameter in trained]  # type: ignore[attr-defined]
 
     def _norm(self) -> Tensor:
         """The norm of all gradients: each counts once, whatever the number of ranks that hold it."""
         weights = [
-            one
-            for one in self._weights.held.values()
-            if one.parameter.requires_grad and self._weights.counts_here(one)
+            held_weight
+            for held_weight in self._weights.held.values()
+            if held_weight.parameter.requires_grad and self._weights.counts_here(held_weight)
         ]
         device = next(iter(self._weights.held.values())).parameter.device
-        total = _square([one for one in weights if not one.weight.is_expert], device)
+        total = _square([held_weight for held_weight in weights if not held_weight.weight.is_expert], device)
         dist.all_reduce(total, group=self._parallel.get_model_parallel_group())
         if self._has_experts:
-            of_experts = _square([one for one in weights if one.weight.is_expert], device)
+            of_experts = _square([held_weight for held_weight in weights if held_weight.weight.is_expert], device)
             dist.all_reduce(of_experts, group=self._parallel.get_expert_tensor_model_pipeline_parallel_group())
             total += of_experts
         return total.sqrt()
@@ -144,7 +148,7 @@ class ShardedOptimizer:
 
 def _square(members: Sequence[Held], device: torch.device) -> Tensor:
     """The square of the norm of gradients (0-dim float32)."""
-    squares = [one.parameter.main_grad.float().square().sum() for one in members]  # type: ignore[attr-defined]
+    squares = [held_weight.parameter.main_grad.float().square().sum() for held_weight in members]  # type: ignore[attr-defined]
     return torch.stack(squares).sum() if squares else torch.zeros((), device=device)
 
 
@@ -164,14 +168,20 @@ def full_optimizer_state(sharded: ShardedOptimizer, weights: ShardedWeights, kee
         ValueError: The optimizer keeps tensors of other shapes than its parameters, as Adafactor does.
     """
     state = sharded.optimizer.state
-    states = {name: state[one.stored] for name, one in sharded.held.items() if one.stored in state}
+    states = {
+        name: state[held_weight.stored] for name, held_weight in sharded.held.items() if held_weight.stored in state
+    }
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {name: _told(one, sharded.held[name]) for name, one in states.items()})
-    descriptions = {name: told_of for one in reversed(told) for name, told_of in one.items()}
+    dist.all_gather_object(
+        told, {name: _told(held_weight, sharded.held[name]) for name, held_weight in states.items()}
+    )
+    descriptions = {name: told_of for held_weight in reversed(told) for name, told_of in held_weight.items()}
     number_of = {name: number for number, name in enumerate(name for names in sharded.names for name in names)}
     entries: dict[int, dict[str, Any]] = {}
-    for key in dict.fromkeys(key for one in descriptions.values() for key in one):
-        shards = {name: one[key] for name, one in states.items() if descriptions[name].get(key) == (SHARD,)}
+    for key in dict.fromkeys(key for held_weight in descriptions.values() for key in held_weight):
+        shards = {
+            name: held_weight[key] for name, held_weight in states.items() if descriptions[name].get(key) == (SHARD,)
+        }
         parts: dict[str, Tensor] = {}
         for weight, full in weights.gather(shards):
             if keep:
@@ -238,9 +248,9 @@ def own_optimizer_state(
         for names, numbers in zip(sharded.names, saved, strict=True)
         for name, number in zip(names, numbers, strict=True)
     }
-    weight_of = {one.stored: one.weight for one in sharded.held.values()}
+    weight_of = {held_weight.stored: held_weight.weight for held_weight in sharded.held.values()}
     parameters = [parameter for group in sharded.optimizer.param_groups for parameter in group["params"]]
-    entries = (_own_entry(weights, weight_of[one], state["state"], number_of) for one in parameters)
+    entries = (_own_entry(weights, weight_of[held_weight], state["state"], number_of) for held_weight in parameters)
     groups, first = [], 0
     for group, stored in zip(sharded.optimizer.param_groups, state["param_groups"], strict=True):
         numbers = list(range(first, first + len(group["params"])))

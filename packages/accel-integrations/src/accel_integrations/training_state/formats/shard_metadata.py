@@ -276,18 +276,18 @@ def _stored_bytes(folder: Path, name: str, storage: Any) -> StoredBytes:
             "it without storage extensions."
         )
     file = path_inside(folder, _field(storage, "relative_path", str))
-    begin, num_bytes = _field(storage, "offset", int), _field(storage, "length", int)
+    offset, num_bytes = _field(storage, "offset", int), _field(storage, "length", int)
     if not file.is_file():
         raise FileNotFoundError(
             f"{folder} lacks the file {file.name!r}, which holds a shard of {name!r}. Copy the files of all ranks into "
             "one folder."
         )
-    if begin < 0 or num_bytes < 0 or begin + num_bytes > file.stat().st_size:
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > file.stat().st_size:
         raise ValueError(
-            f"{file} is truncated: {name!r} ends at byte {begin + num_bytes}, the file at {file.stat().st_size}. Copy "
+            f"{file} is truncated: {name!r} ends at byte {offset + num_bytes}, the file at {file.stat().st_size}. Copy "
             "it again, or use another checkpoint."
         )
-    return StoredBytes(file, begin, num_bytes)
+    return StoredBytes(file, offset, num_bytes)
 
 
 def _expect(value: Any, kind: type[T], what: str) -> T:
