@@ -57,7 +57,7 @@ class ShardedOptimizer:
             groups = {group_of.get(tensor_name(source)) for source in held_weight.weight.sources}
             if len(groups) > 1:
                 raise ValueError(
-                    f"{', '.join(one.weight.sources)} are in different parameter groups of the optimizer, but are one "
+                    f"{', '.join(held_weight.weight.sources)} are in different parameter groups of the optimizer, but are one "
                     "parameter in Megatron-LM. Put them into one group."
                 )
             index = groups.pop()
@@ -172,13 +172,11 @@ def full_optimizer_state(sharded: ShardedOptimizer, weights: ShardedWeights, kee
         name: state[held_weight.stored] for name, held_weight in sharded.held.items() if held_weight.stored in state
     }
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(
-        told, {name: _told(held_weight, sharded.held[name]) for name, held_weight in states.items()}
-    )
-    descriptions = {name: told_of for held_weight in reversed(told) for name, told_of in held_weight.items()}
+    dist.all_gather_object(told, {name: _told(state, sharded.held[name]) for name, state in states.items()})
+    descriptions = {name: told_of for of_rank in reversed(told) for name, told_of in of_rank.items()}
     number_of = {name: number for number, name in enumerate(name for names in sharded.names for name in names)}
     entries: dict[int, dict[str, Any]] = {}
-    for key in dict.fromkeys(key for held_weight in descriptions.values() for key in held_weight):
+    for key in dict.fromkeys(key for description in descriptions.values() for key in description):
         shards = {
             name: held_weight[key] for name, held_weight in states.items() if descriptions[name].get(key) == (SHARD,)
         }
@@ -250,7 +248,7 @@ def own_optimizer_state(
     }
     weight_of = {held_weight.stored: held_weight.weight for held_weight in sharded.held.values()}
     parameters = [parameter for group in sharded.optimizer.param_groups for parameter in group["params"]]
-    entries = (_own_entry(weights, weight_of[held_weight], state["state"], number_of) for held_weight in parameters)
+    entries = (_own_entry(weights, weight_of[parameter], state["state"], number_of) for parameter in parameters)
     groups, first = [], 0
     for group, stored in zip(sharded.optimizer.param_groups, state["param_groups"], strict=True):
         numbers = list(range(first, first + len(group["params"])))
