@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "packages" / "accel-cli" / "src" / "accel_cli" / "examples" / "files"
+EXAMPLES = ROOT / "packages" / "accel-cli" / "src" / "accel_cli" / "examples" / "example-files"
 sys.path.insert(0, str(ROOT))
 
 from tests.support.dtensor_caches import forget_meshes  # noqa: E402 - found only from here on

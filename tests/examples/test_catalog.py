@@ -114,7 +114,7 @@ def test_the_top_level_folder_is_the_same() -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    link = "../packages/accel-cli/src/accel_cli/examples/files"
+    link = "../packages/accel-cli/src/accel_cli/examples/example-files"
     rows = [
         f"| [`{one.name}`]({link}/{one.path.relative_to(FILES).as_posix()}) | {one.summary} |"
         for one in read_examples().values()
@@ -131,6 +131,6 @@ def test_the_wheel_has_every_file(tmp_path: Path) -> None:
         ["uv", "build", "-q", str(ROOT / "packages" / "accel-cli"), "--wheel", "-o", str(tmp_path)], check=True
     )
     (wheel,) = tmp_path.glob("*.whl")
-    names = {name.partition("examples/files/")[2] for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/"}
+    names = {name.partition("examples/example-files/")[2] for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/"}
     files = {path.relative_to(FILES).as_posix() for path in FILES.rglob("*") if path.is_file()}
     assert names - {""} == {name for name in files if "__pycache__" not in name}

@@ -10,17 +10,17 @@ from tools.docs.drawing import Drawing
 from tools.docs.names import PACKAGES, ROOT
 
 FOLDER = ROOT / "docs" / "diagrams"
-EXAMPLES = ROOT / "packages" / "accel-cli" / "src" / "accel_cli" / "examples" / "files"  # programs of users
 
 
 def imports() -> dict[str, set[str]]:
-    """Which of our packages each one imports, wherever in its code; what only type checkers read does not count."""
+    """Which of our packages each one imports, wherever in its modules; what only type checkers read does not count."""
     names = {module: package for package, module in PACKAGES.items()}
     found: dict[str, set[str]] = {package: set() for package in PACKAGES}
     for package, module in PACKAGES.items():
-        for path in (ROOT / "packages" / package / "src" / module).rglob("*.py"):
-            if path.is_relative_to(EXAMPLES):
-                continue
+        source = ROOT / "packages" / package / "src"
+        for path in (source / module).rglob("*.py"):
+            if not all(part.isidentifier() for part in path.relative_to(source).with_suffix("").parts):
+                continue  # data: the example programs
             imported = {name.partition(".")[0] for name in _imported(ast.parse(path.read_text()))}
             found[package] |= {names[name] for name in imported if name in names} - {package}
     return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-FILES = Path(__file__).with_name("files")
+FILES = Path(__file__).with_name("example-files")  # no name of a module: the programs are data, and import accelerate
 FOLDERS = {
     "config_yaml_templates": "Config files for `accelerate launch`, and a script that shows what one leads to.",
     "deepspeed_config_templates": "Configuration files of DeepSpeed, for every ZeRO stage.",
