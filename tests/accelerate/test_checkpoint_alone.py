@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate import Accelerator
-from accelerate.checkpoint import attendance, model_folder
+from accel_ops.collectives import attendance
+from accelerate import Accelerator, model_folder
 from accelerate.utils import ProjectConfiguration
 from tests.support.keeping import make_kept
 from tests.support.ranks import ranks

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import nn
 
+from accel_integrations.training_state.snapshot import CHUNK_BYTES, HostBuffers
 from accel_ops.files import durable
 from accelerate import Accelerator
 from accelerate.checkpoint.background import BackgroundSave
-from accelerate.checkpoint.snapshot import CHUNK_BYTES, HostBuffers
 from tests.support.held_writer import HeldWriter
 from tests.support.keeping import Counter, Kept, make_kept
 from tests.support.short_run import values_of

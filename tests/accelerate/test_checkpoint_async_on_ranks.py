@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from accel_ops.collectives import attendance
 from accel_ops.files import durable
 from accel_state.processes import PartialState
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.checkpoint import attendance
 from accelerate.checkpoint.manifest import Manifest
 from tests.support.changed_engines import ENGINES, run_of
 from tests.support.held_writer import HeldWriter

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from accel_ops.collectives.agreement import Ranks, find_storage
 from accel_ops.files import durable
 from accel_state.processes import PartialState
-from accelerate.checkpoint.agreement import Ranks, find_storage
 from accelerate.checkpoint.manifest import Manifest
 from tests.support.keeping import Counter, make_kept
 from tests.support.ranks import ranks

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from accel_integrations.training_state.window import Window, check_window, read_window
 from accel_ops.modules import full_tensor
 from accelerate import Accelerator
-from accelerate.checkpoint.window import Window, check_window, read_window
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 from tests.support.ranks import POOL, ranks
@@ -103,13 +103,14 @@ def test_a_checkpoint_without_a_window_closes_the_one_that_is_open(tmp_path: Pat
 
 
 def test_gradients_that_do_not_fit_are_refused() -> None:
-    run: Any = SimpleNamespace(_models=[nn.Linear(2, 1)], engine=SimpleNamespace(accumulates_in_grad=True))
+    engine: Any = SimpleNamespace(accumulates_in_grad=True)
+    models = [nn.Linear(2, 1)]
     window = Window({"0.weight": torch.zeros(3, 3)}, {})
     with pytest.raises(ValueError, match=r"gradient of shape \[3, 3\] for '0.weight', which has shape \[1, 2\] here"):
-        check_window(window, run, "the checkpoint")
+        check_window(window, engine, models, "the checkpoint")
     with pytest.raises(ValueError, match="'1.weight', which does not exist here"):
-        check_window(Window({"1.weight": torch.zeros(1, 2)}, {}), run, "the checkpoint")
-    check_window(Window({"0.weight": torch.zeros(1, 2)}, {}), run, "the checkpoint")
+        check_window(Window({"1.weight": torch.zeros(1, 2)}, {}), engine, models, "the checkpoint")
+    check_window(Window({"0.weight": torch.zeros(1, 2)}, {}), engine, models, "the checkpoint")
     for damaged in ({"gradients": [1], "average": {}}, {"gradients": {"0.weight": 1}, "average": {}}, {}):
         with pytest.raises(ValueError, match="'accumulated_gradients_0.bin' is damaged"):
             read_window({"accumulated_gradients_0.bin"}, {"accumulated_gradients_0.bin": damaged}.__getitem__, 0, 1, 1)

@@ -19,7 +19,7 @@ from tests.support.output import own_lines
 from tests.support.short_run import values_of
 
 PROGRAMS = Path(__file__).parent / "mistaken.py"
-REASON = "the ranks can never go on"
+REASON = "deadlock. "
 
 # what the rows of the ranks say, in the order of the ranks
 NAMED = {

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, _create_work_from_futur
 from torch.distributed.checkpoint import default_planner
 from torch.utils._pytree import tree_leaves
 
-from accelerate.checkpoint.attendance import Attendance
+from accel_ops.collectives.attendance import Attendance
 from tests.cuda_shapes.memory import memory_of
 
 

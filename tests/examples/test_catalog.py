@@ -131,6 +131,8 @@ def test_the_wheel_has_every_file(tmp_path: Path) -> None:
         ["uv", "build", "-q", str(ROOT / "packages" / "accel-cli"), "--wheel", "-o", str(tmp_path)], check=True
     )
     (wheel,) = tmp_path.glob("*.whl")
-    names = {name.partition("examples/example-files/")[2] for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/"}
+    names = {
+        name.partition("examples/example-files/")[2] for name in zipfile.ZipFile(wheel).namelist() if name[-1] != "/"
+    }
     files = {path.relative_to(FILES).as_posix() for path in FILES.rglob("*") if path.is_file()}
     assert names - {""} == {name for name in files if "__pycache__" not in name}

@@ -1,4 +1,4 @@
-"""What proves that ranks can never go on, and what does not."""
+"""What proves a deadlock, and what does not."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from accel_state.gradient_state import GradientState
 from accel_state.processes import PartialState
 from accel_state.settings.project import ProjectConfiguration
 from accelerate.checkpoint.keeper import CheckpointKeeper
-from accelerate.checkpoint.model_folder import save_model
+from accelerate.model_folder import save_model
 
 
 class PlainEngine(Engine):

@@ -23,7 +23,7 @@ HANG_TIMEOUT = "ACCELERATE_HANG_TIMEOUT"  # seconds without progress after which
 STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", None)
 
 REPORT = "ranks.report"
-"""The file that says why the ranks can never go on, which the launcher prints once."""
+"""The file that says why the ranks are deadlocked, which the launcher prints once."""
 
 SIGNS_OF_LOSS = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "recvValue failed",

@@ -21,6 +21,7 @@ from accel_integrations.lomo import is_lomo_optimizer
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops import collectives
+from accel_ops.collectives.attendance import attendance
 from accel_ops.collectives.objects import gather_object
 from accel_ops.memory import release_memory
 from accel_state.accelerator_state import AcceleratorState
@@ -46,7 +47,6 @@ from accelerate.arguments import (
     resolve_project,
     resolve_rng_types,
 )
-from accelerate.checkpoint.attendance import attendance
 from accelerate.compat.deprecated import accept_old_names
 from accelerate.compat.legacy import legacy_getattr
 from accelerate.compat.seams import late_bound, replacement, warn_of_uncalled
@@ -239,10 +239,14 @@ class Accelerator:
             device_placement=device_placement,
         )
         if self.project_configuration.save_on_signals:
-            from accelerate.checkpoint.window import is_kept
+            from accel_integrations.training_state.window import is_kept
 
             saver = SignalSaver(
-                self.project_configuration, self.save_state, self.state, self.gradient_state, lambda: is_kept(self)
+                self.project_configuration,
+                self.save_state,
+                self.state,
+                self.gradient_state,
+                lambda: is_kept(self.engine, self._models),
             )
             self._preparer.after_batch = saver.after_batch
         self._tracker_set = TrackerSet(self.log_with, self.logging_dir)
@@ -1161,7 +1165,7 @@ class Accelerator:
             max_shard_size (`int` of bytes or `str`): The largest size of one file, for instance "5GB".
             safe_serialization (`bool`): Write safetensors; False for `torch.save`.
         """
-        from accelerate.checkpoint.model_folder import save_model
+        from accelerate.model_folder import save_model
 
         save_model(self, model, save_directory, max_shard_size, safe_serialization)
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from accel_integrations.training_state.formats.full import FullStatesLoad, PlainOptimizers, write_full_states
 from accel_integrations.training_state.interface import FolderWriter, LoadRequest
+from accel_integrations.training_state.undo import Undo
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.files.durable import make_folder
 from accel_ops.files.filenames import MODEL_NAME as MODEL_NAME
@@ -27,10 +28,15 @@ from accel_ops.files.filenames import SCHEDULER_NAME as SCHEDULER_NAME
 from accel_ops.files.filenames import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ops.files.serialization import load
 from accel_state.processes import PartialState
-from accelerate.checkpoint.load_arguments import torch_load_arguments
-from accelerate.checkpoint.reading import Checkpoint, Receivers, TrainingState, read_state, read_verified
+from accelerate.checkpoint.reading import (
+    Checkpoint,
+    Receivers,
+    TrainingState,
+    read_state,
+    read_verified,
+    torch_load_arguments,
+)
 from accelerate.checkpoint.restore import apply_objects, apply_random_states, check_objects
-from accelerate.checkpoint.undo import Undo
 from accelerate.checkpoint.writing import custom_object_file, write_custom_object, write_own_state, write_shared_state
 from accelerate.compat.legacy import legacy_getattr
 

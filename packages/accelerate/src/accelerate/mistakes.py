@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accel_integrations.engines.engine import Engine
     from accel_integrations.prepared.optimizer import AcceleratedOptimizer
-    from accelerate.checkpoint.run import Run
+    from accelerate.run import Run
 
 NUM_WATCHED = 3
 """Up to this backward pass, steps of optimizers that were not prepared are looked at: of each of two that take turns, say."""

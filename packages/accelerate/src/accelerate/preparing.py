@@ -96,19 +96,24 @@ class Preparer:
             return wrapper
         on_device = self._placed(device_placement) and not is_dispatched(model) and not is_loaded_by_map(model)
 
+        # All checks come before the first change: a model that is refused is still the one that the program built.
         mesh: Any = self.state.device_mesh  # there is one where there are transforms
         for transform in self.transforms:
             transform.check(model, mesh)
         with self.replaced.recording(model):
-            for transform in self.transforms:  # tensor, context, sequence parallelism: they run inside of the forward
+            # From the inside out. Tensor, context and sequence parallelism change the layers themselves; layers are then
+            # converted (FP8) as they will be computed; the engine comes last, because it takes parameters as they are.
+            for transform in self.transforms:
                 model = transform.apply(model, mesh)
             model = self.engine.precision.convert(model)
             model = self.engine.precision.wrap_forward(model)
             if shard is not None:
                 model = shard(model)
             model = self.engine.prepare_model(model, evaluation=evaluation, device_placement=on_device)
+        # Parameters may be new objects by now, and an optimizer that was prepared before holds the old ones.
         for optimizer in self.prepared.optimizers:
             self.replaced.rebind(optimizer)
+        # The compiler must see the hooks and wrappers of the engine, or it would trace around their collectives.
         model = self.engine.compile_model(model, self.state.dynamo_plugin)
         return self._keep_model(model)
 

@@ -143,12 +143,12 @@ class Watch:
                 self._say(f"accelerate launch: rank {failure.rank} ended after it{where}: {failure.headline}\n")
 
     def _tell_report(self) -> bool:
-        """Print once why the ranks can never go on, if they found that out; the errors that follow say nothing more."""
+        """Print once why the ranks are deadlocked, if they proved it; the errors that follow say nothing more."""
         path = os.path.join(self.folder, REPORT)
         if not self._is_reported and os.path.exists(path):
             self._is_reported = True
             with open(path, encoding="utf-8") as file:
-                self._announce(f"accelerate launch: the ranks can never go on. {file.read()}")
+                self._announce(f"accelerate launch: deadlock. {file.read()}")
         return self._is_reported
 
     def _tell_in_full(self, failure: Failure) -> None:

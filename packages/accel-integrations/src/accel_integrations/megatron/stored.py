@@ -14,9 +14,10 @@ from accel_integrations.megatron.weights.sharded import ShardedWeights
 from accel_integrations.prepared.prepared import Prepared
 from accel_integrations.training_state.formats.full import FullStates, FullStatesLoad, read_full_states
 from accel_integrations.training_state.formats.sharded import is_by_name
-from accel_integrations.training_state.interface import CheckpointFiles, LoadRequest, PendingLoad, UndoLog
+from accel_integrations.training_state.interface import CheckpointFiles, LoadRequest, PendingLoad
 from accel_integrations.training_state.loading import read_full_optimizer_state
 from accel_integrations.training_state.reader import open_model_state, open_optimizer_state
+from accel_integrations.training_state.undo import Undo
 
 
 class Storing:
@@ -117,7 +118,7 @@ class MegatronLoad(PendingLoad):
             _name_ties(model, weights)
         self._full.check_models(models)
 
-    def apply_undoable(self, undo: UndoLog) -> None:
+    def apply_undoable(self, undo: Undo) -> None:
         """Load the optimizers."""
         self._full.apply_undoable(undo)
 

@@ -24,6 +24,8 @@ from accel_state.warning import warn_user
 if TYPE_CHECKING:
     from torch import nn
 
+    from accel_integrations.training_state.undo import Undo
+
 
 class CheckpointFiles(Protocol):
     """The files of a complete checkpoint."""
@@ -92,18 +94,6 @@ class FileWriter(Protocol):
         ...
 
 
-class UndoLog(Protocol):
-    """Keeps the states of objects before a load, to restore them when loading another object fails."""
-
-    def keep_optimizer(self, optimizer: Any) -> None:
-        """Keep the state of an optimizer without wrappers."""
-        ...
-
-    def keep_values(self, model: nn.Module) -> None:
-        """Keep the parameters and buffers of a model."""
-        ...
-
-
 class PendingSave(ABC):
     """States that are collected, but not written yet.
 
@@ -149,7 +139,7 @@ class PendingLoad(ABC):
             ValueError: Weights are missing, unexpected, or of other shapes.
         """
 
-    def apply_undoable(self, undo: UndoLog) -> None:
+    def apply_undoable(self, undo: Undo) -> None:
         """Load objects that may still raise an error, after keeping their states in `undo`."""
 
     @abstractmethod

@@ -1,1 +1,1 @@
-"""Watching that ranks can still meet: who stands where, who waits for whom, and ending a run that can never go on."""
+"""Deadlock detection: where each rank is blocked, which ranks it waits for, and aborting a run that is deadlocked."""

@@ -23,7 +23,7 @@ def show(verdict: str) -> None:
             write_atomically(folder, REPORT, text)
             return
     with contextlib.suppress(OSError, ValueError):
-        os.write(2, f"accelerate: the ranks can never go on. {text}".encode(errors="backslashreplace"))
+        os.write(2, f"accelerate: deadlock. {text}".encode(errors="backslashreplace"))
 
 
 def end() -> None:

@@ -1,4 +1,4 @@
-"""Proof that ranks can never go on, from the notes that they left.
+"""Proof of a deadlock, from the notes that ranks published.
 
 Silence proves nothing: a rank may compute, load or save for as long as it likes while the others wait. What proves it:
 
@@ -50,7 +50,7 @@ NO_INPUT = "Read the input on the main process only, and send it to the others w
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why ranks can never go on.
+    """Why ranks are deadlocked.
 
     Attributes:
         title: What happened, as a sentence without a full stop.
@@ -97,7 +97,7 @@ def may_conflict(own: Note, other: Note, waited: float) -> bool:
 
 
 def judge(me: int, notes: Notes, before: Notes, waited: float, since_end: Mapping[int, float]) -> Verdict | None:
-    """Look for a proof that this rank can never go on.
+    """Look for a proof that this rank is deadlocked.
 
     Args:
         me: This rank, which stands.
@@ -182,7 +182,7 @@ def _has_stood(now: Note | None, before: Note | None) -> bool:
 
 
 def _awaited(rank: int, notes: Notes) -> Collection[int]:
-    """The ranks without which a rank that stands cannot go on: they have not called what it is in."""
+    """The ranks that block it: members of its collective that have not entered it."""
     note = notes[rank]
     if note.peer is not None:
         return {note.peer}

@@ -1,7 +1,7 @@
-"""A thread of each rank that looks where the main thread stands, and ends a run whose ranks can never go on.
+"""Watchdog thread of each rank: samples the main thread's stack, and aborts the run once a deadlock is proven.
 
 A training step passes nothing of it. The thread looks a few times a second whether the main thread has had CPU time; when
-it has stood at one point for a moment, it publishes a note and reads those of the other ranks. Which collectives a
+it has been blocked at one point for a moment, it publishes a note and reads those of the other ranks. Which collectives a
 rank has called is read from torch's flight recorder, and only once notes of two ranks do not fit together.
 """
 
@@ -244,12 +244,14 @@ class Watcher:
 
     def _consult(self, board: Board, waited: float) -> None:
         """Read the notes of the others, and look for a proof."""
+        # The own note comes first: of two ranks that consult at once, at least one then sees both notes.
         self._publish(board)
         self._questions = board.ask()
         if self._questions >= NEVER:
             self._end_with(board, board.verdict())
         others = self._with_deaths(board.read())
         self._note_ends(others)
+        # Reading torch's flight recorder costs milliseconds; notes alone rule out nearly every conflict.
         if self._calls is None and any(may_conflict(self._note, other, waited) for other in others.values()):
             self._read_calls()
             if self._calls is not None:
@@ -258,6 +260,7 @@ class Watcher:
         since_end = {rank: time.monotonic() - at for rank, at in self._ended_at.items()}
         verdict = judge(self._rank, notes, self._before, waited, since_end)
         self._before = notes
+        # The main thread may have moved while notes were read; then the verdict is about a moment that has passed.
         if verdict is not None and stacks.signature(self._watched) == self._signature:
             self._decide(board, verdict, notes)
 
@@ -320,6 +323,7 @@ class Watcher:
 
     def _decide(self, board: Board, verdict: Verdict, notes: dict[int, Note]) -> None:
         alive = sum(note.state != ENDED for note in notes.values())
+        # Several ranks may come to a verdict at once: the store takes the first, which all of them then end with.
         text = json.dumps({"text": str(verdict), "host": self._note.host, "alive": alive})
         if board.decide(text):
             ending.show(str(verdict))

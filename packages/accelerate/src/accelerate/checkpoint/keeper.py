@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_integrations.training_state.interface import FolderWriter
+from accel_integrations.training_state.snapshot import HostBuffers, Snapshot
+from accel_integrations.training_state.window import write_window
+from accel_ops.collectives.agreement import Ranks, find_storage
+from accel_ops.collectives.attendance import attendance, begin_call, outcome_of, publishing_outcome
 from accel_ops.collectives.store_gather import StoreGather, has_store
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
 from accel_state.weak import Weak
-from accelerate.checkpoint.agreement import Ranks, find_storage
-from accelerate.checkpoint.attendance import begin_call, outcome_of, publishing_outcome, warn_of_saving_alone
 from accelerate.checkpoint.background import BackgroundSave, BackgroundSaves, finished_save
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.naming import (
@@ -31,15 +33,13 @@ from accelerate.checkpoint.naming import (
     remove_oldest,
 )
 from accelerate.checkpoint.restore import StateLoader, schedulers_with_files
-from accelerate.checkpoint.snapshot import HostBuffers, Snapshot
 from accelerate.checkpoint.transaction import Transaction
-from accelerate.checkpoint.window import write_window
 from accelerate.checkpoint.writing import write_custom_object, write_own_state, write_shared_state
 
 if TYPE_CHECKING:
     from accel_integrations.training_state.interface import FileWriter, PendingSave
-    from accelerate.checkpoint.attendance import Call
-    from accelerate.checkpoint.run import Run
+    from accel_ops.collectives.attendance import Call
+    from accelerate.run import Run
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], None]
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -147,7 +147,10 @@ class CheckpointKeeper:
         accelerator = self._accelerator
         self._wait_for_last()
         folder, is_automatic = self._target(output_dir)
-        call = begin_call("save_state", accelerator, {"iteration": accelerator.project_configuration.iteration})
+        facts = {"iteration": accelerator.project_configuration.iteration}
+        engine = accelerator.engine
+        sharded_by = None if engine.is_replicated else engine.name
+        call = begin_call("save_state", accelerator.state, facts, sharded_by=sharded_by)
         if call is not None and is_automatic:  # the main process may have saved alone before
             accelerator.project_configuration.iteration = call.facts["iteration"]
             folder = folder.with_name(f"checkpoint_{call.facts['iteration']}")
@@ -159,7 +162,7 @@ class CheckpointKeeper:
             added = self._add_own_state(call, folder)
             return finished_save(added) if async_save else added
         saved = self._save(order, Ranks(accelerator.state, alone=True), call)
-        warn_of_saving_alone(call, saved)
+        _warn_of_saving_alone(call, saved)
         return saved
 
     def _save(self, order: _Order, ranks: Ranks, alone: Call | None = None) -> Path | BackgroundSave:
@@ -301,7 +304,7 @@ class CheckpointKeeper:
                 "not add its RNG states: this process does not see that checkpoint, or it has been replaced since."
             )
             return folder
-        write_window(FolderWriter(published), accelerator)
+        write_window(FolderWriter(published), accelerator.engine, accelerator._models, accelerator.state.process_index)
         write_own_state(
             FolderWriter(published),
             accelerator._dataloaders,
@@ -366,7 +369,7 @@ class CheckpointKeeper:
             write_shared_state(files, schedulers_with_files(accelerator), accelerator._dataloaders, scale)
             for index, obj in enumerate(accelerator._custom_objects):
                 write_custom_object(files, obj, index)
-        write_window(files, accelerator)
+        write_window(files, accelerator.engine, accelerator._models, accelerator.state.process_index)
         write_own_state(files, accelerator._dataloaders, accelerator.state.process_index, accelerator.step)
 
     # ---- loading ------------------------------------------------------------------------------------------------
@@ -419,3 +422,17 @@ def _remove_surplus(newest: Path, total_limit: int, first_number: int) -> None:
     else:
         if removed:
             logger.info("Removed %s", ", ".join(map(str, removed)))
+
+
+def _warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
+    """Warn, once per process group, what a checkpoint lacks that the main process saved alone."""
+    notes = attendance()
+    if notes is not None and notes.has_warned:
+        return
+    if notes is not None:
+        notes.has_warned = True
+    waited = f", for which it waited {call.waited:.0f} s" if call.waited >= 1 else ""
+    warn_user(
+        f"save_state() was called on the main process without the others{waited}. {os.fspath(folder)} lacks their RNG "
+        "states and the positions of their data loaders. Call save_state() on all processes to save these, too."
+    )

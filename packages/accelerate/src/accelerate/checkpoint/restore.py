@@ -15,13 +15,14 @@ from torch import nn
 from accel_data.position import Position
 from accel_integrations.training_state.fit import check_values, loads_itself
 from accel_integrations.training_state.interface import LoadRequest, PendingLoad
+from accel_integrations.training_state.undo import Undo
+from accel_integrations.training_state.window import apply_window, check_window
+from accel_ops.collectives.agreement import Ranks
 from accel_ops.files.filenames import MODEL_NAME, SAFE_MODEL_NAME, SAMPLER_NAME, SCALER_NAME, numbered
 from accel_ops.files.staging import recover
 from accel_ops.random import capture_rng_state, restore_rng_state
 from accel_state.logging import get_logger
 from accel_state.warning import warn_user
-from accelerate.checkpoint.agreement import Ranks
-from accelerate.checkpoint.load_arguments import torch_load_arguments
 from accelerate.checkpoint.manifest import DamagedCheckpointError, added_by
 from accelerate.checkpoint.naming import checkpoints_folder, numbered_checkpoints
 from accelerate.checkpoint.reading import (
@@ -31,14 +32,13 @@ from accelerate.checkpoint.reading import (
     find_newest,
     read_state,
     read_verified,
+    torch_load_arguments,
 )
-from accelerate.checkpoint.undo import Undo
-from accelerate.checkpoint.window import apply_window, check_window
-from accelerate.checkpoint.writing import custom_object_file, restore_order, restore_reading
+from accelerate.checkpoint.writing import custom_object_file, order_state, restore_order, restore_reading
 
 if TYPE_CHECKING:
     from accel_integrations.prepared.scheduler import AcceleratedScheduler
-    from accelerate.checkpoint.run import Run
+    from accelerate.run import Run
 
 
 LoadHook = Callable[[list[nn.Module], str], None]
@@ -102,7 +102,7 @@ class StateLoader:
         def check() -> None:
             pending.check()
             check_objects(checkpoint, receivers, state)
-            check_window(state.window, accelerator, str(checkpoint.folder))
+            check_window(state.window, accelerator.engine, accelerator._models, str(checkpoint.folder))
 
         def check_models() -> None:
             models = list(accelerator._models)
@@ -114,6 +114,8 @@ class StateLoader:
             apply_compared_objects(receivers, state)
             pending.apply()
 
+        # Until here nothing has changed. What may still raise is loaded first and can be undone: objects of the program,
+        # schedulers, optimizers. Weights come after it without a copy of what they replace: they were compared, and fit.
         ranks.together(f"use the checkpoint {checkpoint.folder}", check)
         undo = Undo()
         try:
@@ -124,10 +126,11 @@ class StateLoader:
         except BaseException:
             undo.roll_back()
             raise
+        # Random states come after everything that draws numbers while it loads.
         apply_random_states(state.random_states)
         if state.step is not None:
             accelerator.step = state.step
-        apply_window(state.window, accelerator)
+        apply_window(state.window, accelerator.engine, accelerator._models)
         if ranks.is_main and not accelerator._models and not self._hooks:
             _warn_of_unprepared_models(checkpoint)
         elif ranks.is_main:
@@ -335,12 +338,21 @@ def apply_objects(receivers: Receivers, state: TrainingState, undo: Undo) -> Non
         undo.keep(receivers.scaler)
         receivers.scaler.load_state_dict(state.scaler)
     for index, loader in enumerate(receivers.dataloaders):
-        undo.keep_loader(loader)
+        _keep_order(undo, loader)
         if state.samplers.get(index) is not None:
             restore_order(loader, state.samplers[index])
         if index in state.positions:
             loader.load_state_dict(state.positions[index])
         restore_reading(loader, state.reading.get(index, {}))
+
+
+def _keep_order(undo: Undo, loader: Any) -> None:
+    """Keep the order and the position of a data loader."""
+    # Undone newest first: the loader restores its order itself, then the attributes that this has changed.
+    undo.keep_attributes(loader, getattr(loader, "base_dataloader", None))
+    order = order_state(loader)
+    if order is not None:
+        undo.add(lambda: restore_order(loader, order))
 
 
 def apply_compared_objects(receivers: Receivers, state: TrainingState) -> None:

@@ -13,12 +13,12 @@ from types import TracebackType
 from typing import Any
 
 from accel_integrations.training_state.interface import FileWriter
+from accel_ops.collectives.agreement import Ranks, Storage
 from accel_ops.files.checksum import checksum_file
 from accel_ops.files.durable import DurableFile, fsync_file
 from accel_ops.files.filenames import MANIFEST_NAME
 from accel_ops.files.serialization import serialize
 from accel_ops.files.staging import StagedFolder, list_files
-from accelerate.checkpoint.agreement import Ranks, Storage
 from accelerate.checkpoint.manifest import FileRecord, Manifest, late_files
 
 

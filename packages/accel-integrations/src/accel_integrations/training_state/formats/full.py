@@ -18,8 +18,8 @@ from accel_integrations.training_state.interface import (
     LoadRequest,
     PendingLoad,
     PendingSave,
-    UndoLog,
 )
+from accel_integrations.training_state.undo import Undo
 from accel_ops.files.filenames import (
     OPTIMIZER_NAME,
     SAFE_WEIGHTS_NAME,
@@ -185,7 +185,7 @@ class FullStatesLoad(PendingLoad):
                 model, weights, f"The weights in {self._checkpoint.folder} do not fit model {index}", self._strict
             )
 
-    def apply_undoable(self, undo: UndoLog) -> None:
+    def apply_undoable(self, undo: Undo) -> None:
         """Load the optimizers, and the models that customize loading."""
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             undo.keep_optimizer(plain_optimizer(optimizer))

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from accel_ops.random import capture_rng_state, restore_rng_state
-from accelerate.checkpoint.writing import order_state, restore_order
 
 
 class Undo:
@@ -66,19 +65,19 @@ class Undo:
 
         self._steps.append(restore)
 
-    def keep_loader(self, loader: Any) -> None:
-        """Keep the order and the position of a data loader."""
-        order = order_state(loader)
-        holders = [loader, getattr(loader, "base_dataloader", None)]
-        snapshots = [(holder, dict(vars(holder))) for holder in holders if hasattr(holder, "__dict__")]
+    def keep_attributes(self, *objects: Any) -> None:
+        """Keep the attributes of objects, without copies of their values."""
+        before = [(obj, dict(vars(obj))) for obj in objects if hasattr(obj, "__dict__")]
 
         def restore() -> None:
-            if order is not None:
-                restore_order(loader, order)
-            for holder, attributes in snapshots:
-                vars(holder).clear()
-                vars(holder).update(attributes)
+            for obj, attributes in before:
+                vars(obj).clear()
+                vars(obj).update(attributes)
 
+        self._steps.append(restore)
+
+    def add(self, restore: Callable[[], object]) -> None:
+        """Add a step of the program's: it restores an earlier state."""
         self._steps.append(restore)
 
     def keep_random_states(self) -> None:

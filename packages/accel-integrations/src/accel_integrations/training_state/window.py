@@ -6,20 +6,37 @@ A window is open between a micro-batch that is not a sync step and the next one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from accel_integrations.training_state.interface import FileWriter
 from accel_integrations.unwrap import extract_model_from_parallel
 from accel_ops.files.filenames import WINDOW_NAME
 from accel_ops.modules import to_local
+from accel_state.gradient_state import GradientState
+from accel_state.processes import PartialState
 from accel_state.warning import warn_user
 
-if TYPE_CHECKING:
-    from accelerate.checkpoint.run import Run
+
+class Accumulating(Protocol):
+    """The attributes of an engine that say how gradients accumulate."""
+
+    averaging: Any
+    gradient_state: GradientState
+
+    @property
+    def name(self) -> str:
+        """The name that users give the engine."""
+        ...
+
+    @property
+    def accumulates_in_grad(self) -> bool:
+        """Whether the full gradients of a rank's own losses accumulate in `.grad`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -40,32 +57,31 @@ def window_file(process_index: int) -> str:
     return f"{WINDOW_NAME}_{process_index}.bin"
 
 
-def is_kept(accelerator: Run) -> bool:
+def is_kept(engine: Accumulating, models: Iterable[nn.Module]) -> bool:
     """Whether a checkpoint of this run can hold an open window: every parameter is plain, and its gradient in `.grad`."""
-    if not accelerator.engine.accumulates_in_grad:
+    if not engine.accumulates_in_grad:
         return False
-    return all(to_local(parameter) is parameter for parameter in _parameters(accelerator).values())
+    return all(to_local(parameter) is parameter for parameter in _parameters(models).values())
 
 
-def write_window(files: FileWriter, accelerator: Run) -> None:
+def write_window(files: FileWriter, engine: Accumulating, models: Sequence[nn.Module], process_index: int) -> None:
     """Write the open accumulation window of this rank, if there is one.
 
     Under an engine that cannot, the main process warns.
     """
-    engine = accelerator.engine
     if engine.gradient_state.sync_gradients:
         return
-    if not is_kept(accelerator):
-        if accelerator.state.is_main_process:
+    if not is_kept(engine, models):
+        if process_index == 0:
             warn_user(
                 f"save_state() was called inside a gradient accumulation window. Its gradients are saved where parameters are not sharded "
                 f"(one process, DDP, XLA), and not by the {engine.name!r} engine of this run: a run that resumes here trains without those of "
                 "the first micro-batches. Call save_state() where accelerator.sync_gradients is True."
             )
         return
-    gradients = {name: weight.grad for name, weight in _parameters(accelerator).items() if weight.grad is not None}
+    gradients = {name: weight.grad for name, weight in _parameters(models).items() if weight.grad is not None}
     files.save(
-        window_file(accelerator.state.process_index),
+        window_file(process_index),
         {"gradients": gradients, "average": engine.averaging.state_dict()},
     )
 
@@ -115,15 +131,15 @@ def _checked(state: Mapping[str, Any], name: str) -> Window:
     return Window(gradients, average)
 
 
-def check_window(window: Window | None, accelerator: Run, where: str) -> None:
+def check_window(window: Window | None, engine: Accumulating, models: Sequence[nn.Module], where: str) -> None:
     """Check that the gradients fit the models, before anything changes.
 
     Raises:
         ValueError: Naming the first that does not.
     """
-    if window is None or not is_kept(accelerator):
+    if window is None or not is_kept(engine, models):
         return
-    parameters = _parameters(accelerator)
+    parameters = _parameters(models)
     for name, gradient in window.gradients.items():
         if name not in parameters or parameters[name].shape != gradient.shape:
             has = f"has shape {list(parameters[name].shape)}" if name in parameters else "does not exist"
@@ -133,22 +149,22 @@ def check_window(window: Window | None, accelerator: Run, where: str) -> None:
             )
 
 
-def apply_window(window: Window | None, accelerator: Run) -> None:
+def apply_window(window: Window | None, engine: Accumulating, models: Sequence[nn.Module]) -> None:
     """Open the window of a checkpoint; without one, close whatever window was open.
 
     Under an engine that keeps gradients elsewhere it is left out, and the main process warns.
     """
-    engine, state = accelerator.engine, accelerator.engine.gradient_state
+    state = engine.gradient_state
     if window is None and state.sync_gradients:
         return
-    if not is_kept(accelerator):
-        if accelerator.state.is_main_process:
+    if not is_kept(engine, models):
+        if PartialState().is_main_process:
             warn_user(
                 f"The {engine.name!r} engine cannot load the gradients of an accumulation window, nor drop those that have "
                 "accumulated. Save and load states where accelerator.sync_gradients is True."
             )
         return
-    for name, parameter in _parameters(accelerator).items():
+    for name, parameter in _parameters(models).items():
         gradient = None if window is None else window.gradients.get(name)
         parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype)
     if window is not None:
@@ -156,11 +172,10 @@ def apply_window(window: Window | None, accelerator: Run) -> None:
     state._set_sync_gradients(window is None)
 
 
-def _parameters(accelerator: Run) -> dict[str, torch.nn.Parameter]:
+def _parameters(models: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
     """The parameters of all models, by the names of a window."""
-    models = map(extract_model_from_parallel, accelerator._models)
     return {
         f"{index}.{name}": parameter
-        for index, model in enumerate(models)
+        for index, model in enumerate(map(extract_model_from_parallel, models))
         for name, parameter in model.named_parameters()
     }

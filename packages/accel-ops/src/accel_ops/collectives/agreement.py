@@ -15,7 +15,7 @@ from accel_ops.files.durable import make_folder
 Result = TypeVar("Result")
 
 
-class HasPlace(Protocol):
+class RankInfo(Protocol):
     """The attributes of a state that say which process this is."""
 
     num_processes: int
@@ -37,7 +37,7 @@ class Ranks:
     """
 
     def __init__(
-        self, state: HasPlace, gather: Callable[[Any], list[Any]] | None = None, *, alone: bool = False
+        self, state: RankInfo, gather: Callable[[Any], list[Any]] | None = None, *, alone: bool = False
     ) -> None:
         self.rank = state.process_index
         self.count = 1 if alone else state.num_processes

@@ -12,12 +12,12 @@ from torch import nn
 from accel_bigmodel.weights.write import parse_size, write_model_folder
 from accel_integrations.prepared.parameters import plain_name
 from accel_integrations.training_state.joint_folder import JointFolder, PlannedFile, can_fill_in, fill_in
-from accelerate.checkpoint.agreement import Ranks, Storage, find_storage
-from accelerate.checkpoint.attendance import begin_call, outcome_of, publishing_outcome
+from accel_ops.collectives.agreement import Ranks, Storage, find_storage
+from accel_ops.collectives.attendance import begin_call, outcome_of, publishing_outcome
 from accelerate.overriding import is_overridden
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.run import Run
+    from accelerate.run import Run
 
 
 def save_model(
@@ -35,7 +35,8 @@ def save_model(
     if folder.is_file():
         raise NotADirectoryError(f"save_model() writes a folder, but {folder} is a file. Name a folder.")
     on_each_node = accelerator.project_configuration.save_on_each_node
-    call = begin_call("save_model", accelerator, {}, main_writes_all=not on_each_node)
+    sharded_by = None if accelerator.engine.is_replicated else accelerator.engine.name
+    call = begin_call("save_model", accelerator.state, {}, sharded_by=sharded_by, main_writes_all=not on_each_node)
     if call is None or call.everyone:
         ranks = Ranks(accelerator.state)
         storage = find_storage(ranks, folder)

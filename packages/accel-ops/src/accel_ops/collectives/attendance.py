@@ -11,26 +11,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
+from accel_ops.collectives.agreement import RankInfo
 from accel_ops.collectives.outcomes import group_timeout
 from accel_ops.collectives.store_gather import own_connection
 from accel_state import shutdown
 from accel_state.logging import get_logger
 from accel_state.supervision import report_progress
-from accel_state.warning import warn_user
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.run import Run
-
 
 PATIENCE_SECONDS = 10.0
 """How long the main process waits for the other ranks where it can save without them."""
@@ -279,14 +274,17 @@ def _intervals() -> Iterator[float]:
         pause = min(pause * 1.5, LONGEST_PAUSE_SECONDS)
 
 
-def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_writes_all: bool = False) -> Call | None:
+def begin_call(
+    kind: str, state: RankInfo, facts: dict[str, Any], *, sharded_by: str | None = None, main_writes_all: bool = False
+) -> Call | None:
     """Find out whether all ranks make a call, or the main process alone.
 
     Args:
-        kind: The method of the accelerator that is called.
-        accelerator: The accelerator whose method it is.
+        kind: The method that is called, for the user.
+        state: Says which process this is.
         facts: What the main process publishes about the call for the other ranks.
-        main_writes_all: Whether the main process can write everything by itself, where the engine replicates models.
+        sharded_by: The engine under which each rank holds a shard of what is saved; None where each holds all of it.
+        main_writes_all: Whether the main process can write everything by itself, where each rank holds all of it.
 
     Returns:
         Who takes part; None if all ranks do, or if that cannot be determined.
@@ -295,7 +293,6 @@ def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_write
         RuntimeError: It was called on some ranks only, and what is to be saved is sharded over all of them.
     """
     report_progress()
-    state, engine = accelerator.state, accelerator.engine
     has_no_group_left = (
         state.num_processes > 1 and getattr(state, "backend", None) is not None and not dist.is_initialized()
     )
@@ -306,14 +303,14 @@ def begin_call(kind: str, accelerator: Run, facts: dict[str, Any], *, main_write
         return None
     elif state.process_index > 0:
         call = notes.join(kind)
-    elif engine.is_replicated and main_writes_all:
+    elif sharded_by is None and main_writes_all:
         call = Call(notes.open_at_once(kind, facts, alone=True), False, 0.0, facts)
     else:
-        call = notes.open(kind, can_do_alone=engine.is_replicated, facts=facts)
-    if not call.everyone and not engine.is_replicated:
+        call = notes.open(kind, can_do_alone=sharded_by is None, facts=facts)
+    if not call.everyone and sharded_by is not None:
         why = "the process group has ended" if has_no_group_left else "some processes did not call it"
         raise RuntimeError(
-            f"{kind}() needs all processes, but {why}. With the {engine.name!r} engine each process holds a shard of what is "
+            f"{kind}() needs all processes, but {why}. With the {sharded_by!r} engine each process holds a shard of what is "
             f"saved. Call {kind}() on all processes, without `if accelerator.is_main_process`."
         )
     return call
@@ -342,17 +339,3 @@ def outcome_of(call: Call, kind: str) -> dict[str, Any]:
     """The outcome of a call that the main process makes alone; empty where the process group has ended."""
     notes = attendance()
     return {} if notes is None or not call.key else notes.outcome(call, kind)
-
-
-def warn_of_saving_alone(call: Call, folder: os.PathLike[str]) -> None:
-    """Warn, once per process group, what a checkpoint lacks that the main process saved alone."""
-    notes = attendance()
-    if notes is not None and notes.has_warned:
-        return
-    if notes is not None:
-        notes.has_warned = True
-    waited = f", for which it waited {call.waited:.0f} s" if call.waited >= 1 else ""
-    warn_user(
-        f"save_state() was called on the main process without the others{waited}. {os.fspath(folder)} lacks their RNG "
-        "states and the positions of their data loaders. Call save_state() on all processes to save these, too."
-    )

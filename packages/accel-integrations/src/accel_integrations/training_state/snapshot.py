@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_integrations.training_state.interface import FileWriter
+from accel_ops.collectives.agreement import Ranks
 from accel_ops.files.serialization import for_safetensors
 from accel_state.devices import device_kind
-from accelerate.checkpoint.agreement import Ranks
 
 if TYPE_CHECKING:
     from accel_integrations.training_state.formats.shard_writing import ShardCopies
