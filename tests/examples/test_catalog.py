@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import zipfile
@@ -57,7 +58,7 @@ def test_what_an_example_needs_comes_with_it(tmp_path: Path, monkeypatch: pytest
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     stages = {f"deepspeed_config_templates/{path.name}" for path in FILES.glob("deepspeed_config_templates/*")}
     assert copied == {"deepspeed_with_config_support.py", *stages}
-    assert len(stages) == 5
+    assert len(stages) == 6  # and what says which is which
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,6 +123,16 @@ def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     table = "\n".join(["| name | what it shows |", "|---|---|", *rows])
     assert table in page, f"docs/examples.md needs this table:\n{table}"
+
+
+@pytest.mark.parametrize("readme", sorted(FILES.rglob("README.md")), ids=lambda path: path.parent.name)
+def test_the_readme_of_a_folder_names_its_files(readme: Path) -> None:
+    links = set(re.findall(r"\]\(([^)#]+)\)", readme.read_text()))
+    assert all((readme.parent / link).exists() for link in links if "://" not in link)
+    below = [path for path in readme.parent.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    expected = {path.relative_to(readme.parent).as_posix() for path in below if path != readme}
+    missing = {path for path in expected if not any(path == link or path.startswith(f"{link}/") for link in links)}
+    assert not missing
 
 
 @pytest.mark.thorough

@@ -38,8 +38,8 @@ TOPICS = {  # of that module: the last part of the page's name -> its title, and
     "settings": ("settings and enums", ("accel_state.settings", "accel_state.mesh", "accel_state.enums")),
     "communication": (
         "collectives, nested data, random numbers, memory",
-        ("accel_ops.collectives", "accel_ops.objects", "accel_ops.nested", "accel_ops.batches", "accel_ops.placement",
-         "accel_ops.random", "accel_ops.memory"),
+        ("accel_ops.collectives", "accel_ops.nested", "accel_ops.batches", "accel_ops.placement", "accel_ops.random",
+         "accel_ops.memory"),
     ),
     "models": ("models larger than memory, modules", ("accel_bigmodel", "accel_ops", "accel_integrations.bitsandbytes")),
     "checks": (
@@ -47,8 +47,7 @@ TOPICS = {  # of that module: the last part of the page's name -> its title, and
         ("accel_state.libraries", "accel_state.hardware", "accel_state.nvidia", "accel_state.environment", "accel_state.kernel",
          "accel_state.numa"),
     ),
-    "files": ("names of files, checkpoints", ("accel_ops.filenames", "accel_ops.files", "accel_ops.tensor_files",
-              "accel_integrations.checkpoints", "accel_state.constants")),
+    "files": ("names of files, checkpoints", ("accel_ops.files", "accel_integrations.training_state", "accel_state.constants")),
     "engines": ("engines, precisions, launching", ("accel_integrations", "accelerate", "accel_cli")),
 }  # fmt: skip
 FIRST = (  # what most programs call of the `Accelerator`, in the order of a training loop
