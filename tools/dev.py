@@ -188,9 +188,11 @@ def torchft(arguments: list[str]) -> int:
 
 
 def clusters(arguments: list[str]) -> int:
-    """Run jobs on a real SLURM of two nodes on this machine, installed first where that can be done without asking."""
-    if which("slurmctld") is None and os.geteuid() == 0 and which("apt-get"):
-        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", "slurm-wlm", "munge")
+    """Run jobs on a real SLURM and by ssh on two nodes of this machine, installed first where that can be done without asking."""
+    lacks = [name for name in ("slurmctld", "sshd", "pdsh", "ompi_info") if which(name) is None]
+    if lacks and os.geteuid() == 0 and which("apt-get"):
+        packages = ("slurm-wlm", "munge", "openssh-server", "pdsh", "openmpi-bin")
+        run("apt-get", "install", "-y", "-qq", "--no-install-recommends", *packages)
     return run("uv", "run", "pytest", "-n", "1", "tests/clusters", *arguments)
 
 

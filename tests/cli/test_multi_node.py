@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch.network import interface_of, own_address
+from accel_state.interfaces import interface_of, own_address
 from tests.support.machines import ADDRESSES, INTERFACE, inside, needs_namespaces, two_machines
 
 PROGRAM = str(Path(sys.executable).parent / "accelerate")
@@ -58,6 +58,42 @@ def test_two_machines_train_together(tmp_path: Path) -> None:
     assert found[0]["names"] == list(HOSTS)
     assert found[0]["bias"] == pytest.approx(-0.8), "eight steps of 0.1 against a gradient of 1"
     assert found[1] == {}
+
+
+STARTED_BY_HAND = """
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+accelerator = Accelerator(cpu=True)
+print(gather_object([accelerator.process_index]))
+"""
+
+
+@needs_namespaces
+@pytest.mark.launch
+@pytest.mark.takes_turns("other machines")
+def test_without_a_launcher_machines_meet_on_the_network_of_rank_0(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(STARTED_BY_HAND)
+    environ = {name: text for name, text in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+    meeting = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": "29512",
+    }
+    with two_machines("byhand") as machines:
+        parts = [
+            subprocess.Popen(
+                inside(machines[rank], f"no-address-{rank}.invalid", f"{sys.executable} {script}"),
+                env={**environ, **meeting, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        for part in parts:
+            out, errors = part.communicate(timeout=120)
+            assert part.returncode == 0, errors
+            assert out.strip() == "[0, 1]"
 
 
 FAILS_ON_MACHINE_1 = """

@@ -13,6 +13,8 @@ import pytest
 
 from accel_cli.examples.catalog import FILES, read_examples
 from accel_cli.main import main
+from tests.examples.gallery import BLOCK, shown_runs
+from tests.examples.launched import check
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = sorted(FILES.rglob("*.py"))
@@ -123,6 +125,15 @@ def test_the_page_has_the_table() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
     table = "\n".join(["| name | what it shows |", "|---|---|", *rows])
     assert table in page, f"docs/examples.md needs this table:\n{table}"
+
+
+def test_the_gallery_shows_every_program_and_what_it_promises() -> None:
+    shown = dict(BLOCK.findall((ROOT / "docs" / "examples.md").read_text()))
+    runs = {run.words: run for group in shown_runs() for run in group}
+    assert shown.keys() == runs.keys(), "python -m tests.examples.gallery writes it"
+    for words, printed in shown.items():
+        if "\n...\n" not in printed:  # what is left out may be what the run must say
+            check(runs[words], printed)
 
 
 @pytest.mark.parametrize("readme", sorted(FILES.rglob("README.md")), ids=lambda path: path.parent.name)

@@ -50,6 +50,7 @@ def test_the_table_in_the_documentation_is_that_of_the_code() -> None:
 
 
 def test_arguments_of_megatron_lm_that_a_model_decides() -> None:
+    pytest.importorskip("transformers")
     rope, learned, relative = (
         shape_of(model) for model in (new_model(num_key_value_heads=1), new_model("GPT2"), new_t5())
     )

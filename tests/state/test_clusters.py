@@ -71,6 +71,13 @@ def test_ranks_set_by_hand_may_leave_machines_out() -> None:
     assert detect_cluster({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}).local_world_size == 2  # type: ignore[union-attr]
 
 
+def test_deepspeed_says_how_many_processes_a_machine_has() -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "MASTER_ADDR": "a"}
+    detected = detect_cluster(variables)
+    assert detected is not None
+    assert detected.local_world_size == 2
+
+
 def test_a_process_alone() -> None:
     assert detect_cluster({}) is None
     assert detect_cluster({"RANK": "0"}) is None

@@ -74,7 +74,7 @@ CLUSTERS: tuple[ClusterRow, ...] = (
         rank=("RANK",),
         world_size=("WORLD_SIZE",),
         local_rank=("LOCAL_RANK",),
-        local_world_size=("LOCAL_WORLD_SIZE",),
+        local_world_size=("LOCAL_WORLD_SIZE", "LOCAL_SIZE"),  # the second is DeepSpeed's
         counts_alone=True,
     ),
     ClusterRow(

@@ -18,6 +18,7 @@ from accel_state.clusters import ClusterPlace, cluster_row
 from accel_state.devices import DeviceKind
 from accel_state.environment import parse_flag_from_env
 from accel_state.errors import MissingLibraryError, missing_library
+from accel_state.interfaces import INTERFACE_VARIABLE, interface_to
 from accel_state.libraries import is_installed
 
 UNDECIDED = (None, "nccl")  # "nccl" is the default of `InitProcessGroupKwargs`, whatever the device
@@ -149,10 +150,22 @@ def start_process_group(rank_info: ClusterPlace, backend: str, options: Mapping[
                 "processes (127.0.0.1 on one machine), or start them with `accelerate launch` or torchrun."
             )
         os.environ.update(rank_info.torch_variables())
+        if "gloo" in backend:
+            _choose_interface(rank_info.master_addr)
         if rank_info.rank > 0 and not finds_others and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False":
             _wait_for_rank_0(str(rank_info.master_addr), int(rank_info.master_port or 0), options.get("timeout"))
     dist.init_process_group(backend, **arguments)
     shutdown.register()
+
+
+def _choose_interface(master_addr: str | None) -> None:
+    """Have gloo connect machines through the network interface by which rank 0 is reached, unless the user has chosen one.
+
+    `accelerate launch` has done so already. Other launchers leave it to gloo, which takes the address of the host's name, often a
+    loopback address: ranks would then look for the others on their own machine.
+    """
+    if INTERFACE_VARIABLE not in os.environ and (interface := interface_to(master_addr)) is not None:
+        os.environ[INTERFACE_VARIABLE] = interface
 
 
 def start_alone(kind: DeviceKind) -> None:

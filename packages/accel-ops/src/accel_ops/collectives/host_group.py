@@ -7,11 +7,8 @@ accelerator's group would wait for all work of its device.
 from __future__ import annotations
 
 import os
-import socket
-import struct
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,11 +17,9 @@ import torch
 import torch.distributed as dist
 
 from accel_ops.collectives.outcomes import group_timeout
+from accel_state.interfaces import INTERFACE_VARIABLE, interface_to
 from accel_state.warning import warn_user
 
-INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
-LOOPBACK = 127
 _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -86,32 +81,3 @@ def _interface_to_rank_0() -> Iterator[None]:
         yield
     finally:
         del os.environ[INTERFACE_VARIABLE]
-
-
-def interface_to(host: str | None) -> str | None:
-    """The network interface through which this machine reaches another.
-
-    Args:
-        host: A name or an IPv4 address.
-
-    Returns:
-        Its name; None if the other is this machine, or cannot be found, or where interfaces cannot be asked (not Linux).
-    """
-    if not host or sys.platform != "linux":
-        return None
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
-        try:
-            connection.connect((host, 1))  # of a datagram socket: nothing is sent
-        except OSError:
-            return None
-        address = socket.inet_aton(connection.getsockname()[0])
-        if address[0] == LOOPBACK:
-            return None
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                answer = fcntl.ioctl(connection, GET_ADDRESS, struct.pack("256s", name.encode()))
-                if answer[20:24] == address:
-                    return name
-    return None

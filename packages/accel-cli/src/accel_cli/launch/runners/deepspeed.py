@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_cli.errors import UsageError
-from accel_cli.launch.network import gloo_interface, own_address
+from accel_cli.launch.network import gloo_interface
 from accel_cli.launch.plan import Plan, environment
 from accel_cli.launch.settings import LaunchSettings
 from accel_state.clusters import DEFAULT_PORT
 from accel_state.environment import convert_dict_to_env_variables
+from accel_state.interfaces import own_address
 
 OWN_FILES = ("~/.deepspeed_env", ".deepspeed_env")  # the user's environment variables for every machine
 WRITTEN_FILE = ".accelerate_deepspeed_env"  # those of this launch

@@ -17,13 +17,14 @@ from typing import Any
 
 from accel_cli.errors import UsageError
 from accel_cli.launch.machine import free_port, network_variables
-from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, own_address, wait_until_reached
+from accel_cli.launch.network import POD_SECONDS, REACH_SECONDS, gloo_interface, wait_until_reached
 from accel_cli.launch.plan import Plan
 from accel_cli.launch.runners.local import HUNG_STATUS, LOOK_SECONDS
 from accel_cli.launch.runners.meeting import Meeting
 from accel_cli.launch.runners.signals import NOTICES, handled, status_after
 from accel_cli.launch.runners.simple import exit_status
 from accel_cli.supervise.watch import Watch
+from accel_state.interfaces import own_address
 
 TRIES = 3
 
