@@ -21,9 +21,9 @@ ENGINES: dict[str, Any] = {
     "ddp": dict,
     "fsdp2": lambda: {"fsdp_plugin": fsdp()},
     "hsdp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+    "fsdp2-tp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
-    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
 }
 
 

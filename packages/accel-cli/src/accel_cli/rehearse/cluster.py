@@ -79,7 +79,8 @@ def rank_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> di
     """The environment variables of rank 0."""
     per_machine = settings.num_processes // settings.num_machines
     rank_0 = ClusterPlace("torchrun", 0, settings.num_processes, 0, per_machine, "127.0.0.1", DEFAULT_PORT)
-    return environment(settings, environ) | rank_0.torch_variables() | ON_THE_CPU
+    ranks = rank_0.torch_variables() if settings.num_processes > 1 else {}
+    return environment(settings, environ) | ranks | ON_THE_CPU
 
 
 def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) -> Result:

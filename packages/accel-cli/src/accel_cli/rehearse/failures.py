@@ -41,8 +41,6 @@ def explained(error: Exception, script: str) -> str | None:
             f"{place} needs the values of a tensor, and a rehearsal has shapes alone ({operation}). Add --values to rehearse with real "
             "tensors, with a model that fits into this machine's memory."
         )
-    if isinstance(error, ValueError) and not traceback.extract_tb(error.__traceback__)[-1].filename.endswith(script):
-        return text if "optimizer step" in text else None
     return None
 
 

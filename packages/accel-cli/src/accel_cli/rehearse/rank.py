@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import sys
 from collections import Counter
@@ -23,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_cli.estimate.training import GpuOperations
 from accel_cli.rehearse.devices import DEVICES, Device
 from accel_cli.rehearse.exchanges import answered_by_rank_0
-from accel_cli.rehearse.failures import explained
+from accel_cli.rehearse.failures import NotRehearsedError, explained
 from accel_cli.rehearse.loaders import Batches, rehearsed_batches
 from accel_cli.rehearse.recording import Recorder, Step
 from accel_cli.rehearse.result import RESERVE, Exchange, Result
@@ -102,7 +103,7 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
         script: Its path, for messages.
 
     Raises:
-        ValueError: It took no optimizer step.
+        NotRehearsedError: It took no optimizer step, or needs what only other ranks know.
     """
     device = DEVICES[settings.device]
     reads: Counter[tuple[str, Any]] = Counter()
@@ -110,22 +111,21 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
     batches = Batches(recorder, repeats_first=settings.fake_data)
     end = _End(settings, device, batches)
     notes: list[str] = []
-    with _cluster(settings.world_size), ExitStack() as stack, suppress(EndOfRehearsal):
-        stack.enter_context(skipped_aloud(notes))
-        stack.enter_context(answered_by_rank_0())
-        stack.enter_context(rehearsed_batches(batches))
-        if device.is_gpu:
-            stack.enter_context(_as_on_gpu())
-        if not settings.values:
-            stack.enter_context(fake_tensors())
-        stack.enter_context(recorder)
-        run()
-    if not recorder.steps:
-        raise ValueError(
-            f"{script} took no optimizer step, so that there is nothing to show. Rehearse a script that calls optimizer.step()."
-        )
-    notes += [f"{line} reads the value of a tensor; {value} was assumed" for line, value in reads if line]
-    return _result(recorder.steps[: settings.steps], settings, end.largest_batch, notes)
+    with _cluster(settings.world_size):
+        with ExitStack() as stack, suppress(EndOfRehearsal):
+            stack.enter_context(skipped_aloud(notes))
+            stack.enter_context(answered_by_rank_0())
+            stack.enter_context(rehearsed_batches(batches))
+            if device.is_gpu:
+                stack.enter_context(_as_on_gpu())
+            if not settings.values:
+                stack.enter_context(fake_tensors())
+            stack.enter_context(recorder)
+            run()
+        if not recorder.steps:
+            raise NotRehearsedError(f"{script} took no optimizer step. Rehearse a script that calls optimizer.step().")
+        notes += [f"{line} reads the value of a tensor; {value} was assumed" for line, value in reads if line]
+        return _result(recorder.steps[: settings.steps], settings, end.largest_batch, notes)
 
 
 class _End:
@@ -157,7 +157,10 @@ class _End:
 
 @contextmanager
 def _cluster(world_size: int) -> Iterator[None]:
-    """A process group of which only this rank exists."""
+    """A process group of which only this rank exists; none for a single process."""
+    if world_size == 1:
+        yield
+        return
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         yield
@@ -193,14 +196,16 @@ def _reader() -> str:
 def _result(steps: list[Step], settings: Settings, largest_batch: int | None, notes: list[str]) -> Result:
     last = steps[-1]
     titles = _mesh_titles()
-    modules = sorted(((n, name) for name, n in last.by_module.items() if name and n > 0), reverse=True)[:MOST_MODULES]
+    modules = Counter[str]()
+    for name, num_bytes in last.by_module.items():
+        modules[re.sub(r"\.\d+(\..*)?$|\.\d+(?=\.)", ".*", name)] += num_bytes
     every = max(1, len(last.timeline) // MOST_POINTS)
     return Result(
         settings.world_size,
         settings.machines,
         len(steps),
         last.at_peak,
-        {name: num_bytes for num_bytes, name in modules},
+        dict(modules.most_common(MOST_MODULES)),
         [
             max(last.timeline[start : start + every], key=lambda point: sum(point[1].values()))
             for start in range(0, len(last.timeline), every)
