@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
-SAMPLES, TOKENS, VOCABULARY = 32, 32, 96
+SAMPLES, TOKENS, VOCABULARY = 48, 32, 96
 
 
 def fsdp() -> FullyShardedDataParallelPlugin:

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,12 +23,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_cli.estimate.training import GpuOperations
+from accel_cli.estimate.training_report import GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_cli.launch.plan import is_on
 from accel_cli.rehearse.devices import DEVICES, Device
 from accel_cli.rehearse.exchanges import answered_by_rank_0
 from accel_cli.rehearse.failures import NotRehearsedError, explained
 from accel_cli.rehearse.loaders import Batches, rehearsed_batches
 from accel_cli.rehearse.recording import Recorder, Step
-from accel_cli.rehearse.result import RESERVE, Exchange, Result
+from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result, on_device
 from accel_cli.rehearse.skipping import skipped_aloud
 from accel_cli.rehearse.traffic import Collective
 from accel_cli.rehearse.without_values import fake_tensors
@@ -35,6 +38,7 @@ from accel_cli.rehearse.without_values import fake_tensors
 MOST_POINTS = 400  # of the timeline, as many as a page can show
 MOST_MODULES = 12
 LARGEST_BATCH = 2**16
+OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
 BUSINESS = tuple(
     f"{os.sep}{name}{os.sep}" for name in ("accelerate", "accel_integrations", "accel_ops", "accel_data", "torch/optim")
 )
@@ -76,6 +80,7 @@ def main(words: list[str]) -> int:
     path, script, *arguments = words
     with open(path, encoding="utf-8") as file:
         options = json.load(file)
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of its replicas
     run_as_module = options.pop("module")
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if run_as_module else os.path.dirname(os.path.abspath(script)))
@@ -198,34 +203,46 @@ def _result(steps: list[Step], settings: Settings, largest_batch: int | None, no
     titles = _mesh_titles()
     modules = Counter[str]()
     for name, num_bytes in last.by_module.items():
-        modules[re.sub(r"\.\d+(\..*)?$|\.\d+(?=\.)", ".*", name)] += num_bytes
-    every = max(1, len(last.timeline) // MOST_POINTS)
+        modules[re.sub(r"\.\d+(\..*)?$", ".*", name)] += num_bytes
+    timeline, at_peak = last.timeline, last.at_peak
+    if is_on(os.environ.get("ACCELERATE_USE_FSDP")) and is_on(os.environ.get("FSDP_OFFLOAD_PARAMS")):
+        timeline = [(operation, _offloaded(live)) for operation, live in timeline]
+        at_peak = max((live for _, live in timeline), key=on_device)
+        notes.append("offload: its copies and the optimizer on the host take time that is not counted")
+    every = max(1, len(timeline) // MOST_POINTS)
     return Result(
-        settings.world_size,
-        settings.machines,
-        len(steps),
-        last.at_peak,
-        dict(modules.most_common(MOST_MODULES)),
-        [
-            max(last.timeline[start : start + every], key=lambda point: sum(point[1].values()))
-            for start in range(0, len(last.timeline), every)
+        world_size=settings.world_size,
+        machines=settings.machines,
+        steps=len(steps),
+        at_peak=at_peak,
+        by_module=dict(modules.most_common(MOST_MODULES)),
+        timeline=[
+            max(timeline[start : start + every], key=lambda point: on_device(point[1]))
+            for start in range(0, len(timeline), every)
         ],
-        [_exchange(collective, count, settings, titles) for collective, count in last.collectives.items()],
-        last.work.flops,
-        last.work.seconds,
-        last.work.shortest_seconds,
-        last.batch[0] if last.batch else [],
-        len(last.batch),
-        _num_data_ranks(settings.world_size),
-        largest_batch,
-        notes,
+        exchanges=[_exchange(collective, count, settings, titles) for collective, count in last.collectives.items()],
+        flops=last.work.flops,
+        seconds=last.work.seconds,
+        shortest_seconds=last.work.shortest_seconds,
+        batch=last.batch[0] if last.batch else [],
+        num_batches=len(last.batch),
+        data_ranks=_num_data_ranks(settings.world_size),
+        largest_batch=largest_batch,
+        notes=notes,
     )
+
+
+def _offloaded(live: dict[str, int]) -> dict[str, int]:
+    """Memory where FSDP keeps its shards, their gradients and the optimizer's state on the host."""
+    moved = sum(live.get(kind, 0) for kind in OFFLOADED)
+    return {kind: n for kind, n in live.items() if kind not in OFFLOADED} | {HOST: live.get(HOST, 0) + moved}
 
 
 def _exchange(collective: Collective, count: int, settings: Settings, titles: dict[tuple[int, ...], str]) -> Exchange:
     per_machine = max(1, settings.world_size // settings.machines)
     machines = {rank // per_machine for rank in collective.ranks}
-    group = titles.get(collective.ranks, collective.group)
+    everyone = "all" if len(collective.ranks) == settings.world_size else collective.group
+    group = titles.get(collective.ranks, everyone)
     return Exchange(
         collective.name, group, len(collective.ranks), len(machines) > 1, count, collective.num_bytes, collective.in_background
     )  # fmt: skip

@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator, Sequence
 
 from accel_cli.rehearse.devices import Device
-from accel_cli.rehearse.result import HOST, RESERVE, Result
+from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result
 from accel_cli.rehearse.sweep import Row
 from accel_cli.rehearse.times import ASSUMPTIONS, seconds_of, step_time
 
 WIDTH = 26
+OUTSIDE = "outside of modules, and the backward pass"
 
 
 def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = ()) -> str:
@@ -66,7 +67,7 @@ def fits(result: Result, device: Device) -> bool:
 
 
 def _memory(result: Result, device: Device) -> Iterator[str]:
-    yield f"memory at the peak{size(result.peak_bytes):>{WIDTH}}"
+    yield f"memory at the peak{size(result.peak_bytes):>26}"
     kinds = sorted(result.at_peak.items(), key=lambda item: -item[1])
     yield from (f"  {kind:<{WIDTH}}{size(n):>16}" for kind, n in kinds if n and kind != HOST)
     if device.memory_bytes:
@@ -76,27 +77,36 @@ def _memory(result: Result, device: Device) -> Iterator[str]:
         found = f"the largest batch of a rank that fits is {result.largest_batch}"
         yield f"  {found if result.largest_batch else 'not even a batch of 1 fits'}"
     if result.by_module:
-        yield "  allocated in the forward pass of, and alive at the peak:"
-        yield from (f"    {name:<40}{size(n):>16}" for name, n in list(result.by_module.items())[:6])
+        yield "  alive at the peak, by the module that holds or allocated it:"
+        yield from (f"    {name or OUTSIDE:<44}{size(n):>16}" for name, n in list(result.by_module.items())[:6])
 
 
 def _communication(result: Result, device: Device) -> Iterator[str]:
     if not result.exchanges:
         return
     yield f"{'communication of a step':<{WIDTH}}{'group':<14}{'ranks':>6}{'count':>7}{'bytes of all':>16}{'time':>12}"
-    for exchange in sorted(result.exchanges, key=lambda exchange: -seconds_of(exchange, device)):
-        where = "between machines" if exchange.between_machines else "within a machine"
+    rows: dict[tuple[str, str, int, bool], list[Exchange]] = {}
+    for exchange in result.exchanges:
+        rows.setdefault((exchange.name, exchange.group, exchange.num_ranks, exchange.between_machines), []).append(exchange)
+    for (name, group, num_ranks, is_between), exchanges in rows.items():
+        seconds = sum(seconds_of(exchange, device) for exchange in exchanges)
+        num_bytes = sum(exchange.count * exchange.num_bytes for exchange in exchanges)
         yield (
-            f"  {exchange.name:<{WIDTH - 2}}{exchange.group:<14}{exchange.num_ranks:>6}{exchange.count:>7}"
-            f"{size(exchange.count * exchange.num_bytes):>16}{duration(seconds_of(exchange, device)):>12}  {where}"
+            f"  {name:<{WIDTH - 2}}{group:<14}{num_ranks:>6}{sum(exchange.count for exchange in exchanges):>7}"
+            f"{size(num_bytes):>16}{duration(seconds):>12}  {'between machines' if is_between else 'within a machine'}"
         )
 
 
 def _time(result: Result, device: Device) -> Iterator[str]:
     time = step_time(result, device)
-    yield f"time of a step{duration(time.total):>{WIDTH}}  (no less than {duration(result.shortest_seconds)}, FLOPs over the peak)"
-    yield f"  {result.flops:.3g} FLOPs, MFU {time.mfu:.1%}; computing {duration(time.computing)}, communication beside it "
-    yield f"  {duration(time.in_background)}, communication that it waits for {duration(time.waited_for)}"
+    yield f"time of a step{duration(time.total):>30}  (no less than {duration(result.shortest_seconds)}, FLOPs over the peak)"
+    for title, seconds in (
+        ("computing", time.computing),
+        ("communication beside it", time.in_background),
+        ("communication it waits for", time.waited_for),
+    ):
+        yield f"  {title:<{WIDTH}}{duration(seconds):>16}"
+    yield f"  {result.flops:.3g} FLOPs, MFU {time.mfu:.1%}"
     if result.batch and time.total:
         samples = result.batch[0] * result.num_batches * result.data_ranks
         tokens = f", {samples * result.batch[1] / time.total:,.0f} tokens/s if the second dimension has tokens" if len(result.batch) == 2 else ""

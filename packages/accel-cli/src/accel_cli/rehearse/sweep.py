@@ -51,7 +51,7 @@ def changes(world: int, machines: int) -> dict[str, dict[str, Any]]:
         "FSDP 2": {"use_parallelism_config": False, **FSDP2},
         "FSDP 2, checkpointing": {"use_parallelism_config": False, **FSDP2, "fsdp_activation_checkpointing": True},
         "FSDP 2, offload": {"use_parallelism_config": False, **FSDP2, "fsdp_offload_params": True},
-        "FSDP 2, gradients sharded only": {"use_parallelism_config": False, **FSDP2, "fsdp_reshard_after_forward": "false"},
+        "FSDP 2, no reshard after forward": {"use_parallelism_config": False, **FSDP2, "fsdp_reshard_after_forward": "false"},
     }
     if machines > 1 and per_machine > 1:
         rows["HSDP"] = {
@@ -63,7 +63,17 @@ def changes(world: int, machines: int) -> dict[str, dict[str, Any]]:
 
 
 def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list[Row]:
-    """Rehearse each change; the fastest that fits first, those that do not fit by their peaks, then those that cannot be rehearsed."""
+    """Rehearse each change.
+
+    Args:
+        args: The parsed arguments.
+        options: Those of the command alone.
+        device: The device of each rank.
+        result: Of the settings as they are.
+
+    Returns:
+        The rows: those that fit by their samples per second, those that do not fit by their peaks, those that cannot be rehearsed.
+    """
     from accel_cli.rehearse.cluster import RehearsalFailed, rehearse, settle
 
     rows = [_row("as it is", "", result, device)]
@@ -76,7 +86,7 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
             rows.append(_row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device))
         except (UsageError, RehearsalFailed) as error:
             rows.append(Row(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}"))
-    return sorted(rows, key=lambda row: (bool(row.reason), not row.fits, row.seconds if row.fits else row.peak_bytes))
+    return sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -row.samples if row.fits else row.peak_bytes))
 
 
 def _row(title: str, flags: str, result: Result, device: Device) -> Row:
