@@ -11,6 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from accel_cli.rehearse.rank import Settings, rehearse
@@ -41,7 +42,7 @@ def main(output: str, *configurations: str) -> None:
     steps = {}
     for configuration in configurations:
         settings = Settings(world_size=int(os.environ["WORLD_SIZE"]), steps=STEPS)
-        result = rehearse(lambda words=configuration.split(","): rehearsed_script.train(*words), settings)
+        result = rehearse(partial(rehearsed_script.train, *configuration.split(",")), settings)
         collectives = [(e.name, e.num_ranks, e.num_bytes, e.count) for e in result.exchanges]
         steps[configuration] = step_of(result.at_peak, collectives)
         forget()

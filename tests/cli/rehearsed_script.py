@@ -20,7 +20,10 @@ def fsdp() -> FullyShardedDataParallelPlugin:
 ENGINES: dict[str, Any] = {
     "ddp": dict,
     "fsdp2": lambda: {"fsdp_plugin": fsdp()},
-    "hsdp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)},
+    "hsdp": lambda: {
+        "fsdp_plugin": fsdp(),
+        "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
+    },
     "fsdp2-tp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
@@ -32,19 +35,34 @@ def language_model(kind: str) -> torch.nn.Module:
 
     if kind == "llama":
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-        return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, use_cache=False, **sizes))
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, use_cache=False, **sizes)
+        )
     if kind == "gpt2":
         return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=64, n_layer=4, n_head=4, use_cache=False,
-                                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            transformers.GPT2Config(
+                vocab_size=VOCABULARY,
+                n_positions=TOKENS,
+                n_embd=64,
+                n_layer=4,
+                n_head=4,
+                use_cache=False,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+            )
         )
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(image_size=32, patch_size=8, num_labels=8, **sizes))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=32, patch_size=8, num_labels=8, **sizes)
+    )
 
 
 def samples(kind: str) -> list[dict[str, torch.Tensor]]:
     if kind == "vit":
-        return [{"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(index % 8)} for index in range(SAMPLES)]
+        return [
+            {"pixel_values": torch.randn(3, 32, 32), "labels": torch.tensor(index % 8)} for index in range(SAMPLES)
+        ]
     tokens = torch.randint(0, VOCABULARY, (SAMPLES, TOKENS))
     return [{"input_ids": row, "labels": row.clone()} for row in tokens]
 

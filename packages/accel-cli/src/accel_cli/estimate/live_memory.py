@@ -20,6 +20,7 @@ from accel_ops.modules import to_local
 
 ALL = torch.ops.aten.all
 TO_COPY = torch.ops.aten._to_copy.default
+LIFT_FRESH = torch.ops.aten.lift_fresh.default
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 READ_SCALAR = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
@@ -164,6 +165,8 @@ def allocates(func: Any) -> bool:
 
     It matters where fake tensors are mixed with real ones, whose fake likenesses have memory that nobody allocated.
     """
+    if func is LIFT_FRESH:  # of `torch.tensor`, whose memory no operation allocates
+        return True
     return func.namespace != "c10d" and any(returned.alias_info is None for returned in func._schema.returns)
 
 

@@ -33,7 +33,7 @@ NOT_REHEARSED = {  # a setting -> what to do instead
 }
 
 
-class RehearsalFailed(Exception):
+class RehearsalFailedError(Exception):
     """The script failed, and has said why.
 
     Args:
@@ -42,7 +42,9 @@ class RehearsalFailed(Exception):
     """
 
     def __init__(self, status: int, reason: str = "") -> None:
-        super().__init__(reason.removeprefix("accelerate rehearse: error: ") or f"The script ended with status {status}.")
+        super().__init__(
+            reason.removeprefix("accelerate rehearse: error: ") or f"The script ended with status {status}."
+        )
         self.status = status
 
 
@@ -66,7 +68,9 @@ def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, s
         if getattr(settings, name):
             raise UsageError(f"Cannot rehearse {advice}")
     if str(settings.mixed_precision).lower() == "fp8":
-        raise UsageError("Cannot rehearse --mixed_precision fp8: its kernels need a GPU. Rehearse bf16, an upper bound of its memory.")
+        raise UsageError(
+            "Cannot rehearse --mixed_precision fp8: its kernels need a GPU. Rehearse bf16, an upper bound of its memory."
+        )
     if (value_of(settings, "parallelism_config_pp_size") or 1) > 1 and settings.use_parallelism_config:
         raise UsageError(
             "Cannot rehearse --parallelism_config_pp_size above 1: what the other stages send is not known to rank 0. Rehearse the other "
@@ -92,7 +96,7 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
         is_quiet: Print nothing; the last line of an error is in the exception.
 
     Raises:
-        RehearsalFailed: The script failed, or cannot be rehearsed; why is on standard error.
+        RehearsalFailedError: The script failed, or cannot be rehearsed; why is on standard error.
     """
     options = {
         "module": bool(settings.module), "device": args.device, "world_size": settings.num_processes,
@@ -103,7 +107,14 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump(options, file)
-        words = [sys.executable, "-m", "accel_cli.rehearse.rank", path, settings.training_script, *settings.training_script_args]
+        words = [
+            sys.executable,
+            "-m",
+            "accel_cli.rehearse.rank",
+            path,
+            settings.training_script,
+            *settings.training_script_args,
+        ]
         done = subprocess.run(
             words,
             env=os.environ | rank_environment(settings, os.environ),
@@ -112,7 +123,7 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
             text=True,
         )
         if done.returncode:
-            raise RehearsalFailed(done.returncode, (done.stderr or "").strip().rpartition("\n")[2])
+            raise RehearsalFailedError(done.returncode, (done.stderr or "").strip().rpartition("\n")[2])
         with open(path, encoding="utf-8") as file:
             return Result.from_dict(json.load(file))
     finally:

@@ -53,7 +53,7 @@ def run(args: Namespace) -> int:
     Raises:
         ValueError: The command line, the config file or the environment is not valid, or the settings cannot be rehearsed.
     """
-    from accel_cli.rehearse.cluster import RehearsalFailed, rehearse, settle
+    from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
     from accel_cli.rehearse.report import as_json, as_text
 
     device = _device(args)
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
             from accel_cli.rehearse.sweep import sweep
 
             rows = sweep(args, REHEARSE, device, result)
-    except RehearsalFailed as failure:
+    except RehearsalFailedError as failure:
         return failure.status
     if args.html:
         from accel_cli.rehearse.page import write_page
@@ -95,5 +95,7 @@ def _device(args: Namespace) -> Device:
         if value is not None:
             device = replace(device, **{name: value})
     if args.find_batch_size and not device.memory_bytes:
-        raise UsageError(f"--find_batch_size needs a device with a memory of its own, and --device is {device.name!r}.")
+        raise UsageError(
+            f"--find_batch_size needs a device with a memory of its own, and --device is {device.name!r}."
+        )
     return device

@@ -24,7 +24,11 @@ from accel_cli.rehearse.failures import NotRehearsedError
 BROADCAST = "broadcast_object_list"
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 RANDOM_STATES = ("get_rng_state", "set_rng_state")
-MESHES = ("torch.distributed.device_mesh", "torch.distributed.tensor", "torch.distributed.fsdp._fully_shard._fsdp_init")
+MESHES = (
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp._fully_shard._fsdp_init",
+)
 OUR_MODULES = ("announcing", "broadcasting", "gathering", "objects", "reducing", "tensors")
 OUR_FUNCTIONS = ("announce", "payload_of", "_gather_payloads", "_broadcast_payload")
 
@@ -42,7 +46,9 @@ def answered_by_rank_0() -> Iterator[None]:
 def _of_rank_0(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """Broadcast an object, if it is this rank's: what another one would say nobody knows."""
 
-    def call(object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = None, **kwargs: Any) -> Any:
+    def call(
+        object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = None, **kwargs: Any
+    ) -> Any:
         if src or group_src:
             raise NotRehearsedError(
                 f"Rank 0 waits for an object that rank {src or group_src} would send, which a rehearsal of rank 0 cannot know. Pipeline "
@@ -74,7 +80,9 @@ def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with unset_fake_temporarily():
-            if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):  # else lists stay the caller's
+            if any(
+                isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))
+            ):  # else lists stay the caller's
                 args, kwargs = tree_map_only(FakeTensor, _zeros, (args, kwargs))
             return function(*args, **kwargs)
 

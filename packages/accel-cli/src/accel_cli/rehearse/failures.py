@@ -12,7 +12,13 @@ from torch._subclasses.fake_tensor import (
 )
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-NEED_VALUES = (".tolist() is not supported", ".numpy() is not supported", "Cannot convert", "data is not allocated yet", "GuardOnDataDependent")
+NEED_VALUES = (
+    ".tolist() is not supported",
+    ".numpy() is not supported",
+    "Cannot convert",
+    "data is not allocated yet",
+    "GuardOnDataDependent",
+)
 
 
 class NotRehearsedError(ValueError):
@@ -47,5 +53,7 @@ def explained(error: Exception, script: str) -> str | None:
 def _place(error: Exception, script: str) -> str:
     """The last line of the script before the error."""
     path = os.path.abspath(script)
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if os.path.abspath(frame.filename) == path]
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if os.path.abspath(frame.filename) == path
+    ]
     return f"{script}:{lines[-1]}" if lines else script

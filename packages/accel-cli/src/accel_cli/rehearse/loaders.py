@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.data import DataLoader
 
 from accel_cli.rehearse.recording import Recorder
+from accel_cli.rehearse.skipping import note_once
 from accel_data.prepared_loader import PreparedLoader
 
 END = object()
@@ -26,14 +27,16 @@ class Batches:
 
     Args:
         recorder: Told of each batch.
+        notes: Gets a line if an evaluation is skipped.
         repeats_first: Whether all batches are like the first one, which alone is read.
 
     Attributes:
         size: The size of a batch in dimension 0; None before the first one.
     """
 
-    def __init__(self, recorder: Recorder, repeats_first: bool = False) -> None:
+    def __init__(self, recorder: Recorder, notes: list[str], repeats_first: bool = False) -> None:
         self.size: int | None = None
+        self._notes = notes
         self._recorder = recorder
         self._repeats_first = repeats_first
         self._is_reading = False
@@ -53,6 +56,9 @@ class Batches:
         return batches
 
     def _read(self, original: Callable[[Any], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        if self._recorder.is_evaluating:
+            note_once(self._notes, "skipped: evaluation, the loops over loaders while models are in evaluation mode")
+            return
         with self._with_values():
             source = iter(original(loader))
         batch: Any = None
@@ -66,11 +72,10 @@ class Batches:
             read = leaves[0].shape[0] if leaves else 0
             if not self._repeats_first or self.size is None:
                 self.size = read
-            given = tree_map_only(torch.Tensor, partial(self._given, read), batch)
             self._recorder.begin_batch([self.size, *leaves[0].shape[1:]] if leaves else [])
-            yield given
+            yield tree_map_only(torch.Tensor, partial(self._rehearsed, read), batch)
 
-    def _given(self, read: int, tensor: torch.Tensor) -> torch.Tensor:
+    def _rehearsed(self, read: int, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of a batch as the script gets it: of the current size, and without values unless the run has some."""
         is_resized = tensor.ndim > 0 and tensor.shape[0] == read and self.size not in (None, read)
         if detect_fake_mode() is None and not is_resized:
@@ -97,7 +102,11 @@ def rehearsed_batches(batches: Batches) -> Iterator[None]:
     make = DataLoader.__init__
 
     def make_without_workers(loader: Any, *args: Any, **kwargs: Any) -> None:
-        make(loader, *args, **({name: value for name, value in kwargs.items() if name not in IN_WORKERS} | {"num_workers": 0}))
+        make(
+            loader,
+            *args,
+            **({name: value for name, value in kwargs.items() if name not in IN_WORKERS} | {"num_workers": 0}),
+        )
 
     with ExitStack() as stack:
         for kind in (DataLoader, PreparedLoader):

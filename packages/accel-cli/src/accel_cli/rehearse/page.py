@@ -11,7 +11,15 @@ from accel_cli.rehearse.result import HOST, Result
 from accel_cli.rehearse.sweep import Row
 
 WIDTH, HEIGHT, LEFT, BOTTOM = 960, 320, 80, 24
-COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")  # told apart by colour-blind readers, too
+COLORS = (
+    "#4477aa",
+    "#66ccee",
+    "#228833",
+    "#ccbb44",
+    "#ee6677",
+    "#aa3377",
+    "#bbbbbb",
+)  # told apart by colour-blind readers, too
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
     "pre{overflow-x:auto;background:#f6f6f6;padding:1rem;font-size:13px}svg{width:100%;height:auto}"
@@ -31,7 +39,9 @@ def write_page(path: str, script: str, result: Result, device: Device, rows: Seq
     """
     title = f"Rehearsal of {script}"
     kinds = kinds_of(result)
-    keys = "".join(f'<span class="key"><i style="background:{color}"></i>{escape(kind)}</span>' for kind, color in kinds.items())
+    keys = "".join(
+        f'<span class="key"><i style="background:{color}"></i>{escape(kind)}</span>' for kind, color in kinds.items()
+    )
     body = (
         f"<h1>{escape(title)}</h1><h2>Memory of rank 0 in one step</h2><p>{keys}</p>{timeline(result, device)}"
         f"<h2>Report</h2><pre>{escape(as_text(script, result, device, rows))}</pre>"
@@ -45,7 +55,15 @@ def write_page(path: str, script: str, result: Result, device: Device, rows: Seq
 
 def kinds_of(result: Result) -> dict[str, str]:
     """The kinds of memory on the device, those that change least first, and their colours."""
-    steady = ("parameters", "buffers", "optimizer state", "gradients", "communication buffers", "weight copies", "activations")
+    steady = (
+        "parameters",
+        "buffers",
+        "optimizer state",
+        "gradients",
+        "communication buffers",
+        "weight copies",
+        "activations",
+    )
     used = {kind for _, live in result.timeline for kind, num_bytes in live.items() if num_bytes and kind != HOST}
     return {kind: color for kind, color in zip(steady, COLORS, strict=True) if kind in used}
 

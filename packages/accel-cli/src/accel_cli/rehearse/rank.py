@@ -33,14 +33,15 @@ from accel_cli.rehearse.recording import Recorder, Step
 from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result, on_device
 from accel_cli.rehearse.skipping import skipped_aloud
 from accel_cli.rehearse.traffic import Collective
-from accel_cli.rehearse.without_values import fake_tensors
+from accel_cli.rehearse.without_values import fake_tensors, replicas
 
 MOST_POINTS = 400  # of the timeline, as many as a page can show
 MOST_MODULES = 12
 LARGEST_BATCH = 2**16
 OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
 BUSINESS = tuple(
-    f"{os.sep}{name}{os.sep}" for name in ("accelerate", "accel_integrations", "accel_ops", "accel_data", "torch/optim")
+    f"{os.sep}{name}{os.sep}"
+    for name in ("accelerate", "accel_integrations", "accel_ops", "accel_data", "torch/optim")
 )
 
 
@@ -80,7 +81,9 @@ def main(words: list[str]) -> int:
     path, script, *arguments = words
     with open(path, encoding="utf-8") as file:
         options = json.load(file)
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # torch's own, of its replicas
+    warnings.filterwarnings(
+        "ignore", message="Accessing the data pointer of FakeTensor"
+    )  # torch's own, of its replicas
     run_as_module = options.pop("module")
     sys.argv = [script, *arguments]
     sys.path.insert(0, "" if run_as_module else os.path.dirname(os.path.abspath(script)))
@@ -113,9 +116,9 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
     device = DEVICES[settings.device]
     reads: Counter[tuple[str, Any]] = Counter()
     recorder = Recorder(device, lambda step: end.after(step), lambda value: reads.update([(_reader(), value)]))
-    batches = Batches(recorder, repeats_first=settings.fake_data)
-    end = _End(settings, device, batches)
     notes: list[str] = []
+    batches = Batches(recorder, notes, repeats_first=settings.fake_data)
+    end = _End(settings, device, batches)
     with _cluster(settings.world_size):
         with ExitStack() as stack, suppress(EndOfRehearsal):
             stack.enter_context(skipped_aloud(notes))
@@ -123,6 +126,7 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
             stack.enter_context(rehearsed_batches(batches))
             if device.is_gpu:
                 stack.enter_context(_as_on_gpu())
+            stack.enter_context(replicas())
             if not settings.values:
                 stack.enter_context(fake_tensors())
             stack.enter_context(recorder)
@@ -130,6 +134,10 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
         if not recorder.steps:
             raise NotRehearsedError(f"{script} took no optimizer step. Rehearse a script that calls optimizer.step().")
         notes += [f"{line} reads the value of a tensor; {value} was assumed" for line, value in reads if line]
+        if len(recorder.steps) < settings.steps:
+            notes.append(
+                f"the script ended after {len(recorder.steps)} of {settings.steps} steps; give it more batches for the rest"
+            )
         return _result(recorder.steps[: settings.steps], settings, end.largest_batch, notes)
 
 

@@ -74,6 +74,7 @@ class Recorder:
         self._batches: list[list[int]] = []
         self._modules: list[str] = []
         self._names: dict[nn.Module, str] = {}
+        self._models: list[nn.Module] = []
         self._stepping: Any = None
         self._stack = ExitStack()
 
@@ -92,6 +93,11 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+    @property
+    def is_evaluating(self) -> bool:
+        """Whether the script has put every model that it called into evaluation mode."""
+        return bool(self._models) and not any(model.training for model in self._models)
 
     def begin_batch(self, shape: list[int]) -> None:
         """Note that the script has been given a batch, before which what is alive is its own."""
@@ -119,6 +125,7 @@ class Recorder:
         if not self._modules and module not in self._names:
             self._names |= {inner: name or type(module).__name__ for name, inner in module.named_modules()}
             self.memory.call_model(module, self._names)
+            self._models.append(module)
         self._modules.append(self.memory.module)
         self.memory.module = self._names.get(module, self.memory.module)
 

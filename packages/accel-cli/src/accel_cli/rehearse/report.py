@@ -25,7 +25,13 @@ def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = (
     """
     machines = f" on {result.machines} machines" if result.machines > 1 else ""
     head = f"{script}: rank 0 of {result.world_size}{machines}, {device.name}, step {result.steps}"
-    sections = [_memory(result, device), _communication(result, device), _time(result, device), result.notes, _advice(rows)]
+    sections = [
+        _memory(result, device),
+        _communication(result, device),
+        _time(result, device),
+        result.notes,
+        _advice(rows),
+    ]
     return "\n\n".join([head, *("\n".join(lines) for lines in map(list, sections) if lines)])
 
 
@@ -87,7 +93,9 @@ def _communication(result: Result, device: Device) -> Iterator[str]:
     yield f"{'communication of a step':<{WIDTH}}{'group':<14}{'ranks':>6}{'count':>7}{'bytes of all':>16}{'time':>12}"
     rows: dict[tuple[str, str, int, bool], list[Exchange]] = {}
     for exchange in result.exchanges:
-        rows.setdefault((exchange.name, exchange.group, exchange.num_ranks, exchange.between_machines), []).append(exchange)
+        rows.setdefault((exchange.name, exchange.group, exchange.num_ranks, exchange.between_machines), []).append(
+            exchange
+        )
     for (name, group, num_ranks, is_between), exchanges in rows.items():
         seconds = sum(seconds_of(exchange, device) for exchange in exchanges)
         num_bytes = sum(exchange.count * exchange.num_bytes for exchange in exchanges)
@@ -109,7 +117,11 @@ def _time(result: Result, device: Device) -> Iterator[str]:
     yield f"  {result.flops:.3g} FLOPs, MFU {time.mfu:.1%}"
     if result.batch and time.total:
         samples = result.batch[0] * result.num_batches * result.data_ranks
-        tokens = f", {samples * result.batch[1] / time.total:,.0f} tokens/s if the second dimension has tokens" if len(result.batch) == 2 else ""
+        tokens = (
+            f", {samples * result.batch[1] / time.total:,.0f} tokens/s if the second dimension has tokens"
+            if len(result.batch) == 2
+            else ""
+        )
         yield f"  {samples / time.total:,.0f} samples/s of all ranks{tokens}"
     yield f"  {ASSUMPTIONS}"
 

@@ -40,9 +40,13 @@ def skipped_aloud(notes: list[str]) -> Iterator[None]:
 
 def _skip(title: str, notes: list[str]) -> Callable[..., dict[str, Any]]:
     def skip(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        line = f"skipped: {title}"
-        if line not in notes:
-            notes.append(line)
+        note_once(notes, f"skipped: {title}")
         return {}
 
     return skip
+
+
+def note_once(notes: list[str], line: str) -> None:
+    """Add a line to the notes, unless they have it."""
+    if line not in notes:
+        notes.append(line)

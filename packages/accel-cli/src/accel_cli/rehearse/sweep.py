@@ -51,14 +51,22 @@ def changes(world: int, machines: int) -> dict[str, dict[str, Any]]:
         "FSDP 2": {"use_parallelism_config": False, **FSDP2},
         "FSDP 2, checkpointing": {"use_parallelism_config": False, **FSDP2, "fsdp_activation_checkpointing": True},
         "FSDP 2, offload": {"use_parallelism_config": False, **FSDP2, "fsdp_offload_params": True},
-        "FSDP 2, no reshard after forward": {"use_parallelism_config": False, **FSDP2, "fsdp_reshard_after_forward": "false"},
+        "FSDP 2, no reshard after forward": {
+            "use_parallelism_config": False,
+            **FSDP2,
+            "fsdp_reshard_after_forward": "false",
+        },
     }
     if machines > 1 and per_machine > 1:
         rows["HSDP"] = {
             **mesh, "parallelism_config_dp_replicate_size": machines, "parallelism_config_dp_shard_size": per_machine,
         }  # fmt: skip
     if world % 4 == 0 and per_machine % 2 == 0:
-        rows["TP 2, FSDP 2"] = {**mesh, "parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": world // 2}
+        rows["TP 2, FSDP 2"] = {
+            **mesh,
+            "parallelism_config_tp_size": 2,
+            "parallelism_config_dp_shard_size": world // 2,
+        }
     return rows
 
 
@@ -74,17 +82,21 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
     Returns:
         The rows: those that fit by their samples per second, those that do not fit by their peaks, those that cannot be rehearsed.
     """
-    from accel_cli.rehearse.cluster import RehearsalFailed, rehearse, settle
+    from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
 
     rows = [_row("as it is", "", result, device)]
     for title, values in changes(result.world_size, result.machines).items():
         changed = copy.deepcopy(args)
         vars(changed).update(values, find_batch_size=False)
         changed.nondefault = {*getattr(args, "nondefault", ()), *values}
-        flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in values.items() if value is not False)
+        flags = " ".join(
+            f"--{name}" if value is True else f"--{name} {value}"
+            for name, value in values.items()
+            if value is not False
+        )
         try:
             rows.append(_row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device))
-        except (UsageError, RehearsalFailed) as error:
+        except (UsageError, RehearsalFailedError) as error:
             rows.append(Row(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}"))
     return sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -row.samples if row.fits else row.peak_bytes))
 

@@ -83,10 +83,10 @@ class Traffic(TorchDispatchMode):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in NAMESPACES and (name := NAMES.get(func.overloadpacket.__name__)):
-            given = [*args, *(kwargs or {}).values()]
-            sides = [list(_tensors(side)) for side in (*given, result)]
+            arguments = [*args, *(kwargs or {}).values()]
+            sides = [list(_tensors(side)) for side in (*arguments, result)]
             num_bytes = max(sum(t.numel() * t.element_size() for t in side) for side in sides)
-            group = _group_of(given)
+            group = _group_of(arguments)
             ranks = tuple(dist.get_process_group_ranks(group))
             in_background = func.namespace == "c10d" and name not in ("send", "recv", "all-to-all")
             self._on_collective(
@@ -100,12 +100,12 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def _group_of(given: list[Any]) -> dist.ProcessGroup:
+def _group_of(arguments: list[Any]) -> dist.ProcessGroup:
     """The process group among the arguments of a collective: an object of C++, or a name."""
-    for value in given:
+    for value in arguments:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
-    names = [value for value in given if isinstance(value, str)]
+    names = [value for value in arguments if isinstance(value, str)]
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 

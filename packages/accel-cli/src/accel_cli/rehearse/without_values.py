@@ -1,4 +1,4 @@
-"""Tensors without values for programs that do not expect them: what torch's fake tensors lack, added."""
+"""Tensors without values, and replicas without other ranks, for programs that do not expect them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_cli.rehearse.exchanges import with_values
+from accel_state.warning import warn_user
 
 
 @contextmanager
@@ -26,13 +27,22 @@ def fake_tensors() -> Iterator[None]:
             (torch.utils, "swap_tensors", _swap(torch.utils.swap_tensors)),
             (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *args: True),
             (reducer, "_rebuild_buckets", with_values(reducer._rebuild_buckets)),  # it reads their order
-            (DistributedDataParallel, "__init__", _replicate(DistributedDataParallel.__init__)),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
-        if find_spec("transformers") is not None:  # it would take fake tensors for a graph that is being traced, and keep all masks
+        if (
+            find_spec("transformers") is not None
+        ):  # it would take fake tensors for a graph that is being traced, and keep all masks
             tracing = import_module("transformers.utils.import_utils")
             stack.enter_context(patch.object(tracing, "is_fake_tensor", lambda tensor: False, create=True))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+@contextmanager
+def replicas() -> Iterator[None]:
+    """A context in which `DistributedDataParallel` can use the "fake" process group, with values or without."""
+    make = DistributedDataParallel.__init__
+    with patch.object(DistributedDataParallel, "__init__", _replicate(make)):
         yield
 
 
@@ -62,5 +72,8 @@ def _replicate(make: Any) -> Any:
 
         all_reduce.__annotations__ = {}  # as strings torch takes them for wrong ones
         replica.register_comm_hook(None, all_reduce)
+        replica.register_comm_hook = lambda state, hook: warn_user(
+            "The communication hook is not rehearsed: gradients count as they are, uncompressed."
+        )
 
     return replicate
