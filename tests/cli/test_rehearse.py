@@ -75,7 +75,7 @@ def test_an_unchanged_script_on_eight_ranks_of_two_machines(tmp_path: Path) -> N
         "skipped: Accelerator.save_state",
         "skipped: evaluation, the loops over loaders while models are in evaluation mode",
     ]
-    assert "train.py:15 reads the value of a tensor; 1.0 was assumed" in report["notes"]
+    assert "train.py:15 reads the value of a tensor; 1.0 was assumed (--values has real ones)" in report["notes"]
     assert not (tmp_path / "out").exists()
     assert "<svg" in (tmp_path / "page.html").read_text()
 

@@ -76,7 +76,7 @@ class LiveMemory(TorchDispatchMode):
                 self.changed(block, change)
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # no operation that a mode sees
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]  # no operation that a mode sees
         super().__enter__()
         return self
 

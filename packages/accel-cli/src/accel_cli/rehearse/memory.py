@@ -61,7 +61,7 @@ class RankMemory(LiveMemory):
         """Describe new memory, by the module that runs."""
         return Block(kind, num_bytes, self.module)
 
-    def changed(self, block: Block, num_bytes: int) -> None:
+    def changed(self, block: Block, num_bytes: int) -> bool:
         """Count by module, too, and note the time."""
         self._by_module[block.owner] = self._by_module.get(block.owner, 0) + num_bytes
         is_peak = super().changed(block, num_bytes)
@@ -69,6 +69,7 @@ class RankMemory(LiveMemory):
             self.at_peak = dict(self._by_module)
         if num_bytes and self.phase.name != BEFORE:
             self.timeline.append((self._clock, dict(self.live)))
+        return is_peak
 
     def begin(self, name: str) -> Phase:
         """Begin a phase, such as a step."""
@@ -87,10 +88,10 @@ class RankMemory(LiveMemory):
     def call_model(self, model: nn.Module, names: dict[nn.Module, str]) -> None:
         """Set the kind of the parameters and buffers of a model, and which module they belong to."""
         for module in model.modules():
-            for tensor in module._parameters.values():
-                self._own(tensor, PARAMETERS, names.get(module, ""))
-            for tensor in module._buffers.values():
-                self._own(tensor, BUFFERS, names.get(module, ""))
+            for parameter in module._parameters.values():
+                self._own(parameter, PARAMETERS, names.get(module, ""))
+            for buffer in module._buffers.values():
+                self._own(buffer, BUFFERS, names.get(module, ""))
 
     def _own(self, tensor: torch.Tensor | None, kind: str, owner: str) -> None:
         if tensor is None:

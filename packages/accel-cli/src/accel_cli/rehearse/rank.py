@@ -39,6 +39,7 @@ MOST_POINTS = 400  # of the timeline, as many as a page can show
 MOST_MODULES = 12
 LARGEST_BATCH = 2**16
 OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
+SITE = f"{os.sep}site-packages{os.sep}"
 BUSINESS = tuple(
     f"{os.sep}{name}{os.sep}"
     for name in ("accelerate", "accel_integrations", "accel_ops", "accel_data", "torch/optim")
@@ -133,7 +134,11 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
             run()
         if not recorder.steps:
             raise NotRehearsedError(f"{script} took no optimizer step. Rehearse a script that calls optimizer.step().")
-        notes += [f"{line} reads the value of a tensor; {value} was assumed" for line, value in reads if line]
+        notes += [
+            f"{line} reads the value of a tensor; {value} was assumed (--values has real ones)"
+            for line, value in reads
+            if line
+        ]
         if len(recorder.steps) < settings.steps:
             notes.append(
                 f"the script ended after {len(recorder.steps)} of {settings.steps} steps; give it more batches for the rest"
@@ -194,11 +199,11 @@ def _as_on_gpu() -> Iterator[None]:
 
 
 def _reader() -> str:
-    """The line that reads a value; empty where that is torch's own business, or this library's."""
+    """The line that reads a value; empty where that is torch's own business, or that of a library."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if any(part in path for part in BUSINESS):
+        if any(part in path for part in BUSINESS) or (SITE in path and f"{os.sep}torch{os.sep}" not in path):
             return ""
         if f"{os.sep}torch{os.sep}" not in path and f"{os.sep}accel_cli{os.sep}" not in path:
             return f"{os.path.relpath(path)}:{frame.f_lineno}"

@@ -123,7 +123,7 @@ def _time(result: Result, device: Device) -> Iterator[str]:
             else ""
         )
         yield f"  {samples / time.total:,.0f} samples/s of all ranks{tokens}"
-    yield f"  {ASSUMPTIONS}"
+    yield ASSUMPTIONS
 
 
 def _advice(rows: Sequence[Row]) -> Iterator[str]:

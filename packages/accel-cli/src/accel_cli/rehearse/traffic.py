@@ -105,7 +105,7 @@ def _group_of(arguments: list[Any]) -> dist.ProcessGroup:
     for value in arguments:
         if isinstance(value, torch.ScriptObject):
             return dist.ProcessGroup.unbox(value)
-    names = [value for value in arguments if isinstance(value, str)]
+    names: list[Any] = [value for value in arguments if isinstance(value, str)]
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
 
