@@ -214,7 +214,8 @@ def test_a_report_with_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [name for name in COMMANDS if name not in ("completion", "examples", "kubernetes", "runs", "slurm")]
+    "command",
+    [name for name in COMMANDS if name not in ("completion", "examples", "kubernetes", "rehearse", "runs", "slurm")],
 )  # new ones
 def test_commands_are_programs_of_their_own(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {"estimate-memory": "estimate", "merge-weights": "merge", "tpu-config": "tpu", "to-fsdp2": "to_fsdp2"}

@@ -60,6 +60,7 @@ _COMMANDS = (
     Command("kubernetes", "accel_cli.kubernetes.command", "Print a launch as a manifest for Kubernetes."),
     Command("launch", "accel_cli.launch.command", "Run a script on one process or many."),
     Command("merge-weights", "accel_cli.merge", "Merge the weights of a sharded checkpoint."),
+    Command("rehearse", "accel_cli.rehearse.command", "Run a script on a cluster that is not there."),
     Command("runs", "accel_cli.runs.command", "List, show, compare and export recorded runs."),
     Command("slurm", "accel_cli.slurm.command", "Write or submit a SLURM job for a launch."),
     Command("tpu-config", "accel_cli.tpu", "Run commands on every machine of a TPU pod."),

@@ -1,0 +1,130 @@
+"""Starting a rehearsal: one process, in the environment that a launch would give rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Mapping
+
+from accel_cli.arguments import Option
+from accel_cli.errors import UsageError
+from accel_cli.launch.flags.table import value_of
+from accel_cli.launch.later import launch_arguments, resolve_later
+from accel_cli.launch.plan import environment
+from accel_cli.launch.settings import LaunchSettings
+from accel_cli.launch.validate import check_script, check_settings
+from accel_cli.rehearse.result import Result
+from accel_state.clusters import DEFAULT_PORT, ClusterPlace
+
+ON_THE_CPU = {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""A rank computes shapes alone; what would be compiled is rehearsed as it is."""
+
+NOT_REHEARSED = {  # a setting -> what to do instead
+    "use_deepspeed": "--use_deepspeed: DeepSpeed needs a device. Rehearse --use_fsdp --fsdp_version 2, which shards as ZeRO 3 does, or "
+    "compute ZeRO by its formulas: accelerate estimate-memory --training --parallel zero1|zero2|zero3.",
+    "use_megatron_lm": "--use_megatron_lm: Megatron-LM needs CUDA. Rehearse tensor parallelism with --use_parallelism_config.",
+    "tpu": "--tpu: programs for XLA are compiled. Leave it out to rehearse the script on another device.",
+    "sagemaker": "SageMaker: rehearse with --num_processes and --num_machines of your own.",
+    "no_python": "--no_python: only Python scripts can be rehearsed.",
+}
+
+
+class RehearsalFailedError(Exception):
+    """The script failed, and has said why.
+
+    Args:
+        status: Its exit status.
+        reason: The last line that it printed; empty where the user has seen it.
+    """
+
+    def __init__(self, status: int, reason: str = "") -> None:
+        super().__init__(
+            reason.removeprefix("accelerate rehearse: error: ") or f"The script ended with status {status}."
+        )
+        self.status = status
+
+
+def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, str] | None = None) -> LaunchSettings:
+    """Check and resolve a command line, as the launch on the first machine would.
+
+    Args:
+        args: The parsed arguments.
+        options: Those of the command alone.
+        environ: The environment variables; those of this process when None.
+
+    Raises:
+        ValueError: The command line, the config file or the environment is not valid, or cannot be rehearsed.
+    """
+    launch = launch_arguments(args, options)
+    machines = max(1, args.num_machines or 1)
+    per_machine = max(1, (args.num_processes or machines) // machines)
+    settings = resolve_later(launch, environ, per_machine, "rehearse", {"main_process_port": DEFAULT_PORT})
+    check_script(settings)
+    for name, advice in NOT_REHEARSED.items():
+        if getattr(settings, name):
+            raise UsageError(f"Cannot rehearse {advice}")
+    if str(settings.mixed_precision).lower() == "fp8":
+        raise UsageError(
+            "Cannot rehearse --mixed_precision fp8: its kernels need a GPU. Rehearse bf16, an upper bound of its memory."
+        )
+    if (value_of(settings, "parallelism_config_pp_size") or 1) > 1 and settings.use_parallelism_config:
+        raise UsageError(
+            "Cannot rehearse --parallelism_config_pp_size above 1: what the other stages send is not known to rank 0. Rehearse the other "
+            "mesh dimensions, with a model of as many layers as a stage has."
+        )
+    return settings.but(notes=[*settings.notes, *check_settings(settings)])
+
+
+def rank_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of rank 0."""
+    per_machine = settings.num_processes // settings.num_machines
+    rank_0 = ClusterPlace("torchrun", 0, settings.num_processes, 0, per_machine, "127.0.0.1", DEFAULT_PORT)
+    ranks = rank_0.torch_variables() if settings.num_processes > 1 else {}
+    return environment(settings, environ) | ranks | ON_THE_CPU
+
+
+def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) -> Result:
+    """Run the script as rank 0. What it prints comes on standard error.
+
+    Args:
+        settings: The resolved settings.
+        args: The parsed arguments.
+        is_quiet: Print nothing; the last line of an error is in the exception.
+
+    Raises:
+        RehearsalFailedError: The script failed, or cannot be rehearsed; why is on standard error.
+    """
+    options = {
+        "module": bool(settings.module), "device": args.device, "world_size": settings.num_processes,
+        "machines": settings.num_machines, "steps": args.steps, "values": args.values, "fake_data": args.fake_data,
+        "find_batch_size": args.find_batch_size,
+    }  # fmt: skip
+    descriptor, path = tempfile.mkstemp(suffix=".json", prefix="rehearsal-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(options, file)
+        words = [
+            sys.executable,
+            "-m",
+            "accel_cli.rehearse.rank",
+            path,
+            settings.training_script,
+            *settings.training_script_args,
+        ]
+        done = subprocess.run(
+            words,
+            env=os.environ | rank_environment(settings, os.environ),
+            stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
+            stderr=subprocess.PIPE if is_quiet else None,
+            text=True,
+        )
+        if done.returncode:
+            raise RehearsalFailedError(done.returncode, (done.stderr or "").strip().rpartition("\n")[2])
+        with open(path, encoding="utf-8") as file:
+            return Result.from_dict(json.load(file))
+    finally:
+        os.unlink(path)

@@ -1,0 +1,137 @@
+"""A rehearsal as text, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+
+from accel_cli.rehearse.devices import Device
+from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result
+from accel_cli.rehearse.sweep import Row
+from accel_cli.rehearse.times import ASSUMPTIONS, seconds_of, step_time
+
+WIDTH = 26
+OUTSIDE = "outside of modules, and the backward pass"
+
+
+def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = ()) -> str:
+    """The report for a terminal.
+
+    Args:
+        script: Its path.
+        result: Of the rehearsal.
+        device: The device of each rank.
+        rows: Those of the sweep; empty without one.
+    """
+    machines = f" on {result.machines} machines" if result.machines > 1 else ""
+    head = f"{script}: rank 0 of {result.world_size}{machines}, {device.name}, step {result.steps}"
+    sections = [
+        _memory(result, device),
+        _communication(result, device),
+        _time(result, device),
+        result.notes,
+        _advice(rows),
+    ]
+    return "\n\n".join([head, *("\n".join(lines) for lines in map(list, sections) if lines)])
+
+
+def as_json(result: Result, device: Device, rows: Sequence[Row] = ()) -> str:
+    """The report as JSON."""
+    time = step_time(result, device)
+    return json.dumps(
+        {
+            "device": device.name,
+            "peak_bytes": result.peak_bytes,
+            "step_seconds": time.total,
+            "mfu": time.mfu,
+            **result.as_dict(),
+            "sweep": [row.as_dict() for row in rows],
+        }
+    )
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that suits them, as powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.2f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that suits them."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.2f} {unit}"
+    return f"{seconds * 1e6:.1f} us"
+
+
+def fits(result: Result, device: Device) -> bool:
+    """Whether the peak fits the device, with the reserve."""
+    return not device.memory_bytes or result.peak_bytes <= device.memory_bytes * (1 - RESERVE)
+
+
+def _memory(result: Result, device: Device) -> Iterator[str]:
+    yield f"memory at the peak{size(result.peak_bytes):>26}"
+    kinds = sorted(result.at_peak.items(), key=lambda item: -item[1])
+    yield from (f"  {kind:<{WIDTH}}{size(n):>16}" for kind, n in kinds if n and kind != HOST)
+    if device.memory_bytes:
+        word = "fits" if fits(result, device) else "does not fit"
+        yield f"  {word} {size(device.memory_bytes)}, of which {RESERVE:.0%} are left for the context and fragmentation"
+    if result.largest_batch is not None:
+        found = f"the largest batch of a rank that fits is {result.largest_batch}"
+        yield f"  {found if result.largest_batch else 'not even a batch of 1 fits'}"
+    if result.by_module:
+        yield "  alive at the peak, by the module that holds or allocated it:"
+        yield from (f"    {name or OUTSIDE:<44}{size(n):>16}" for name, n in list(result.by_module.items())[:6])
+
+
+def _communication(result: Result, device: Device) -> Iterator[str]:
+    if not result.exchanges:
+        return
+    yield f"{'communication of a step':<{WIDTH}}{'group':<14}{'ranks':>6}{'count':>7}{'bytes of all':>16}{'time':>12}"
+    rows: dict[tuple[str, str, int, bool], list[Exchange]] = {}
+    for exchange in result.exchanges:
+        rows.setdefault((exchange.name, exchange.group, exchange.num_ranks, exchange.between_machines), []).append(
+            exchange
+        )
+    for (name, group, num_ranks, is_between), exchanges in rows.items():
+        seconds = sum(seconds_of(exchange, device) for exchange in exchanges)
+        num_bytes = sum(exchange.count * exchange.num_bytes for exchange in exchanges)
+        yield (
+            f"  {name:<{WIDTH - 2}}{group:<14}{num_ranks:>6}{sum(exchange.count for exchange in exchanges):>7}"
+            f"{size(num_bytes):>16}{duration(seconds):>12}  {'between machines' if is_between else 'within a machine'}"
+        )
+
+
+def _time(result: Result, device: Device) -> Iterator[str]:
+    time = step_time(result, device)
+    yield f"time of a step{duration(time.total):>30}  (no less than {duration(result.shortest_seconds)}, FLOPs over the peak)"
+    for title, seconds in (
+        ("computing", time.computing),
+        ("communication beside it", time.in_background),
+        ("communication it waits for", time.waited_for),
+    ):
+        yield f"  {title:<{WIDTH}}{duration(seconds):>16}"
+    yield f"  {result.flops:.3g} FLOPs, MFU {time.mfu:.1%}"
+    if result.batch and time.total:
+        samples = result.batch[0] * result.num_batches * result.data_ranks
+        tokens = (
+            f", {samples * result.batch[1] / time.total:,.0f} tokens/s if the second dimension has tokens"
+            if len(result.batch) == 2
+            else ""
+        )
+        yield f"  {samples / time.total:,.0f} samples/s of all ranks{tokens}"
+    yield ASSUMPTIONS
+
+
+def _advice(rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"{'advice':<34}{'peak':>14}{'step':>12}{'samples/s':>12}  flags"
+    for row in rows:
+        if row.reason:
+            yield f"  {row.title:<32}{row.reason}"
+        else:
+            yield f"  {row.title:<32}{size(row.peak_bytes):>14}{duration(row.seconds):>12}{row.samples:>12,.0f}  {row.flags}"

@@ -1,0 +1,80 @@
+"""Rehearsals against real runs of the same programs on gloo: peak of tensors, and the collectives of a step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accel_cli.rehearse.devices import DEVICES
+from accel_cli.rehearse.rank import EndOfRehearsal
+from accel_cli.rehearse.recording import Recorder
+from tests.cli import rehearsed_script
+from tests.cli.rehearsed import STEPS, forget, step_of
+from tests.support.ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_TWO = (
+    "llama,ddp", "gpt2,ddp,bf16", "vit,ddp", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "vit,fsdp2,bf16", "llama,tp", "llama,cp",
+)  # fmt: skip
+ON_FOUR = ("llama,hsdp", "gpt2,hsdp,checkpointing,bf16", "vit,hsdp", "llama,fsdp2-tp", "vit,fsdp2,checkpointing")
+NEAR = {"llama,cp": 0.05}  # in the real run, what is sent lives until gloo's threads have sent it
+
+
+def rehearsed(folder: Path, world: int, configurations: tuple[str, ...]) -> dict[str, Any]:
+    output = folder / f"{world}.json"
+    environment = {
+        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    words = [sys.executable, "-m", "tests.cli.rehearsed", str(output), *configurations]
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps: dict[str, Any] = json.loads(output.read_text())
+    return steps
+
+
+def real(configuration: str) -> dict[str, Any]:
+    def end(step: Any) -> None:
+        if len(recorder.steps) == STEPS:
+            raise EndOfRehearsal
+
+    recorder = Recorder(DEVICES["cpu"], end)
+    with pytest.raises(EndOfRehearsal), recorder:
+        rehearsed_script.train(*configuration.split(","))
+    step = recorder.steps[-1]
+    forget()
+    return step_of(step.at_peak, [(c.name, len(c.ranks), c.num_bytes, n) for c, n in step.collectives.items()])
+
+
+def compare(rank: int, steps: dict[str, Any]) -> None:
+    for configuration, expected in steps.items():
+        step = real(configuration)
+        if rank == 0:
+            assert step["collectives"] == [list(row) for row in expected["collectives"]], configuration
+            assert expected["peak"] == pytest.approx(step["peak"], rel=NEAR.get(configuration, 0.02)), configuration
+
+
+@pytest.fixture
+def on_two(tmp_path: Path) -> dict[str, Any]:
+    return rehearsed(tmp_path, 2, ON_TWO)
+
+
+@pytest.fixture
+def on_four(tmp_path: Path) -> dict[str, Any]:
+    return rehearsed(tmp_path, 4, ON_FOUR)
+
+
+@ranks(2)
+def test_two_ranks_take_what_was_rehearsed(rank: int, world: int, on_two: dict[str, Any]) -> None:
+    compare(rank, on_two)
+
+
+@ranks(4)
+def test_four_ranks_take_what_was_rehearsed(rank: int, world: int, on_four: dict[str, Any]) -> None:
+    compare(rank, on_four)
