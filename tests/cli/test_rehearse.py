@@ -70,7 +70,7 @@ def test_an_unchanged_script_on_eight_ranks_of_two_machines(tmp_path: Path) -> N
     )
     assert all_reduce["between_machines"]
     assert report["flops"] == 2 * 8 * (64 * 256 + 256 * 10) + 2 * 8 * (64 * 256 + 2 * 256 * 10)
-    assert (report["batch"], report["data_ranks"], report["largest_batch"]) == ([8, 64], 8, 2**16)
+    assert (report["batch"], report["data_ranks"], report["largest_batch"]) == ([8], 8, 2**16)
     assert report["notes"][:2] == [
         "skipped: Accelerator.save_state",
         "skipped: evaluation, the loops over loaders while models are in evaluation mode",

@@ -72,7 +72,9 @@ class Batches:
             read = leaves[0].shape[0] if leaves else 0
             if not self._repeats_first or self.size is None:
                 self.size = read
-            self._recorder.begin_batch([self.size, *leaves[0].shape[1:]] if leaves else [])
+            token_ids = next((leaf for leaf in leaves if leaf.ndim == 2 and not leaf.dtype.is_floating_point), None)
+            num_tokens = [] if token_ids is None else [token_ids.shape[1]]
+            self._recorder.begin_batch([self.size, *num_tokens] if leaves else [])
             yield tree_map_only(torch.Tensor, partial(self._rehearsed, read), batch)
 
     def _rehearsed(self, read: int, tensor: torch.Tensor) -> torch.Tensor:

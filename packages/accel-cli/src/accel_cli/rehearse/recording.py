@@ -31,7 +31,7 @@ class Step:
         timeline: Pairs of the number of operations so far and kind of memory -> bytes.
         collectives: Each kind of collective, and how often it ran.
         work: What was computed.
-        batch: Shapes of the batches that were read.
+        batch: As in `Result`, of each batch that was read.
     """
 
     at_peak: dict[str, int]
@@ -99,12 +99,12 @@ class Recorder:
         """Whether the script has put every model that it called into evaluation mode."""
         return bool(self._models) and not any(model.training for model in self._models)
 
-    def begin_batch(self, shape: list[int]) -> None:
+    def begin_batch(self, counts: list[int]) -> None:
         """Note that the script has been given a batch, before which what is alive is its own."""
         if not self.steps and not self._batches:
             self.memory.rename(ACTIVATIONS, HOST)
             self._begin()
-        self._batches.append(shape)
+        self._batches.append(counts)
 
     def _begin(self) -> None:
         self.memory.begin(f"step {len(self.steps)}")

@@ -117,11 +117,7 @@ def _time(result: Result, device: Device) -> Iterator[str]:
     yield f"  {result.flops:.3g} FLOPs, MFU {time.mfu:.1%}"
     if result.batch and time.total:
         samples = result.batch[0] * result.num_batches * result.data_ranks
-        tokens = (
-            f", {samples * result.batch[1] / time.total:,.0f} tokens/s if the second dimension has tokens"
-            if len(result.batch) == 2
-            else ""
-        )
+        tokens = f", {samples * result.batch[1] / time.total:,.0f} tokens/s" if len(result.batch) == 2 else ""
         yield f"  {samples / time.total:,.0f} samples/s of all ranks{tokens}"
     yield ASSUMPTIONS
 

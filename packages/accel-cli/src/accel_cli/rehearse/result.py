@@ -60,7 +60,7 @@ class Result:
         flops: Of matrix multiplications, convolutions and attention.
         seconds: The roofline of all operations, one after the other.
         shortest_seconds: FLOPs over the peak.
-        batch: The shape of the first tensor of a batch.
+        batch: The samples of a batch; then the tokens of each, where it has token ids: integers in two dimensions.
         num_batches: How many batches the step took.
         data_ranks: How many ranks read different batches.
         largest_batch: The largest batch of a rank that fits; None where it was not looked for, 0 where none fits.
