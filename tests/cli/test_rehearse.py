@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.main import main
+from accel_cli.main import full_parser, main
+from accel_cli.rehearse.cluster import settle
+from accel_cli.rehearse.command import REHEARSE
 from accel_cli.rehearse.devices import DEVICES
 from accel_cli.rehearse.page import write_page
 from accel_cli.rehearse.report import as_text, fits
@@ -212,3 +214,10 @@ def test_advice_is_rehearsed_and_ranked(tmp_path: Path) -> None:
     assert [row["samples"] for row in rehearsed] == sorted((row["samples"] for row in rehearsed), reverse=True)
     peaks = {row["title"]: row["peak_bytes"] for row in rehearsed}
     assert peaks["FSDP 2, offload"] < peaks["FSDP 2"] < peaks["DDP"] == peaks["as it is"]
+
+
+def test_a_port_that_is_taken_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_cli.launch.machine.is_free", lambda port: False)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    args = full_parser().parse_args(["rehearse", "--num_processes", "4", str(tmp_path / "train.py")])
+    assert settle(args, REHEARSE, {}).num_processes == 4

@@ -108,7 +108,7 @@ def _settle(args: Namespace, environ: Mapping[str, str] | None, gpus: int) -> La
         settings, sources["num_processes"] = settings.but(num_processes=gpus * settings.num_machines), "guess"
     if not settings.main_process_port:
         settings, sources["main_process_port"] = settings.but(main_process_port=ANY_PORT), "guess"
-    settings = settings.but(sources=sources, port_was_named=False)  # whether it is free is checked on the machine
+    settings = settings.but(sources=sources)
     return settings.noting(*check_settings(settings))
 
 
