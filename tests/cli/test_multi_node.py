@@ -93,7 +93,7 @@ def test_without_a_launcher_machines_meet_on_the_network_of_rank_0(tmp_path: Pat
         for part in parts:
             out, errors = part.communicate(timeout=120)
             assert part.returncode == 0, errors
-            assert out.strip() == "[0, 1]"
+            assert out.splitlines()[-1] == "[0, 1]", "before it, gloo of torch 2.9 says that it is connected"
 
 
 FAILS_ON_MACHINE_1 = """

@@ -14,14 +14,16 @@ import pytest
 
 from accel_cli.main import full_parser, main
 from accel_cli.rehearse.cluster import settle
-from accel_cli.rehearse.command import REHEARSE
+from accel_cli.rehearse.command import OLDEST_TORCH, REHEARSE
 from accel_cli.rehearse.devices import DEVICES
 from accel_cli.rehearse.page import write_page
 from accel_cli.rehearse.report import as_text, fits
 from accel_cli.rehearse.result import RESERVE, Exchange, Result
 from accel_cli.rehearse.sweep import Row, changes
 from accel_cli.rehearse.times import step_time
+from accel_state.libraries import is_torch_version
 
+pytestmark = pytest.mark.skipif(not is_torch_version(">=", OLDEST_TORCH), reason=f"needs torch {OLDEST_TORCH}")
 PROGRAM = str(Path(sys.executable).parent / "accelerate")
 SCRIPT = """import torch
 from accelerate import Accelerator

@@ -11,13 +11,19 @@ from typing import Any
 
 import pytest
 
+from accel_cli.rehearse.command import OLDEST_TORCH
 from accel_cli.rehearse.devices import DEVICES
 from accel_cli.rehearse.rank import EndOfRehearsal
 from accel_cli.rehearse.recording import Recorder
+from accel_state.libraries import is_installed, is_torch_version
 from tests.cli import rehearsed_script
 from tests.cli.rehearsed import STEPS, forget, step_of
 from tests.support.ranks import ranks
 
+pytestmark = pytest.mark.skipif(
+    not (is_installed("transformers") and is_torch_version(">=", OLDEST_TORCH)),
+    reason=f"needs transformers, and torch {OLDEST_TORCH}",
+)
 ROOT = Path(__file__).resolve().parents[2]
 ON_TWO = (
     "llama,ddp", "gpt2,ddp,bf16", "vit,ddp", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "vit,fsdp2,bf16", "llama,tp", "llama,cp",

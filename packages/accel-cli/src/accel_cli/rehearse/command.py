@@ -14,6 +14,7 @@ from accel_state.settings.option import INTEGER, NUMBER
 if TYPE_CHECKING:
     from accel_cli.rehearse.devices import Device
 
+OLDEST_TORCH = "2.13"
 HELP = "Run a script on a cluster that is not there: memory, communication and time."
 
 REHEARSE = (
@@ -56,6 +57,7 @@ def run(args: Namespace) -> int:
     from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
     from accel_cli.rehearse.report import as_json, as_text
 
+    _check_torch()
     device = _device(args)
     settings = settle(args, REHEARSE)
     if not settings.quiet:
@@ -76,6 +78,19 @@ def run(args: Namespace) -> int:
         write_page(args.html, args.training_script, result, device, rows)
     print(as_json(result, device, rows) if args.json else as_text(args.training_script, result, device, rows))
     return 0
+
+
+def _check_torch() -> None:
+    """Raise an error for a torch whose collectives need values: that of 2.9 does, those up to 2.12 were not tried."""
+    from importlib.metadata import version
+
+    from accel_state.libraries import is_torch_version
+
+    if not is_torch_version(">=", OLDEST_TORCH):
+        raise UsageError(
+            f"accelerate rehearse needs torch {OLDEST_TORCH} or newer, and this is torch {version('torch')}, whose collectives cannot run "
+            "without values. Install a newer torch, or use accelerate estimate-memory --training."
+        )
 
 
 def _device(args: Namespace) -> Device:
