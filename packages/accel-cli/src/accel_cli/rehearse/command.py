@@ -88,7 +88,7 @@ def _check_torch() -> None:
 
     if not is_torch_version(">=", OLDEST_TORCH):
         raise UsageError(
-            f"accelerate rehearse needs torch {OLDEST_TORCH} or newer, and this is torch {version('torch')}, whose collectives cannot run "
+            f"Rehearsals need torch {OLDEST_TORCH} or newer, and this is torch {version('torch')}, whose collectives cannot run "
             "without values. Install a newer torch, or use accelerate estimate-memory --training."
         )
 
