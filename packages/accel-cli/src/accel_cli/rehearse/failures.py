@@ -35,22 +35,22 @@ def explained(error: Exception, script: str) -> str | None:
     text = " ".join(str(error).split())
     if isinstance(error, NotRehearsedError):
         return text
-    place = _place(error, script)
+    line = _script_line(error, script)
     if isinstance(error, UnsupportedOperatorException):
         return (
-            f"{place}: the operation {error.func} has no meta kernel, which computes shapes alone. Add --values to rehearse with real "
+            f"{line}: the operation {error.func} has no meta kernel, which computes shapes alone. Add --values to rehearse with real "
             "tensors, with a model that fits into this machine's memory."
         )
     if isinstance(error, NEEDS_VALUES) or any(words in text for words in NEED_VALUES):
         operation = getattr(error, "func", None) or text[:120]
         return (
-            f"{place} needs the values of a tensor, and a rehearsal has shapes alone ({operation}). Add --values to rehearse with real "
+            f"{line} needs the values of a tensor, and a rehearsal has shapes alone ({operation}). Add --values to rehearse with real "
             "tensors, with a model that fits into this machine's memory."
         )
     return None
 
 
-def _place(error: Exception, script: str) -> str:
+def _script_line(error: Exception, script: str) -> str:
     """The last line of the script before the error."""
     path = os.path.abspath(script)
     lines = [

@@ -80,8 +80,8 @@ def _memory(result: Result, device: Device) -> Iterator[str]:
         word = "fits" if fits(result, device) else "does not fit"
         yield f"  {word} {size(device.memory_bytes)}, of which {RESERVE:.0%} are left for the context and fragmentation"
     if result.largest_batch is not None:
-        found = f"the largest batch of a rank that fits is {result.largest_batch}"
-        yield f"  {found if result.largest_batch else 'not even a batch of 1 fits'}"
+        largest = f"the largest batch of a rank that fits is {result.largest_batch}"
+        yield f"  {largest if result.largest_batch else 'not even a batch of 1 fits'}"
     if result.by_module:
         yield "  alive at the peak, by the module that holds or allocated it:"
         yield from (f"    {name or OUTSIDE:<44}{size(n):>16}" for name, n in list(result.by_module.items())[:6])
