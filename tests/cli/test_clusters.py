@@ -290,6 +290,18 @@ def test_what_happens_after_the_processes_have_met_is_theirs_to_say(store: TCPSt
     assert not store.check([f"{meeting.PREFIX}/1"])
 
 
+def test_a_launch_that_ends_after_they_have_met_takes_no_other_with_it(store: TCPStore) -> None:
+    fails, _ = part(store, 1)
+    store.wait([f"{meeting.PREFIX}/1"])
+    fails.leave(3)
+    met = iter([False])  # when it is looked at, and met a moment later
+    waits, said = part(store, 2, has_met=lambda: next(met, True))
+    store.set(f"{meeting.PREFIX}/{meeting.FAULT}", "Machine 1 ended with exit status 3")
+    waits._thread.join()
+    waits.leave(0)
+    assert (said.empty(), waits.fault) == (True, "")
+
+
 REACHING = """
 import sys
 from accel_cli.launch.network import wait_until_reached

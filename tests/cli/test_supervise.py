@@ -401,6 +401,23 @@ def test_failures_come_in_the_order_of_time(watch: Watch) -> None:
     assert Failure(0, 0.0, "").headline == ""
 
 
+def test_ranks_have_met_before_any_progress() -> None:
+    """A short program may end without a collective: the launch of another machine has not ended too early then."""
+    watch = Watch()
+    try:
+        assert not watch.has_met
+        ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        program = "from accel_state import PartialState, supervision; PartialState(cpu=True); print(*supervision.counter)"
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, **watch.variables, **ranks},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert done.stdout == "0\n", "which would be progress"
+        assert watch.has_met
+    finally:
+        watch.close()
+
+
 def test_processes_of_others_report_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(supervision.VARIABLE, f"1:{tmp_path}")
     supervision.report_to_launcher(0)

@@ -132,8 +132,12 @@ def test_a_preempted_job_starts_again_and_resumes(cluster: Slurm) -> None:
     cluster.submit(*everything, "--partition", "high", "train.py", "--resume", "now")
     wait_for(lambda: cluster.state(job) == "PENDING")
     assert "is requeued after 0 restarts" in Path(f"train-{job}.out").read_text()
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM would wait for two minutes
-    wait_for(lambda: cluster.state(job) == "COMPLETED")
+
+    def has_completed() -> bool:
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM waits for two minutes after a requeue
+        return cluster.state(job) == "COMPLETED"
+
+    wait_for(has_completed)
     assert Path("run2").exists()
 
 

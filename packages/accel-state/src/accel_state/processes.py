@@ -316,6 +316,7 @@ class PartialState(ProcessPlace):
         else:
             self.set_device()
         if self.backend is not None:
+            supervision.report_met()
             for observer in observers():
                 observer.begin(began)
         if self.backend is not None or kind.always_distributed:

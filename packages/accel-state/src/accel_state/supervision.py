@@ -22,6 +22,9 @@ HANG_TIMEOUT = "ACCELERATE_HANG_TIMEOUT"  # seconds without progress after which
 # one that scripts do not use: SIGUSR1 and SIGUSR2 are theirs, to save a checkpoint when a scheduler sends them
 STACK_SIGNAL: int | None = signal.SIGRTMIN + 12 if hasattr(signal, "SIGRTMIN") else getattr(signal, "SIGINFO", None)
 
+MET = "ranks.met"
+"""The file that says that a process of this machine has joined the process group: the run has begun on all machines."""
+
 REPORT = "ranks.report"
 """The file that says why the ranks are deadlocked, which the launcher prints once."""
 
@@ -62,6 +65,16 @@ def report_to_launcher(rank: int) -> None:
 def supervision_folder() -> str | None:
     """The folder through which this process reports to the launcher; None without such a launcher."""
     return os.environ[VARIABLE].partition(":")[2] if _kept else None
+
+
+def report_met() -> None:
+    """Tell the launcher that the process group of all ranks has been started.
+
+    It is no progress yet: until its first collective or batch a process may compute on its accelerator for long.
+    """
+    if (folder := supervision_folder()) is not None:
+        with suppress(OSError):  # the launcher is about to end, and its folder gone
+            open(os.path.join(folder, MET), "wb").close()
 
 
 def report_progress() -> None:

@@ -15,7 +15,7 @@ from accel_cli.supervise.failures import Failure, crash_line, describe_end, read
 from accel_cli.supervise.stacks import Stack, parse
 from accel_state.process_ids import exists
 from accel_state.stack_requests import ASKS, requests_of
-from accel_state.supervision import HANG_TIMEOUT, REPORT, STACK_SIGNAL, VARIABLE
+from accel_state.supervision import HANG_TIMEOUT, MET, REPORT, STACK_SIGNAL, VARIABLE
 
 PREFIX = "accelerate_watch_"
 START_SECONDS = 60.0  # until a process must have reported
@@ -84,9 +84,9 @@ class Watch:
         return list(self._running().values())
 
     @property
-    def has_progressed(self) -> bool:
-        """Whether any process has got past its start: it has called a collective, or taken a batch."""
-        return any(self._count(rank) for rank in self._running())
+    def has_met(self) -> bool:
+        """Whether a process has joined the process group of all machines, called a collective, or taken a batch."""
+        return os.path.exists(os.path.join(self.folder, MET)) or any(self._count(rank) for rank in self._running())
 
     def look(self, ended: dict[int, int] | None = None) -> None:
         """Check all processes once; called several times a second.

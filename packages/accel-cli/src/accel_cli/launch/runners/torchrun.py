@@ -97,7 +97,7 @@ def _meeting(arguments: Namespace, num_machines: int, watch: Watch) -> Meeting:
         os.kill(os.getpid(), SIGTERM)  # the agent then terminates its processes
 
     meeting = Meeting(
-        host, int(port), arguments.node_rank, num_machines, has_met=lambda: watch.has_progressed, end=end,
+        host, int(port), arguments.node_rank, num_machines, has_met=lambda: watch.has_met, end=end,
         note=_note,
     )  # fmt: skip
     meeting.start()
