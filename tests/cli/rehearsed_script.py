@@ -13,12 +13,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 96
 
 
-def fsdp() -> FullyShardedDataParallelPlugin:
-    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+def fsdp(version: int = 2) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="transformer_based_wrap")
 
 
 ENGINES: dict[str, Any] = {
     "ddp": dict,
+    "fsdp1": lambda: {"fsdp_plugin": fsdp(1)},
     "fsdp2": lambda: {"fsdp_plugin": fsdp()},
     "hsdp": lambda: {
         "fsdp_plugin": fsdp(),
@@ -27,6 +28,7 @@ ENGINES: dict[str, Any] = {
     "fsdp2-tp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
+    "sp": lambda: {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="torch")},
 }
 
 

@@ -21,7 +21,8 @@ from accel_cli.rehearse.report import as_text, fits
 from accel_cli.rehearse.result import RESERVE, Exchange, Result
 from accel_cli.rehearse.sweep import Row, changes
 from accel_cli.rehearse.times import step_time
-from accel_state.libraries import is_torch_version
+from accel_cli.rehearse.zero import Zero
+from accel_state.libraries import is_installed, is_torch_version
 
 pytestmark = pytest.mark.skipif(not is_torch_version(">=", OLDEST_TORCH), reason=f"needs torch {OLDEST_TORCH}")
 PROGRAM = str(Path(sys.executable).parent / "accelerate")
@@ -94,6 +95,37 @@ def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
     assert report["at_peak"]["parameters"] == shard
 
 
+@pytest.mark.skipif(not is_installed("deepspeed"), reason="needs DeepSpeed")
+def test_zero_is_computed_from_a_rehearsal_of_ddp(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
+    flags = ("--num_processes", "4", "--use_deepspeed", "--deepspeed_config_file", "config.json", "--device", "cpu", "--json")
+    done = rehearse(tmp_path, SCRIPT, *flags)
+    assert done.returncode == 0, done.stderr[-2000:]
+    report = json.loads(done.stdout)
+    assert report["at_peak"]["parameters"] == 2 * NUM_PARAMETERS
+    assert report["at_peak"]["optimizer state"] == pytest.approx((2 * 4 + 4) * NUM_PARAMETERS / 4, rel=1e-3)
+    assert report["at_peak"]["communication buffers"] == 2 * 1000
+    names = [(exchange["name"], exchange["num_bytes"]) for exchange in report["exchanges"]]
+    assert names == [("all-reduce", 2 * NUM_PARAMETERS), ("all-gather", 2 * NUM_PARAMETERS)]
+    assert any(note.startswith("ZeRO 2: DDP was rehearsed") for note in report["notes"])
+
+
+def test_what_zero_shards_is_divided_and_what_is_offloaded_is_on_the_host() -> None:
+    ddp = {"parameters": 400, "gradients": 0, "communication buffers": 400, "optimizer state": 800, "activations": 50,
+           "optimizer step": 80, "weight copies": 200}  # fmt: skip
+    held = Zero(stage=1, num_ranks=4, bucket=10).memory(ddp)
+    assert held == {
+        "parameters": 400, "gradients": 400, "communication buffers": 40, "optimizer state": (800 + 400) // 4,
+        "activations": 50, "optimizer step": 20, "weight copies": 0, "data on the host": 0,
+    }  # fmt: skip
+    sharded = Zero(stage=3, num_ranks=4, bucket=10, max_live=25).memory(ddp)
+    assert (sharded["parameters"], sharded["gradients"], sharded["communication buffers"]) == (100, 100, 40 + 100)
+    offloaded = Zero(stage=3, num_ranks=4, bucket=10, offload_optimizer=True, offload_parameters=True).memory(ddp)
+    assert (offloaded["parameters"], offloaded["optimizer state"]) == (0, 0)
+    assert offloaded["data on the host"] == 100 + 300 + 20
+
+
 def test_scripts_that_need_values_are_told_the_line_and_may_have_some(tmp_path: Path) -> None:
     needy = SCRIPT.replace("# here", "picked = inputs[labels > 3]")
     done = rehearse(tmp_path, needy, "--num_processes", "4")
@@ -135,7 +167,6 @@ def test_what_cannot_be_rehearsed_is_one_sentence(change: str, message: str, tmp
         (["--steps", "1"], "--steps must be at least 2, got 1"),
         (["--inter_gbps", "0"], "--inter_gbps must be above 0, got 0."),
         (["--device", "cpu", "--find_batch_size"], "--find_batch_size needs a device with a memory of its own"),
-        (["--num_processes", "4", "--use_deepspeed"], "DeepSpeed needs a device"),
         (["--num_processes", "4", "--mixed_precision", "fp8"], "its kernels need a GPU"),
         (
             ["--num_processes", "4", "--use_parallelism_config", "--parallelism_config_pp_size", "2"],
@@ -190,6 +221,8 @@ def test_changes_that_do_not_fit_the_number_of_ranks_are_left_out() -> None:
     assert {"HSDP", "TP 2, FSDP 2"} <= changes(8, 2).keys()
     assert "HSDP" not in changes(8, 1)
     assert "TP 2, FSDP 2" not in changes(6, 2)
+    assert "ZeRO 3" not in changes(8, 2)
+    assert changes(8, 2, uses_deepspeed=True)["ZeRO 3"] == {"use_deepspeed": True, "zero_stage": 3}
 
 
 def test_the_page_loads_nothing_and_shows_every_kind_of_memory(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ ON_THE_CPU = {"ACCELERATE_USE_CPU": "true", "TORCHDYNAMO_DISABLE": "1", "CUDA_VI
 """A rank computes shapes alone; what would be compiled is rehearsed as it is."""
 
 NOT_REHEARSED = {  # a setting -> what to do instead
-    "use_deepspeed": "--use_deepspeed: DeepSpeed needs a device. Rehearse --use_fsdp --fsdp_version 2, which shards as ZeRO 3 does, or "
-    "compute ZeRO by its formulas: accelerate estimate-memory --training --parallel zero1|zero2|zero3.",
     "use_megatron_lm": "--use_megatron_lm: Megatron-LM needs CUDA. Rehearse tensor parallelism with --use_parallelism_config.",
     "tpu": "--tpu: programs for XLA are compiled. Leave it out to rehearse the script on another device.",
     "sagemaker": "SageMaker: rehearse with --num_processes and --num_machines of your own.",

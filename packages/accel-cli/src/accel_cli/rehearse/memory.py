@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_cli.estimate.live_memory import Block, LiveMemory
 from accel_cli.estimate.training_report import ACTIVATIONS, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Phase
-from accel_cli.rehearse.result import COMMUNICATION, HOST
+from accel_cli.rehearse.result import COMMUNICATION, HOST, UPDATES
 from accel_ops.modules import to_local
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -24,6 +24,7 @@ class RankMemory(LiveMemory):
 
     Attributes:
         module: The name of the module whose forward pass runs; empty outside of any.
+        is_stepping: Whether an optimizer takes a step.
         at_peak: Module -> bytes that it allocated and that are alive at the peak of the phase.
         timeline: Kind of memory -> bytes, after each change in the phase; every entry with its number of operations before it.
         on_read: Called with each fake scalar whose value the program reads.
@@ -32,6 +33,7 @@ class RankMemory(LiveMemory):
     def __init__(self, on_read: Callable[[Any], None] = lambda value: None) -> None:
         super().__init__()
         self.module = ""
+        self.is_stepping = False
         self.at_peak: dict[str, int] = {}
         self.timeline: list[tuple[int, dict[str, int]]] = []
         self._on_read = on_read
@@ -59,7 +61,7 @@ class RankMemory(LiveMemory):
 
     def block(self, kind: str, num_bytes: int) -> Block:
         """Describe new memory, by the module that runs."""
-        return Block(kind, num_bytes, self.module)
+        return Block(UPDATES if self.is_stepping and kind == ACTIVATIONS else kind, num_bytes, self.module)
 
     def changed(self, block: Block, num_bytes: int) -> bool:
         """Count by module, too, and note the time."""

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -34,11 +34,14 @@ from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result, on_device
 from accel_cli.rehearse.skipping import skipped_aloud
 from accel_cli.rehearse.traffic import Collective
 from accel_cli.rehearse.without_values import fake_tensors, replicas
+from accel_cli.rehearse.zero import Zero, zero_from_environment
 
 MOST_POINTS = 400  # of the timeline, as many as a page can show
 MOST_MODULES = 12
 LARGEST_BATCH = 2**16
 OFFLOADED = (PARAMETERS, GRADIENTS, OPTIMIZER)
+OFFLOAD_NOTE = "offload: its copies and the optimizer on the host take time that is not counted"
+Kinds = dict[str, int]  # kind of memory -> bytes
 SITE = f"{os.sep}site-packages{os.sep}"
 BUSINESS = tuple(
     f"{os.sep}{name}{os.sep}"
@@ -119,7 +122,9 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
     recorder = Recorder(device, lambda step: end.after(step), lambda value: reads.update([(_reader(), value)]))
     notes: list[str] = []
     batches = Batches(recorder, notes, repeats_first=settings.fake_data)
-    end = _End(settings, device, batches)
+    zero = zero_from_environment(settings.world_size)
+    place = _placement(zero, notes)
+    end = _End(settings, device, batches, place)
     with _cluster(settings.world_size):
         with ExitStack() as stack, suppress(EndOfRehearsal):
             stack.enter_context(skipped_aloud(notes))
@@ -143,16 +148,18 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
             notes.append(
                 f"the script ended after {len(recorder.steps)} of {settings.steps} steps; give it more batches for the rest"
             )
-        return _result(recorder.steps[: settings.steps], settings, end.largest_batch, notes)
+        result = _result(recorder.steps[: settings.steps], settings, place, end.largest_batch, notes)
+        return result if zero is None else replace(result, by_module={}, exchanges=zero.exchanges(result.exchanges))
 
 
 class _End:
     """When a rehearsal ends: after its steps, or once the largest batch that fits has been looked for by doubling and bisecting."""
 
-    def __init__(self, settings: Settings, device: Device, batches: Batches) -> None:
+    def __init__(self, settings: Settings, device: Device, batches: Batches, place: Callable[[Kinds], Kinds]) -> None:
         self._left = settings.steps
         self._limit = device.memory_bytes * (1 - RESERVE) if settings.find_batch_size else 0
         self._batches = batches
+        self._place = place
         self._fits, self._too_large = 0, LARGEST_BATCH
         self.largest_batch: int | None = None
 
@@ -162,7 +169,7 @@ class _End:
             return
         if not self._limit or not self._batches.size:
             raise EndOfRehearsal
-        if step.peak_bytes <= self._limit:
+        if on_device(_peak(step, self._place)) <= self._limit:
             self._fits = self._batches.size
         else:
             self._too_large = self._batches.size
@@ -211,23 +218,39 @@ def _reader() -> str:
     return ""
 
 
-def _result(steps: list[Step], settings: Settings, largest_batch: int | None, notes: list[str]) -> Result:
+def _placement(zero: Zero | None, notes: list[str]) -> Callable[[Kinds], Kinds]:
+    """What turns the memory that is counted into that of a rank: DeepSpeed's, or FSDP's that is offloaded."""
+    if zero is not None:
+        notes.append(zero.note)
+        if zero.offload_optimizer or zero.offload_parameters:
+            notes.append(OFFLOAD_NOTE)
+        return zero.memory
+    if is_on(os.environ.get("ACCELERATE_USE_FSDP")) and is_on(os.environ.get("FSDP_OFFLOAD_PARAMS")):
+        notes.append(OFFLOAD_NOTE)
+        return _offloaded
+    return dict
+
+
+def _peak(step: Step, place: Callable[[Kinds], Kinds]) -> Kinds:
+    """The memory of a rank at its peak, which may be at another time than that of what was counted."""
+    return max((place(live) for live in (step.at_peak, *(live for _, live in step.timeline))), key=on_device)
+
+
+def _result(
+    steps: list[Step], settings: Settings, place: Callable[[Kinds], Kinds], largest_batch: int | None, notes: list[str]
+) -> Result:
     last = steps[-1]
     titles = _mesh_titles()
     modules = Counter[str]()
     for name, num_bytes in last.by_module.items():
         modules[re.sub(r"\.\d+(\..*)?$", ".*", name)] += num_bytes
-    timeline, at_peak = last.timeline, last.at_peak
-    if is_on(os.environ.get("ACCELERATE_USE_FSDP")) and is_on(os.environ.get("FSDP_OFFLOAD_PARAMS")):
-        timeline = [(operation, _offloaded(live)) for operation, live in timeline]
-        at_peak = max((live for _, live in timeline), key=on_device)
-        notes.append("offload: its copies and the optimizer on the host take time that is not counted")
+    timeline = [(operation, place(live)) for operation, live in last.timeline]
     every = max(1, len(timeline) // MOST_POINTS)
     return Result(
         world_size=settings.world_size,
         machines=settings.machines,
         steps=len(steps),
-        at_peak=at_peak,
+        at_peak=_peak(last, place),
         by_module=dict(modules.most_common(MOST_MODULES)),
         timeline=[
             max(timeline[start : start + every], key=lambda point: on_device(point[1]))
@@ -245,7 +268,7 @@ def _result(steps: list[Step], settings: Settings, largest_batch: int | None, no
     )
 
 
-def _offloaded(live: dict[str, int]) -> dict[str, int]:
+def _offloaded(live: Kinds) -> Kinds:
     """Memory where FSDP keeps its shards, their gradients and the optimizer's state on the host."""
     moved = sum(live.get(kind, 0) for kind in OFFLOADED)
     return {kind: n for kind, n in live.items() if kind not in OFFLOADED} | {HOST: live.get(HOST, 0) + moved}

@@ -134,8 +134,10 @@ class Recorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.memory.call_optimizer(optimizer)
+        self.memory.is_stepping = True
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.memory.is_stepping = False
         self.memory.call_optimizer(optimizer)
         if self._stepping is None:
             self._stepping = optimizer

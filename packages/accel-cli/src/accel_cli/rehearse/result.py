@@ -7,6 +7,7 @@ from typing import Any
 
 HOST = "data on the host"  # made by the script before its first step, such as a dataset
 COMMUNICATION = "communication buffers"  # with the parameters that FSDP gathers
+UPDATES = "optimizer step"  # what an optimizer allocates for the time of a step
 RESERVE = 0.1  # of the device's memory: the context of the device, workspaces of kernels, fragmentation
 
 

@@ -42,8 +42,8 @@ class Row:
         return asdict(self)
 
 
-def changes(world: int, machines: int) -> dict[str, dict[str, Any]]:
-    """Title -> options of the launch, for the changes that a number of ranks allows."""
+def changes(world: int, machines: int, uses_deepspeed: bool = False) -> dict[str, dict[str, Any]]:
+    """Title -> options of the launch, for the changes that a number of ranks allows; those of ZeRO for users of DeepSpeed."""
     per_machine = world // machines
     mesh: dict[str, Any] = {"use_parallelism_config": True, **FSDP2}
     rows: dict[str, dict[str, Any]] = {
@@ -67,6 +67,9 @@ def changes(world: int, machines: int) -> dict[str, dict[str, Any]]:
             "parallelism_config_tp_size": 2,
             "parallelism_config_dp_shard_size": world // 2,
         }
+    rows = {title: {"use_deepspeed": False, **values} for title, values in rows.items()}
+    if uses_deepspeed:
+        rows |= {f"ZeRO {stage}": {"use_deepspeed": True, "zero_stage": stage} for stage in (1, 2, 3)}
     return rows
 
 
@@ -85,7 +88,8 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
     from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
 
     rows = [_row("as it is", "", result, device)]
-    for title, values in changes(result.world_size, result.machines).items():
+    uses_deepspeed = bool(settle(args, options).use_deepspeed)
+    for title, values in changes(result.world_size, result.machines, uses_deepspeed).items():
         changed = copy.deepcopy(args)
         vars(changed).update(values, find_batch_size=False)
         changed.nondefault = {*getattr(args, "nondefault", ()), *values}
