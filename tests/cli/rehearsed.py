@@ -41,7 +41,7 @@ def main(output: str, *configurations: str) -> None:
     """Write the steps as JSON."""
     steps = {}
     for configuration in configurations:
-        settings = Settings(world_size=int(os.environ["WORLD_SIZE"]), steps=STEPS)
+        settings = Settings(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]), steps=STEPS)
         result = rehearse(partial(rehearsed_script.train, *configuration.split(",")), settings)
         collectives = [(e.name, e.num_ranks, e.num_bytes, e.count) for e in result.exchanges]
         steps[configuration] = step_of(result.at_peak, collectives)

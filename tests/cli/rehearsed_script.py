@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import PipelineParallelConfig
 
 SAMPLES, TOKENS, VOCABULARY = 48, 32, 96
 
@@ -28,6 +29,11 @@ ENGINES: dict[str, Any] = {
     "fsdp2-tp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, tp_size=2)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "cp": lambda: {"parallelism_config": ParallelismConfig(cp_size=2)},
+    "pp": lambda: {"parallelism_config": ParallelismConfig(pp_size=2)},
+    "pp-1f1b": lambda: {
+        "parallelism_config": ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(schedule="1f1b"))
+    },
+    "fsdp2-pp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, pp_size=2)},
     "sp": lambda: {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="torch")},
 }
 

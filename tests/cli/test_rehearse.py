@@ -168,10 +168,7 @@ def test_what_cannot_be_rehearsed_is_one_sentence(change: str, message: str, tmp
         (["--inter_gbps", "0"], "--inter_gbps must be above 0, got 0."),
         (["--device", "cpu", "--find_batch_size"], "--find_batch_size needs a device with a memory of its own"),
         (["--num_processes", "4", "--mixed_precision", "fp8"], "its kernels need a GPU"),
-        (
-            ["--num_processes", "4", "--use_parallelism_config", "--parallelism_config_pp_size", "2"],
-            "what the other stages send is not known to rank 0",
-        ),
+        (["--num_processes", "4", "--rank", "4"], "--rank must be at least 0 and less than the 4 processes, got 4."),
     ],
 )
 def test_wrong_command_lines(

@@ -27,20 +27,20 @@ pytestmark = pytest.mark.skipif(
 ROOT = Path(__file__).resolve().parents[2]
 ON_TWO = (
     "llama,ddp", "gpt2,ddp,bf16", "vit,ddp", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "vit,fsdp2,bf16", "llama,tp", "llama,cp", "llama,sp",
-    "llama,fsdp1", "gpt2,fsdp1,checkpointing,bf16",
+    "llama,fsdp1", "gpt2,fsdp1,checkpointing,bf16", "llama,pp", "gpt2,pp-1f1b,bf16",
 )  # fmt: skip
-ON_FOUR = ("llama,hsdp", "gpt2,hsdp,checkpointing,bf16", "vit,hsdp", "llama,fsdp2-tp", "vit,fsdp2,checkpointing")
+ON_FOUR = ("llama,hsdp", "gpt2,hsdp,checkpointing,bf16", "vit,hsdp", "llama,fsdp2-tp", "vit,fsdp2,checkpointing", "llama,fsdp2-pp")
 NEAR = {"llama,cp": 0.05}  # in the real run, what is sent lives until gloo's threads have sent it
 
 
-def rehearsed(folder: Path, world: int, configurations: tuple[str, ...]) -> dict[str, Any]:
-    output = folder / f"{world}.json"
+def rehearsed(folder: Path, world: int, configurations: tuple[str, ...], rank: int = 0) -> dict[str, Any]:
+    output = folder / f"{rank}-of-{world}.json"
     environment = {
-        **os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+        **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     words = [sys.executable, "-m", "tests.cli.rehearsed", str(output), *configurations]
-    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     steps: dict[str, Any] = json.loads(output.read_text())
     return steps
@@ -59,10 +59,10 @@ def real(configuration: str) -> dict[str, Any]:
     return step_of(step.at_peak, [(c.name, len(c.ranks), c.num_bytes, n) for c, n in step.collectives.items()])
 
 
-def compare(rank: int, steps: dict[str, Any]) -> None:
+def compare(is_rehearsed: bool, steps: dict[str, Any]) -> None:
     for configuration, expected in steps.items():
         step = real(configuration)
-        if rank == 0:
+        if is_rehearsed:
             assert step["collectives"] == [list(row) for row in expected["collectives"]], configuration
             assert expected["peak"] == pytest.approx(step["peak"], rel=NEAR.get(configuration, 0.02)), configuration
 
@@ -73,15 +73,23 @@ def on_two(tmp_path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
+def last_of_two(tmp_path: Path) -> dict[str, Any]:
+    return rehearsed(tmp_path, 2, ("llama,pp", "gpt2,fsdp2"), rank=1)
+
+
+@pytest.fixture
 def on_four(tmp_path: Path) -> dict[str, Any]:
     return rehearsed(tmp_path, 4, ON_FOUR)
 
 
 @ranks(2)
-def test_two_ranks_take_what_was_rehearsed(rank: int, world: int, on_two: dict[str, Any]) -> None:
-    compare(rank, on_two)
+def test_two_ranks_take_what_was_rehearsed(
+    rank: int, world: int, on_two: dict[str, Any], last_of_two: dict[str, Any]
+) -> None:
+    compare(rank == 0, on_two)
+    compare(rank == 1, last_of_two)
 
 
 @ranks(4)
 def test_four_ranks_take_what_was_rehearsed(rank: int, world: int, on_four: dict[str, Any]) -> None:
-    compare(rank, on_four)
+    compare(rank == 0, on_four)

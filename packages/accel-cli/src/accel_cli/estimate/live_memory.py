@@ -111,9 +111,9 @@ class LiveMemory(TorchDispatchMode):
         return None if block is None else block.kind
 
     def count(self, tensor: torch.Tensor, kind: str) -> None:
-        """Count the memory of a tensor, unless it is counted already."""
+        """Count the memory of a tensor, unless it is counted already, or on the meta device, where it takes none."""
         storage = tensor.untyped_storage()
-        if storage in self._blocks:
+        if storage in self._blocks or tensor.is_meta:
             return
         block = self.block(kind, storage.nbytes())
         self._blocks[storage] = block

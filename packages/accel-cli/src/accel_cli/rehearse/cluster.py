@@ -1,4 +1,4 @@
-"""Starting a rehearsal: one process, in the environment that a launch would give rank 0."""
+"""Starting a rehearsal: one process, in the environment that a launch would give a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from accel_cli.arguments import Option
 from accel_cli.errors import UsageError
-from accel_cli.launch.flags.table import value_of
 from accel_cli.launch.later import launch_arguments, resolve_later
 from accel_cli.launch.plan import environment
 from accel_cli.launch.settings import LaunchSettings
@@ -69,24 +68,21 @@ def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, s
         raise UsageError(
             "Cannot rehearse --mixed_precision fp8: its kernels need a GPU. Rehearse bf16, an upper bound of its memory."
         )
-    if (value_of(settings, "parallelism_config_pp_size") or 1) > 1 and settings.use_parallelism_config:
-        raise UsageError(
-            "Cannot rehearse --parallelism_config_pp_size above 1: what the other stages send is not known to rank 0. Rehearse the other "
-            "mesh dimensions, with a model of as many layers as a stage has."
-        )
+    if not 0 <= args.rank < settings.num_processes:
+        raise UsageError(f"--rank must be at least 0 and less than the {settings.num_processes} processes, got {args.rank}.")
     return settings.but(notes=[*settings.notes, *check_settings(settings)])
 
 
-def rank_environment(settings: LaunchSettings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables of rank 0."""
-    per_machine = settings.num_processes // settings.num_machines
-    rank_0 = ClusterPlace("torchrun", 0, settings.num_processes, 0, per_machine, "127.0.0.1", DEFAULT_PORT)
-    ranks = rank_0.torch_variables() if settings.num_processes > 1 else {}
-    return environment(settings, environ) | ranks | ON_THE_CPU
+def rank_environment(settings: LaunchSettings, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables of a rank."""
+    world_size, per_machine = settings.num_processes, settings.num_processes // settings.num_machines
+    place = ClusterPlace("torchrun", rank, world_size, rank % per_machine, per_machine, "127.0.0.1", DEFAULT_PORT)
+    variables = place.torch_variables() if world_size > 1 else {}
+    return environment(settings, environ) | variables | ON_THE_CPU
 
 
 def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) -> Result:
-    """Run the script as rank 0. What it prints comes on standard error.
+    """Run the script as one rank. What it prints comes on standard error.
 
     Args:
         settings: The resolved settings.
@@ -97,7 +93,7 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
         RehearsalFailedError: The script failed, or cannot be rehearsed; why is on standard error.
     """
     options = {
-        "module": bool(settings.module), "device": args.device, "world_size": settings.num_processes,
+        "module": bool(settings.module), "device": args.device, "rank": args.rank, "world_size": settings.num_processes,
         "machines": settings.num_machines, "steps": args.steps, "values": args.values, "fake_data": args.fake_data,
         "find_batch_size": args.find_batch_size,
     }  # fmt: skip
@@ -115,7 +111,7 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
         ]
         done = subprocess.run(
             words,
-            env=os.environ | rank_environment(settings, os.environ),
+            env=os.environ | rank_environment(settings, args.rank, os.environ),
             stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
             stderr=subprocess.PIPE if is_quiet else None,
             text=True,

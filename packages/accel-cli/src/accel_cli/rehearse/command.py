@@ -20,6 +20,8 @@ HELP = "Run a script on a cluster that is not there: memory, communication and t
 REHEARSE = (
     Option("--device", "Device of each rank: a name of the table in docs/rehearse.md, such as h100; cpu for none.", default="h100",
            metavar="NAME"),
+    Option("--rank", "The rank that is rehearsed: under pipeline parallelism, ranks hold different stages.", default=0, kind=INTEGER,
+           metavar="N"),
     Option("--steps", "Optimizer steps to take; the last one is shown.", default=3, kind=INTEGER, metavar="N"),
     Option("--intra_gbps", "Gigabytes per second that a device sends to others of its machine; that of the device's data sheet if left "
            "out.", kind=NUMBER, metavar="G"),

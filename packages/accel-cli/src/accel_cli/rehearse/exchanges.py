@@ -1,7 +1,8 @@
 """What ranks tell each other, and where they are in a mesh: with values, in a rehearsal without.
 
 The "fake" process group of torch copies this rank's input into every part of the output. So exchanges of Python objects, and the
-announcements of our collectives, are right once they run with real tensors.
+announcements of our collectives, are right once they run with real tensors. A broadcast gives each rank what it has itself: what another
+one would send nobody knows.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from accel_cli.rehearse.failures import NotRehearsedError
+from accel_ops.collectives.announcing import Operation
+from accel_ops.collectives.objects import pickled
+from accel_state.processes import PartialState
 
-BROADCAST = "broadcast_object_list"
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 RANDOM_STATES = ("get_rng_state", "set_rng_state")
 MESHES = (
@@ -34,29 +36,54 @@ OUR_FUNCTIONS = ("announce", "payload_of", "_gather_payloads", "_broadcast_paylo
 
 
 @contextmanager
-def answered_by_rank_0() -> Iterator[None]:
+def answered_by_this_rank() -> Iterator[None]:
     """A context in which exchanges run with real tensors."""
     with ExitStack() as stack:
         for owner, name in _exchanges():
-            function = with_values(getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, _of_rank_0(function) if name == BROADCAST else function))
+            stack.enter_context(patch.object(owner, name, with_values(getattr(owner, name))))
+        for module, name, own in BROADCASTS:
+            owner = import_module(module)
+            stack.enter_context(patch.object(owner, name, own(getattr(owner, name))))
         yield
 
 
-def _of_rank_0(broadcast: Callable[..., Any]) -> Callable[..., Any]:
-    """Broadcast an object, if it is this rank's: what another one would say nobody knows."""
+def _own_objects(broadcast: Callable[..., None]) -> Callable[..., None]:
+    """torch's broadcast of objects, which leaves the list of a rank that is not the source as it is."""
 
-    def call(
-        object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = None, **kwargs: Any
-    ) -> Any:
-        if src or group_src:
-            raise NotRehearsedError(
-                f"Rank 0 waits for an object that rank {src or group_src} would send, which a rehearsal of rank 0 cannot know. Pipeline "
-                "parallelism is such a case; rehearse its other mesh dimensions."
-            )
-        return broadcast(object_list, src, *args, group_src=group_src, **kwargs)
+    def call(objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None) -> None:
+        if group_src == dist.get_rank(group) or (group_src is None and (src or 0) == dist.get_rank()):
+            broadcast(objects, src, group, device, group_src)
 
     return call
+
+
+def _own_payload(broadcast: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Our broadcast of objects: the operation has the list of this rank."""
+
+    def call(payload: torch.Tensor, operation: Operation, source: int, state: PartialState) -> torch.Tensor:
+        if source != state.process_index:
+            return with_values(pickled)(list(operation.data))
+        return broadcast(payload, operation, source, state)
+
+    return call
+
+
+def _own_leaves(broadcast: Callable[..., None]) -> Callable[..., None]:
+    """Our broadcast of tensors, from this rank."""
+
+    def call(*args: Any) -> None:
+        *others, source, rank, world = args
+        broadcast(*others, rank, rank, world)
+
+    return call
+
+
+BROADCASTS = (
+    ("torch.distributed", "broadcast_object_list", _own_objects),
+    ("torch.distributed.distributed_c10d", "broadcast_object_list", _own_objects),
+    ("accel_ops.collectives.objects", "_broadcast_payload", _own_payload),
+    ("accel_ops.collectives.tensors", "broadcast_leaves", _own_leaves),
+)
 
 
 def _exchanges() -> Iterator[tuple[Any, str]]:
@@ -93,4 +120,4 @@ def _zeros(tensor: FakeTensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
 
-__all__ = ["answered_by_rank_0", "with_values"]
+__all__ = ["answered_by_this_rank", "with_values"]

@@ -43,7 +43,7 @@ def write_page(path: str, script: str, result: Result, device: Device, rows: Seq
         f'<span class="key"><i style="background:{color}"></i>{escape(kind)}</span>' for kind, color in kinds.items()
     )
     body = (
-        f"<h1>{escape(title)}</h1><h2>Memory of rank 0 in one step</h2><p>{keys}</p>{timeline(result, device)}"
+        f"<h1>{escape(title)}</h1><h2>Memory of rank {result.rank} in one step</h2><p>{keys}</p>{timeline(result, device)}"
         f"<h2>Report</h2><pre>{escape(as_text(script, result, device, rows))}</pre>"
     )
     with open(path, "w", encoding="utf-8") as file:

@@ -26,9 +26,10 @@ from accel_cli.estimate.training import GpuOperations
 from accel_cli.estimate.training_report import GRADIENTS, OPTIMIZER, PARAMETERS
 from accel_cli.launch.plan import is_on
 from accel_cli.rehearse.devices import DEVICES, Device
-from accel_cli.rehearse.exchanges import answered_by_rank_0
+from accel_cli.rehearse.exchanges import answered_by_this_rank
 from accel_cli.rehearse.failures import NotRehearsedError, explained
 from accel_cli.rehearse.loaders import Batches, rehearsed_batches
+from accel_cli.rehearse.pipelines import measured_stages
 from accel_cli.rehearse.recording import Recorder, Step
 from accel_cli.rehearse.result import HOST, RESERVE, Exchange, Result, on_device
 from accel_cli.rehearse.skipping import skipped_aloud
@@ -59,6 +60,7 @@ class Settings:
 
     Attributes:
         device: A name in `devices.DEVICES`.
+        rank: The rank.
         world_size: The number of ranks.
         machines: The number of machines.
         steps: How many optimizer steps are taken.
@@ -68,6 +70,7 @@ class Settings:
     """
 
     device: str = "cpu"
+    rank: int = 0
     world_size: int = 1
     machines: int = 1
     steps: int = 3
@@ -107,7 +110,7 @@ def main(words: list[str]) -> int:
 
 
 def rehearse(run: Callable[[], object], settings: Settings, script: str = "") -> Result:
-    """Run a training program as rank 0 of a simulated cluster.
+    """Run a training program as one rank of a simulated cluster.
 
     Args:
         run: The program.
@@ -125,10 +128,11 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
     zero = zero_from_environment(settings.world_size)
     place = _placement(zero, notes)
     end = _End(settings, device, batches, place)
-    with _cluster(settings.world_size):
+    with _cluster(settings.rank, settings.world_size):
         with ExitStack() as stack, suppress(EndOfRehearsal):
             stack.enter_context(skipped_aloud(notes))
-            stack.enter_context(answered_by_rank_0())
+            stack.enter_context(answered_by_this_rank())
+            stack.enter_context(measured_stages())
             stack.enter_context(rehearsed_batches(batches))
             if device.is_gpu:
                 stack.enter_context(_as_on_gpu())
@@ -181,12 +185,12 @@ class _End:
 
 
 @contextmanager
-def _cluster(world_size: int) -> Iterator[None]:
+def _cluster(rank: int, world_size: int) -> Iterator[None]:
     """A process group of which only this rank exists; none for a single process."""
     if world_size == 1:
         yield
         return
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:
@@ -247,6 +251,7 @@ def _result(
     timeline = [(operation, place(live)) for operation, live in last.timeline]
     every = max(1, len(timeline) // MOST_POINTS)
     return Result(
+        rank=settings.rank,
         world_size=settings.world_size,
         machines=settings.machines,
         steps=len(steps),
@@ -291,7 +296,7 @@ def _parallelism() -> Any:
 
 
 def _mesh_titles() -> dict[tuple[int, ...], str]:
-    """Ranks of a group -> the mesh dimension along which they are, for those of rank 0."""
+    """Ranks of a group -> the mesh dimension along which they are, for those of this rank."""
     config = _parallelism()
     if config is None or config.device_mesh is None:
         return {}

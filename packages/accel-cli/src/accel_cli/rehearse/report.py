@@ -24,7 +24,7 @@ def as_text(script: str, result: Result, device: Device, rows: Sequence[Row] = (
         rows: Those of the sweep; empty without one.
     """
     machines = f" on {result.machines} machines" if result.machines > 1 else ""
-    head = f"{script}: rank 0 of {result.world_size}{machines}, {device.name}, step {result.steps}"
+    head = f"{script}: rank {result.rank} of {result.world_size}{machines}, {device.name}, step {result.steps}"
     sections = [
         _memory(result, device),
         _communication(result, device),

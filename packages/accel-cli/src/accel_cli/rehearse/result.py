@@ -66,6 +66,7 @@ class Result:
         data_ranks: How many ranks read different batches.
         largest_batch: The largest batch of a rank that fits; None where it was not looked for, 0 where none fits.
         notes: What was guessed or skipped.
+        rank: The rank.
     """
 
     world_size: int
@@ -83,6 +84,7 @@ class Result:
     data_ranks: int = 1
     largest_batch: int | None = None
     notes: list[str] = field(default_factory=list)
+    rank: int = 0
 
     @property
     def peak_bytes(self) -> int:

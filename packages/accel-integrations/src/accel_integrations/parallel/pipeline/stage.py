@@ -19,7 +19,7 @@ from torch import nn
 
 from accel_integrations.parallel.pipeline.shapes import Structure, TensorShape, tensors_in
 from accel_integrations.parallel.pipeline.split import ModelSplit
-from accel_integrations.parallel.pipeline.stage_modules import PlaceholderModule, StageForward, drop_storage
+from accel_integrations.parallel.pipeline.stage_modules import PlaceholderModule, StageForward, reallocate
 
 COLLECTED = ("output_hidden_states", "output_attentions", "output_router_logits")
 """Options by which transformers models collect values from each of their blocks, on whatever stage."""
@@ -99,7 +99,7 @@ class StagedModel:
         for name, stage in self._stage_of.items():
             if stage not in self.held:
                 module: Any = self.model.get_submodule(name)
-                drop_storage(module._original)
+                reallocate(module._original, "meta")
 
     def undo(self) -> None:
         """Restore the unsplit model; not possible after `release`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -86,12 +87,18 @@ class PlaceholderModule(nn.Module):
         return f"PlaceholderModule({type(self._original).__name__})"
 
 
-def drop_storage(module: nn.Module) -> None:
-    """Move a module to the meta device, leaving its parameters, which others may share, as they are."""
+def reallocate(module: nn.Module, device: torch.device | str) -> None:
+    """Give a module parameters and buffers without content, leaving its own ones, which others may share, as they are.
+
+    Args:
+        module: The module.
+        device: Where; on the meta device they take no memory.
+    """
     for submodule in module.modules():
         for name, parameter in submodule._parameters.items():
             if parameter is not None:
-                submodule._parameters[name] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                empty = torch.empty_like(parameter, device=device, requires_grad=False)
+                submodule._parameters[name] = nn.Parameter(empty, parameter.requires_grad)
         for name, buffer in submodule._buffers.items():
             if buffer is not None:
-                submodule._buffers[name] = buffer.to("meta")
+                submodule._buffers[name] = torch.empty_like(buffer, device=device)
