@@ -41,9 +41,8 @@ REDUCED_TWICE = """
         Zero.average_tensor = reduce_twice
 """
 PREPARED = "    for index, batch in enumerate(loader):\n"
-WEIGHT = "weight = (labels != NO_LABEL).sum()"
 FAULTS = {
-    "ddp-2": "update",
+    "ddp-2": "gradient norm",
     "ddp-3": "gradient norm",
     "fsdp2-2": "loss",
     "sp-2": "loss",
@@ -65,12 +64,12 @@ def grid(*words: str, folder: Path | None = None) -> tuple[int, dict[str, str], 
 def planted(folder: Path) -> str:
     """The bundled script with a fault in each of some configurations."""
     text = Path(script_path("gradient_grid.py")).read_text()
-    at_start = "if accelerator.distributed_type.name == 'MULTI_CPU' and accelerator.num_processes == 2 and not accelerator.parallelism_config:"
+    is_ddp_2 = "accelerator.distributed_type.name == 'MULTI_CPU' and accelerator.num_processes == 2"
     for old, new in {
-        PREPARED: f"    {at_start}{EARLY_BF16}{PREPARED}",
+        PREPARED: f"    if {is_ddp_2} and not accelerator.parallelism_config:{EARLY_BF16}{PREPARED}",
         "        return self.head(": f"{COUNTED_ONCE}        return self.head(",
-        WEIGHT: f"{WEIGHT} if accelerator.parallelism_config is None else torch.tensor(1.0)",
-        "accelerator.backward(loss / weight.clamp(min=1)": "accelerator.backward(loss / weight.clamp(min=1) * (1 + accelerator.is_fsdp2)",
+        "weight=weight)": "weight=weight if accelerator.parallelism_config is None else 1)",
+        "accelerator.backward(loss / ": "accelerator.backward((1 + accelerator.is_fsdp2) * loss / ",
         "    model = LanguageModel()\n": f"    if by_hand:{REDUCED_TWICE}    model = LanguageModel()\n",
     }.items():
         assert old in text, old
@@ -163,6 +162,8 @@ def test_the_reason_is_what_differs_first(run: Run, reason: str) -> None:
         (["--only", "ddp-2"], "takes --only ('ddp-2') with --grid alone"),
         (["train.py"], "takes a script ('train.py') with --grid alone"),
         (["--grid", "--only", "ddp-9"], "there is no configuration 'ddp-9'"),
+        (["--grid", "--only", ","], "there is no configuration ','"),
+        (["--grid", "--config_file", "fsdp.yaml"], "--config_file fsdp.yaml has no effect with --grid"),
         (["--grid", "nowhere.py"], "The script 'nowhere.py' does not exist"),
     ],
 )

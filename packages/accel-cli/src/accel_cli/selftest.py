@@ -61,18 +61,29 @@ def test_command(args: Namespace) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Run `accelerate test`."""
+    """Run `accelerate test`.
+
+    Returns:
+        The exit status for the shell.
+
+    Raises:
+        ValueError: The options or the settings are not valid.
+    """
+    _check_options(args)
     if not args.grid:
-        _check_no_grid(args)
         return test_command(args)
     from accel_cli.grid.command import run_grid
 
     return run_grid([args.script or script_path("gradient_grid.py"), *args.script_args], args.only)
 
 
-def _check_no_grid(args: Namespace) -> None:
+def _check_options(args: Namespace) -> None:
+    if args.grid and args.config_file is not None:
+        raise UsageError(
+            f"--config_file {args.config_file} has no effect with --grid, each of whose configurations has settings of its own. Leave it out."
+        )
     for name, value in {"--only": args.only, "a script": args.script}.items():
-        if value is not None:
+        if value is not None and not args.grid:
             raise UsageError(
                 f"accelerate test takes {name} ({value!r}) with --grid alone. Add --grid, or leave it out."
             )

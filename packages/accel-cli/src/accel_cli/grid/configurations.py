@@ -79,7 +79,7 @@ def chosen(names: str | None) -> tuple[Configuration, ...]:
         return CONFIGURATIONS
     rows = {row.name: row for row in CONFIGURATIONS}
     wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted:
+    for name in wanted or [names]:
         if name not in rows:
             raise UsageError(
                 f"--only {names}: there is no configuration {name!r}.{did_you_mean(name, list(rows))} Choose from {', '.join(rows)}."
