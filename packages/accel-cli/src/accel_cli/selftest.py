@@ -1,4 +1,4 @@
-"""The command `accelerate test`: launches a script that checks training and collectives on this machine."""
+"""The command `accelerate test`: launches a script that checks training and collectives on this machine, or the grid."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-from accel_cli.arguments import CommandParser, Option, add_options, command_parser
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError
 
 HELP = "Check that launching works on this machine."
-SCRIPT = ("test_utils", "scripts", "test_script.py")  # in the package `accelerate`
+SCRIPTS = ("test_utils", "scripts")  # in the package `accelerate`
 
-SETTINGS_FILE = Option("--config_file", "Config file to use instead of the default one.", metavar="FILE")
+OPTIONS = (
+    Option("--config_file", "Config file to use instead of the default one.", metavar="FILE"),
+    switch("--grid", "Compare losses, gradient norms and updates of a script under each engine on 1 to 4 CPU ranks with one process."),
+    Option("--only", "Configurations of --grid, separated by commas, such as ddp-2,fsdp2-4; all if left out.", metavar="NAMES"),
+    Option("script", "With --grid: the training script, instead of a bundled one.", nargs="?", metavar="script"),
+    Option("script_args", "Its arguments.", nargs="...", metavar="..."),
+)  # fmt: skip
 
 
 def add_arguments(parser: CommandParser) -> None:
     """Add the options of `accelerate test`."""
-    add_options(parser, [SETTINGS_FILE])
+    add_options(parser, OPTIONS)
 
 
 def test_command_parser(subparsers: Any = None) -> CommandParser:  # noqa: PT028 - not a test
@@ -55,12 +61,39 @@ def test_command(args: Namespace) -> int:
 
 
 def run(args: Namespace) -> int:
-    """Run `accelerate test`."""
-    return test_command(args)
+    """Run `accelerate test`.
+
+    Returns:
+        The exit status for the shell.
+
+    Raises:
+        ValueError: The options or the settings are not valid.
+    """
+    _check_options(args)
+    if not args.grid:
+        return test_command(args)
+    from accel_cli.grid.command import run_grid
+
+    return run_grid([args.script or script_path("gradient_grid.py"), *args.script_args], args.only)
 
 
-def script_path() -> str:
-    """Find the script, without importing its package.
+def _check_options(args: Namespace) -> None:
+    if args.grid and args.config_file is not None:
+        raise UsageError(
+            f"--config_file {args.config_file} has no effect with --grid, each of whose configurations has settings of its own. Leave it out."
+        )
+    for name, value in {"--only": args.only, "a script": args.script}.items():
+        if value is not None and not args.grid:
+            raise UsageError(
+                f"accelerate test takes {name} ({value!r}) with --grid alone. Add --grid, or leave it out."
+            )
+
+
+def script_path(name: str = "test_script.py") -> str:
+    """Find a bundled script, without importing its package.
+
+    Args:
+        name: Of its file.
 
     Raises:
         ValueError: The package `accelerate`, which has it, is not installed.
@@ -72,4 +105,4 @@ def script_path() -> str:
         raise UsageError(
             "`accelerate test` needs the package accelerate, which is not installed. Run: pip install accelerate"
         )
-    return os.path.join(spec.submodule_search_locations[0], *SCRIPT)
+    return os.path.join(spec.submodule_search_locations[0], *SCRIPTS, name)
