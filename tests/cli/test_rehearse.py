@@ -99,7 +99,16 @@ def test_sharded_by_flags_of_the_launch(tmp_path: Path) -> None:
 def test_zero_is_computed_from_a_rehearsal_of_ddp(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000}, "bf16": {"enabled": True}}
     (tmp_path / "config.json").write_text(json.dumps(config | {"train_micro_batch_size_per_gpu": "auto"}))
-    flags = ("--num_processes", "4", "--use_deepspeed", "--deepspeed_config_file", "config.json", "--device", "cpu", "--json")
+    flags = (
+        "--num_processes",
+        "4",
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+        "config.json",
+        "--device",
+        "cpu",
+        "--json",
+    )
     done = rehearse(tmp_path, SCRIPT, *flags)
     assert done.returncode == 0, done.stderr[-2000:]
     report = json.loads(done.stdout)

@@ -29,7 +29,14 @@ ON_TWO = (
     "llama,ddp", "gpt2,ddp,bf16", "vit,ddp", "llama,fsdp2,checkpointing", "gpt2,fsdp2", "vit,fsdp2,bf16", "llama,tp", "llama,cp", "llama,sp",
     "llama,fsdp1", "gpt2,fsdp1,checkpointing,bf16", "llama,pp", "gpt2,pp-1f1b,bf16",
 )  # fmt: skip
-ON_FOUR = ("llama,hsdp", "gpt2,hsdp,checkpointing,bf16", "vit,hsdp", "llama,fsdp2-tp", "vit,fsdp2,checkpointing", "llama,fsdp2-pp")
+ON_FOUR = (
+    "llama,hsdp",
+    "gpt2,hsdp,checkpointing,bf16",
+    "vit,hsdp",
+    "llama,fsdp2-tp",
+    "vit,fsdp2,checkpointing",
+    "llama,fsdp2-pp",
+)
 NEAR = {"llama,cp": 0.05}  # in the real run, what is sent lives until gloo's threads have sent it
 
 

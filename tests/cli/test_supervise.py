@@ -407,7 +407,9 @@ def test_ranks_have_met_before_any_progress() -> None:
     try:
         assert not watch.has_met
         ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        program = "from accel_state import PartialState, supervision; PartialState(cpu=True); print(*supervision.counter)"
+        program = (
+            "from accel_state import PartialState, supervision; PartialState(cpu=True); print(*supervision.counter)"
+        )
         done = subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, **watch.variables, **ranks},
             capture_output=True, text=True, check=True,

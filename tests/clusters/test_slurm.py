@@ -134,7 +134,9 @@ def test_a_preempted_job_starts_again_and_resumes(cluster: Slurm) -> None:
     assert "is requeued after 0 restarts" in Path(f"train-{job}.out").read_text()
 
     def has_completed() -> bool:
-        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # SLURM waits for two minutes after a requeue
+        cluster.run(
+            "scontrol", "update", f"JobId={job}", "StartTime=now"
+        )  # SLURM waits for two minutes after a requeue
         return cluster.state(job) == "COMPLETED"
 
     wait_for(has_completed)

@@ -69,7 +69,9 @@ def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, s
             "Cannot rehearse --mixed_precision fp8: its kernels need a GPU. Rehearse bf16, an upper bound of its memory."
         )
     if not 0 <= args.rank < settings.num_processes:
-        raise UsageError(f"--rank must be at least 0 and less than the {settings.num_processes} processes, got {args.rank}.")
+        raise UsageError(
+            f"--rank must be at least 0 and less than the {settings.num_processes} processes, got {args.rank}."
+        )
     return settings.but(notes=[*settings.notes, *check_settings(settings)])
 
 

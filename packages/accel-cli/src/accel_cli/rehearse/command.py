@@ -14,7 +14,7 @@ from accel_state.settings.option import INTEGER, NUMBER
 if TYPE_CHECKING:
     from accel_cli.rehearse.devices import Device
 
-OLDEST_TORCH = "2.13"
+OLDEST_TORCH = "2.11"
 HELP = "Run a script on a cluster that is not there: memory, communication and time."
 
 REHEARSE = (
@@ -83,7 +83,7 @@ def run(args: Namespace) -> int:
 
 
 def _check_torch() -> None:
-    """Raise an error for a torch whose collectives need values: that of 2.9 does, those up to 2.12 were not tried."""
+    """Raise an error for a torch whose collectives need values, as those of 2.9 and 2.10 do."""
     from importlib.metadata import version
 
     from accel_state.libraries import is_torch_version

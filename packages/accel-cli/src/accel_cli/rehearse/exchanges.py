@@ -48,9 +48,11 @@ def answered_by_this_rank() -> Iterator[None]:
 
 
 def _own_objects(broadcast: Callable[..., None]) -> Callable[..., None]:
-    """torch's broadcast of objects, which leaves the list of a rank that is not the source as it is."""
+    """The broadcast of objects by torch, which leaves the list of a rank that is not the source as it is."""
 
-    def call(objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None) -> None:
+    def call(
+        objects: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None
+    ) -> None:
         if group_src == dist.get_rank(group) or (group_src is None and (src or 0) == dist.get_rank()):
             broadcast(objects, src, group, device, group_src)
 

@@ -70,13 +70,18 @@ class Zero:
         held = {
             PARAMETERS: scale * parameters / shards.get(PARAMETERS, 1),
             GRADIENTS: scale * gradients / shards.get(GRADIENTS, 1),
-            OPTIMIZER: (optimizer + (parameters if optimizer else 0)) / shards.get(OPTIMIZER, 1),  # with a float32 copy
+            OPTIMIZER: (optimizer + (parameters if optimizer else 0))
+            / shards.get(OPTIMIZER, 1),  # with a float32 copy
             UPDATES: live.get(UPDATES, 0) / shards.get(OPTIMIZER, 1),
             COMMUNICATION: buffers,
             WEIGHT_COPIES: 0,
             HOST: live.get(HOST, 0),
         }
-        moved = {OPTIMIZER: self.offload_optimizer, UPDATES: self.offload_optimizer, PARAMETERS: self.offload_parameters}
+        moved = {
+            OPTIMIZER: self.offload_optimizer,
+            UPDATES: self.offload_optimizer,
+            PARAMETERS: self.offload_parameters,
+        }
         for kind, is_moved in moved.items():
             if is_moved:
                 held[HOST] += held[kind]
