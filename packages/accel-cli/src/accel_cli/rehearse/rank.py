@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_cli.estimate.training import GpuOperations
@@ -205,6 +206,9 @@ def _as_on_gpu() -> Iterator[None]:
     with ExitStack() as stack:
         for owner in map(import_module, ("torch.optim.optimizer", "torch.utils._foreach_utils")):
             stack.enter_context(patch.object(owner, "_get_foreach_kernels_supported_devices", supported))
+        optimizers = import_module("torch.optim.optimizer")  # an attribute that torch deletes
+        types = [*optimizers._foreach_supported_types, FakeTensor]  # of which parameters are
+        stack.enter_context(patch.object(optimizers, "_foreach_supported_types", types))
         stack.enter_context(GpuOperations())
         yield
 
