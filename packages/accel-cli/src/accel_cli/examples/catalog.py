@@ -14,7 +14,10 @@ FOLDERS = {
     "slurm": "Batch scripts for SLURM: one machine, several machines, FSDP.",
 }
 """Folders that are copied as one example, and what they show."""
-NEEDS = {"by_feature/deepspeed_with_config_support": ("deepspeed_config_templates",)}
+NEEDS = {
+    "by_feature/deepspeed_with_config_support": ("by_feature/language_modeling", "deepspeed_config_templates"),
+    "by_feature/megatron_lm_gpt_pretraining": ("by_feature/language_modeling",),
+}
 """Other examples that one reads files of."""
 
 
