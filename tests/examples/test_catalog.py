@@ -26,10 +26,12 @@ by_feature/deepspeed_with_config_support by_feature/early_stopping by_feature/fs
 by_feature/gradient_accumulation by_feature/gradient_accumulation_for_autoregressive_models by_feature/local_sgd
 by_feature/language_modeling
 by_feature/megatron_lm_gpt_pretraining by_feature/memory by_feature/multi_process_metrics by_feature/profiler
-by_feature/schedule_free by_feature/tracking inference/distributed/image inference/distributed/speech inference/distributed/text
+by_feature/schedule_free by_feature/tracking inference/distributed/captions inference/distributed/image inference/distributed/speech
+inference/distributed/speech_generation inference/distributed/text
 inference/pippy/bert inference/pippy/gpt2 inference/pippy/llama inference/pippy/t5
 torch_native_parallelism/fsdp2_fp8 torch_native_parallelism/nd_parallel torch_native_parallelism/nd_parallel_trainer
 alst_ulysses_sequence_parallelism/sp_alst config_yaml_templates deepspeed_config_templates slurm
+torch_native_parallelism/configs
 """
 
 

@@ -50,6 +50,8 @@ STILL_MORE_IMAGES = [
     Run("config_yaml_templates/run_me.py", "process 0 of [12] on cpu"),
     Run("inference/distributed/speech.py", "process 0 has transcribed (21|11) recordings"),
 ]
+RECORDINGS = "0, 'good morning': 1.22 s, mean loudness 0.71(.*\n)*5 recordings\n$"
+"""The same on any number of processes: each text has a seed."""
 LANGUAGE = [
     Run("nlp_example.py"),
     Run("nlp_example.py --cpu --mixed_precision fp16 --epochs 1", "epoch 1: accuracy", keeps_promise=False),
@@ -73,6 +75,18 @@ LANGUAGE = [
     Run("inference/distributed/text.py", "process 0 has continued (25|13) sequences"),
     Run("inference/distributed/text.py --model {here}/gpt2 --prompts the,plot cast music", "the", keeps_promise=False),
     Run("inference/distributed/image.py --output_dir images", "(image .*\n){5}5 images\n$", keeps_promise=False),
+    Run("inference/distributed/captions.py", "process 0 has captioned (21|11) pictures"),
+    Run(
+        "inference/distributed/captions.py --model {here}/blip --data_dir {here}/pictures",
+        "process 0 has captioned (40|20) pictures(.*\n)*beagle_0.png: '",
+        keeps_promise=False,
+    ),
+    Run("inference/distributed/speech_generation.py --output_dir spoken", RECORDINGS, keeps_promise=False),
+    Run(
+        "inference/distributed/speech_generation.py --model {here}/vits --texts_file {here}/texts.txt",
+        "process 0 has spoken (3|2) texts(.*\n)*2, 'a b': .*\n3 recordings\n$",
+        keeps_promise=False,
+    ),
     Run("inference/pippy/bert.py", "process 0 holds (254,784|149,824) parameters"),
     Run("inference/pippy/gpt2.py", "process 0 holds (324,608|174,528) parameters"),
     Run("inference/pippy/llama.py", "process 0 holds (279,360|139,648) parameters"),
@@ -111,9 +125,16 @@ MESHES = [
 MESHES_OF_TWO = [
     Run("torch_native_parallelism/nd_parallel.py --tp_size 2", "tensor parallel, sharded layers: 0 1"),
     Run("torch_native_parallelism/nd_parallel.py --cp_size 2", r"context parallel, sharded sequences \(ring\): 0 1"),
-    Run("torch_native_parallelism/nd_parallel_trainer.py --tp_size 2"),
+    Run("torch_native_parallelism/nd_parallel_trainer.py --tp-size 2 --sequence-length=48"),
 ]
-FP8 = [Run("torch_native_parallelism/fsdp2_fp8.py", "13 layers in FP8, emulated")]
+FP8 = [
+    Run("torch_native_parallelism/fsdp2_fp8.py", "13 layers in FP8, emulated"),
+    Run(
+        "torch_native_parallelism/fsdp2_fp8.py --sequence-length 64 --num-steps 10 --log_with local --precision bf16",
+        "0 layers in FP8(.*\n)*epoch 1: loss",
+        keeps_promise=False,
+    ),
+]
 DEEPSPEED = [
     Run("by_feature/deepspeed_with_config_support.py", "ZeRO stage 2"),
     Run("by_feature/deepspeed_with_config_support.py --config {here}/zero_stage3_config.json", "ZeRO stage 3"),
@@ -156,7 +177,20 @@ def write_inputs(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
-    from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+    from transformers import (
+        BertConfig,
+        BertModel,
+        BlipConfig,
+        BlipForConditionalGeneration,
+        BlipImageProcessor,
+        BlipProcessor,
+        GPT2Config,
+        GPT2LMHeadModel,
+        PreTrainedTokenizerFast,
+        VitsConfig,
+        VitsModel,
+        VitsTokenizer,
+    )
 
     sentences = ["the plot", "the cast", "the music", "music plot"] * 5
     rows = [f'"{text}",{number % 2}' for number, text in enumerate(sentences)]
@@ -189,6 +223,19 @@ def write_inputs(folder: Path) -> None:
         GPT2Config(vocab_size=8, n_positions=32, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0)
     ).save_pretrained(folder / "gpt2")
     tokenizer.save_pretrained(folder / "gpt2")
+    ends = {"bos_token_id": 2, "sep_token_id": 0, "pad_token_id": 0, "eos_token_id": 0}
+    config = BlipConfig(
+        text_config={"vocab_size": 8, "max_position_embeddings": 32, "encoder_hidden_size": 16, **ends, **sizes},
+        vision_config={"image_size": 32, "patch_size": 16, **sizes},
+    )
+    BlipForConditionalGeneration(config).save_pretrained(folder / "blip")
+    BlipProcessor(BlipImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(folder / "blip")
+    layers = {"hidden_size": 16, "flow_size": 16, "ffn_dim": 16, "spectrogram_bins": 9, "upsample_initial_channel": 16}
+    layers |= {"num_hidden_layers": 1, "num_attention_heads": 2, "prior_encoder_num_flows": 1}
+    VitsModel(VitsConfig(vocab_size=8, **layers)).save_pretrained(folder / "vits")
+    (folder / "vocab.json").write_text('{"_": 0, "a": 1, "b": 2, " ": 3, "<unk>": 4}')
+    VitsTokenizer(str(folder / "vocab.json"), pad_token="_", phonemize=False).save_pretrained(folder / "vits")
+    (folder / "texts.txt").write_text("a\nb a\na b\n")
 
 
 @pytest.mark.launch
@@ -233,7 +280,8 @@ def test_deepspeed_reaches_what_it_promises(processes: int, tmp_path: Path) -> N
 def test_8_bit_floats_reach_what_they_promise(processes: int, tmp_path: Path) -> None:
     if not os.environ.get("LIBRARIES_REQUIRED"):
         pytest.importorskip("torchao")
-    check(*FP8, *launch(FP8, processes, tmp_path))
+    for run, printed in zip(FP8, launch(FP8, processes, tmp_path), strict=True):
+        check(run, printed)
 
 
 def test_every_example_is_run() -> None:
