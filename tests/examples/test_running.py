@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -216,7 +217,12 @@ def write_inputs(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]", eos_token="[PAD]"
     )
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     BertModel(BertConfig(vocab_size=8, **sizes)).save_pretrained(folder / "bert")
     tokenizer.save_pretrained(folder / "bert")
     GPT2LMHeadModel(
@@ -230,7 +236,13 @@ def write_inputs(folder: Path) -> None:
     )
     BlipForConditionalGeneration(config).save_pretrained(folder / "blip")
     BlipProcessor(BlipImageProcessor(size={"height": 32, "width": 32}), tokenizer).save_pretrained(folder / "blip")
-    layers = {"hidden_size": 16, "flow_size": 16, "ffn_dim": 16, "spectrogram_bins": 9, "upsample_initial_channel": 16}
+    layers: dict[str, Any] = {
+        "hidden_size": 16,
+        "flow_size": 16,
+        "ffn_dim": 16,
+        "spectrogram_bins": 9,
+        "upsample_initial_channel": 16,
+    }
     layers |= {"num_hidden_layers": 1, "num_attention_heads": 2, "prior_encoder_num_flows": 1}
     VitsModel(VitsConfig(vocab_size=8, **layers)).save_pretrained(folder / "vits")
     (folder / "vocab.json").write_text('{"_": 0, "a": 1, "b": 2, " ": 3, "<unk>": 4}')
