@@ -164,7 +164,7 @@ WITHOUT_PROCESSES = {"multigpu_remote_launcher", "by_feature/language_modeling"}
 def write_mrpc(folder: Path, *names: str) -> None:
     """Pairs of sentences in the layout of MRPC: a quotation mark without a partner, and a mark of the byte order."""
     folder.mkdir()
-    pairs = [('the "plot was thin', "the plot was thin"), ("the cast was fine", 'the "cast was bad')] * 40
+    pairs = [('"the plot was thin', "the plot was thin"), ("the cast was fine", '"the cast was bad')] * 40
     rows = [f"{1 - number % 2}\t{number}\t{number}\t{first}\t{second}" for number, (first, second) in enumerate(pairs)]
     for name in names:
         table = "\n".join(["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows])
