@@ -31,14 +31,17 @@ def run(words: list[str], store: str) -> dict[str, Any]:
     if world > 1:
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    program = EXAMPLES / words[0]
     sys.argv = words
+    sys.path.insert(0, str(program.parent))  # as Python does for a program that it starts
     printed, error = io.StringIO(), None
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(EXAMPLES / words[0]), run_name="__main__")
+            runpy.run_path(str(program), run_name="__main__")
     except BaseException:
         error = traceback.format_exc()
     finally:
+        sys.path.remove(str(program.parent))
         reset_state()
         if dist.is_initialized():
             dist.destroy_process_group()

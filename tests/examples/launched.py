@@ -39,6 +39,7 @@ def launch(runs: list[Run], processes: int, folder: Path) -> list[str]:
     work.write_text(json.dumps([run.words.format(here=folder).split() for run in runs]))
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", str(processes)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "DS_BUILD_SHM_COMM": "0"}
+    environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
     done = subprocess.run(
         [*command, str(DRIVER), str(work)],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False,

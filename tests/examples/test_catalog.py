@@ -17,17 +17,21 @@ from tests.examples.gallery import BLOCK, shown_runs
 from tests.examples.launched import check
 
 ROOT = Path(__file__).resolve().parents[2]
+SHARED = {"language_modeling"}
 PROGRAMS = sorted(FILES.rglob("*.py"))
 EXPECTED = """
 nlp_example cv_example complete_nlp_example complete_cv_example multigpu_remote_launcher
 by_feature/automatic_gradient_accumulation by_feature/checkpointing by_feature/cross_validation by_feature/ddp_comm_hook
 by_feature/deepspeed_with_config_support by_feature/early_stopping by_feature/fsdp_with_peak_mem_tracking
 by_feature/gradient_accumulation by_feature/gradient_accumulation_for_autoregressive_models by_feature/local_sgd
+by_feature/language_modeling
 by_feature/megatron_lm_gpt_pretraining by_feature/memory by_feature/multi_process_metrics by_feature/profiler
-by_feature/schedule_free by_feature/tracking inference/distributed/image inference/distributed/speech inference/distributed/text
+by_feature/schedule_free by_feature/tracking inference/distributed/captions inference/distributed/image inference/distributed/speech
+inference/distributed/speech_generation inference/distributed/text
 inference/pippy/bert inference/pippy/gpt2 inference/pippy/llama inference/pippy/t5
 torch_native_parallelism/fsdp2_fp8 torch_native_parallelism/nd_parallel torch_native_parallelism/nd_parallel_trainer
 alst_ulysses_sequence_parallelism/sp_alst config_yaml_templates deepspeed_config_templates slurm
+torch_native_parallelism/configs
 """
 
 
@@ -59,7 +63,7 @@ def test_what_an_example_needs_comes_with_it(tmp_path: Path, monkeypatch: pytest
     assert main(["examples", "copy", "deepspeed_with_config_support"]) == 0
     copied = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     stages = {f"deepspeed_config_templates/{path.name}" for path in FILES.glob("deepspeed_config_templates/*")}
-    assert copied == {"deepspeed_with_config_support.py", *stages}
+    assert copied == {"deepspeed_with_config_support.py", "language_modeling.py", *stages}
     assert len(stages) == 6  # and what says which is which
 
 
@@ -92,7 +96,7 @@ def test_copy_without_a_name_is_an_error(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
 def test_each_program_is_short_and_says_how_to_run_it(path: Path) -> None:
     text = path.read_text()
-    assert text.count("\n") <= (200 if path.stem.startswith("complete_") else 120)
+    assert text.count("\n") <= (240 if path.stem.startswith("complete_") else 180 if path.stem in SHARED else 150)
     said = ast.get_docstring(ast.parse(text)) or ""
     assert path.name in said
     assert "accelerate launch" in said

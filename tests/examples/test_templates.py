@@ -15,7 +15,7 @@ from accel_cli.examples.catalog import FILES
 from accel_cli.main import main
 from accel_state.settings.deepspeed import DeepSpeedPlugin
 
-CONFIGS = sorted(FILES.glob("config_yaml_templates/*.yaml"))
+CONFIGS = sorted(FILES.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -25,7 +25,10 @@ def test_config_files_are_accepted(path: Path, capsys: pytest.CaptureFixture[str
     if path.stem == "sagemaker":  # launching needs an account
         assert config.ec2_instance_type == "ml.p4d.24xlarge"
         return
-    assert main(["launch", "--config_file", str(path), "--dry_run", str(path.with_name("run_me.py"))]) == 0
+    assert (
+        main(["launch", "--config_file", str(path), "--dry_run", str(FILES / "config_yaml_templates" / "run_me.py")])
+        == 0
+    )
     shown = [line.split()[:2] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert ["mixed_precision", config.mixed_precision] in shown
     assert ["num_processes", str(config.num_processes)] in shown

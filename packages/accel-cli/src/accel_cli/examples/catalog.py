@@ -11,10 +11,15 @@ FILES = Path(__file__).with_name("example-files")  # no name of a module: the pr
 FOLDERS = {
     "config_yaml_templates": "Config files for `accelerate launch`, and a script that shows what one leads to.",
     "deepspeed_config_templates": "Configuration files of DeepSpeed, for every ZeRO stage.",
+    "torch_native_parallelism/configs": "Config files for eight GPUs: replicas, shards and tensor parallelism; long sequences.",
     "slurm": "Batch scripts for SLURM: one machine, several machines, FSDP.",
 }
 """Folders that are copied as one example, and what they show."""
-NEEDS = {"by_feature/deepspeed_with_config_support": ("deepspeed_config_templates",)}
+NEEDS = {
+    "by_feature/deepspeed_with_config_support": ("by_feature/language_modeling", "deepspeed_config_templates"),
+    "by_feature/megatron_lm_gpt_pretraining": ("by_feature/language_modeling",),
+    "torch_native_parallelism/nd_parallel_trainer": ("torch_native_parallelism/configs",),
+}
 """Other examples that one reads files of."""
 
 

@@ -4,15 +4,18 @@
     accelerate launch complete_cv_example.py --output_dir runs/images --resume
     accelerate launch --num_processes 2 complete_cv_example.py --with_tracking --gradient_accumulation_steps 2
     accelerate launch complete_cv_example.py --model resnet18 --data images.npz
+    accelerate launch complete_cv_example.py --model resnet18 --data_dir images
 
 It is `cv_example.py` with the features of `by_feature` in one program. The last line is the accuracy on the held-out fifth
 of the handwritten digits that ship with scikit-learn: at least 0.95. `--data` is a file of numpy's `savez` with `images`, of
-shape (count, channels, height, width), and `labels`, integers from 0; `--model` is any name that timm knows.
+shape (count, channels, height, width), and `labels`, integers from 0; `--data_dir` is a folder of pictures, as in `cv_example.py`.
+`--model` is any name that timm knows.
 """
 
 import argparse
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,9 +42,24 @@ class Progress:
         self.batches = state["batches"]
 
 
+def read_pictures(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The pictures of a folder, (count, 3, 32, 32), which are named after what they show, as `beagle_12.jpg`, and their labels."""
+    from PIL import Image
+
+    paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".jpg", ".jpeg", ".png"))
+    if not paths:
+        raise SystemExit(f"--data_dir {folder}: no pictures. Their names must be like beagle_12.jpg.")
+    names = sorted({path.stem.rpartition("_")[0] for path in paths})
+    pixels = np.stack([np.asarray(Image.open(path).convert("RGB").resize((32, 32))) for path in paths])
+    labels = torch.tensor([names.index(path.stem.rpartition("_")[0]) for path in paths])
+    return torch.tensor(pixels).permute(0, 3, 1, 2).float(), labels
+
+
 def read_images(path: str | None) -> TensorDataset:
     """Images, (count, channels, height, width), with values from 0 to 1, and their labels."""
-    if path:
+    if path and Path(path).is_dir():
+        images, labels = read_pictures(path)
+    elif path:
         with np.load(path) as arrays:
             images, labels = torch.tensor(arrays["images"]).float(), torch.tensor(arrays["labels"]).long()
     else:
@@ -91,15 +109,17 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="a model of timm, in place of the small network")
-    parser.add_argument("--data", help="an .npz file with images and labels")
+    parser.add_argument("--data", "--data_dir", help="an .npz file with images and labels, or a folder of pictures")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="the highest, after the warm-up")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=1, help="micro-batches per optimizer step")
     parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--checkpointing_steps", help="batches between checkpoints, or epoch; none without it")
     parser.add_argument("--output_dir", default="runs/complete_cv_example", help="for checkpoints and trackers")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint of --output_dir")
+    parser.add_argument("--resume_from_checkpoint", help="from the checkpoint of this folder")
     parser.add_argument("--with_tracking", action="store_true", help="use the trackers of --log_with")
     parser.add_argument("--log_with", nargs="+", default=["local"], help="names of trackers, or all")
     return parser.parse_args()
@@ -117,12 +137,14 @@ def main() -> None:
     """Train and evaluate."""
     args = parse_arguments()
     accelerator = Accelerator(
+        cpu=args.cpu,
         mixed_precision=args.mixed_precision,
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=args.log_with if args.with_tracking else None,
         project_config=ProjectConfiguration(args.output_dir, automatic_checkpoint_naming=True, total_limit=2),
     )
-    if accelerator.is_main_process and not args.resume:
+    resumed = args.resume or args.resume_from_checkpoint
+    if accelerator.is_main_process and not resumed:
         shutil.rmtree(f"{args.output_dir}/checkpoints", ignore_errors=True)  # a new run
     if args.with_tracking:
         accelerator.init_trackers("images", config={"epochs": args.epochs, "learning_rate": args.learning_rate})
@@ -140,8 +162,8 @@ def main() -> None:
     )
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
-    if args.resume:
-        accelerator.load_state()
+    if resumed:
+        accelerator.load_state(args.resume_from_checkpoint)  # None: the newest one
         accelerator.print(f"resumed after batch {progress.batches}")
 
     first_epoch, seen = divmod(progress.batches, len(train_loader))

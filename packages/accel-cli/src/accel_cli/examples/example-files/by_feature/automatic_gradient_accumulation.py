@@ -60,11 +60,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pretend_limit", type=int, default=20, help="larger batches raise an out-of-memory error")
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch_size", type=int, default=32, help="samples per optimizer step, on each process")
+    parser.add_argument(
+        "--batch_size", "--observed_batch_size", type=int, default=32, help="of an optimizer step, on each process"
+    )
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
 
     @find_executable_batch_size(starting_batch_size=args.batch_size)
     def train(batch_size: int) -> float:

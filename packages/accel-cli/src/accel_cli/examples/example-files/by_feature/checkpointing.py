@@ -2,6 +2,7 @@
 
     accelerate launch checkpointing.py --checkpointing_steps 30 --output_dir runs/digits
     accelerate launch checkpointing.py --output_dir runs/digits --resume_from_checkpoint runs/digits/step_60
+    accelerate launch checkpointing.py --checkpointing_steps epoch
 
 What differs from `cv_example.py`: `save_state` writes the model, the optimizer and the random states of all processes,
 with every object that `register_for_checkpointing` was called with; `load_state` restores them. `skip_first_batches` leaves
@@ -74,14 +75,16 @@ def main() -> None:
     """Train and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="runs/checkpointing", help="where checkpoints go")
-    parser.add_argument("--checkpointing_steps", type=int, default=50, help="optimizer steps between checkpoints")
+    parser.add_argument("--checkpointing_steps", default="50", help="steps between checkpoints, or epoch")
     parser.add_argument("--resume_from_checkpoint", help="the folder of a checkpoint")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
@@ -92,6 +95,7 @@ def main() -> None:
         accelerator.load_state(args.resume_from_checkpoint)
         accelerator.print(f"resumed after step {progress.step}")
 
+    every = len(train_loader) if args.checkpointing_steps == "epoch" else int(args.checkpointing_steps)
     first_epoch, seen = divmod(progress.step, len(train_loader))
     for epoch in range(first_epoch, args.epochs):
         model.train()
@@ -103,8 +107,9 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             progress.step += 1
-            if progress.step % args.checkpointing_steps == 0:
-                accelerator.save_state(f"{args.output_dir}/step_{progress.step}")
+            if progress.step % every == 0:
+                name = f"epoch_{epoch}" if args.checkpointing_steps == "epoch" else f"step_{progress.step}"
+                accelerator.save_state(f"{args.output_dir}/{name}")
         accelerator.print(f"epoch {epoch + 1}: accuracy {evaluate(accelerator, model, eval_loader):.3f}")
     accelerator.end_training()
 

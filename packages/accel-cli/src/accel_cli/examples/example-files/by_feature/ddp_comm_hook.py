@@ -65,6 +65,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
     options = {"matrix_approximation_rank": args.rank, "start_powerSGD_iter": 10}
@@ -72,7 +74,7 @@ def main() -> None:
         comm_hook=DDPCommunicationHookType(args.ddp_comm_hook),
         comm_state_option=options if "power_sgd" in args.ddp_comm_hook else {},
     )
-    accelerator = Accelerator(kwargs_handlers=[ddp])
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, kwargs_handlers=[ddp])
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -2,26 +2,26 @@
 
     accelerate launch deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage2_config.json
     accelerate launch --num_processes 2 deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage3_offload_config.json
-    accelerate launch deepspeed_with_config_support.py --config deepspeed_config_templates/zero_stage3_config.json --model gpt2
+    accelerate launch --use_deepspeed --deepspeed_config_file deepspeed_config_templates/zero_stage3_config.json \
+        deepspeed_with_config_support.py --config_name gpt2 --tokenizer_name gpt2 --train_file stories.txt
 
-What differs from any other training: `DeepSpeedPlugin(hf_ds_config=...)`, and that `DummyOptim` and `DummyScheduler` stand for
-the optimizer and the scheduler of the file, and say what fills their "auto". With `accelerate launch --use_deepspeed
---deepspeed_config_file FILE` the program needs no plugin. The files are in `deepspeed_config_templates`.
-Without `--model`, a tiny GPT-2 learns to count. The last line is a loss below 0.5. Needs deepspeed and transformers. On CPUs, set
+What differs from any other training: `DeepSpeedPlugin(hf_ds_config=...)`, which a launch with `--use_deepspeed` makes superfluous,
+and that `DummyOptim` and `DummyScheduler` stand for the optimizer and the scheduler of the file, and say what fills their "auto".
+The files are in `deepspeed_config_templates`; `language_modeling.py` has the other arguments, and reads texts and models.
+Without options, a tiny GPT-2 learns to count. The last line is a loss below 0.5. Needs deepspeed and transformers. On CPUs, set
 DS_BUILD_SHM_COMM=0 to spare the minute in which DeepSpeed compiles something at its first start.
 """
 
 import argparse
-import json
-from pathlib import Path
-from typing import Any
+import math
 
 import torch
+from language_modeling import add_arguments, evaluate, make_datasets, make_model, make_tokenizer, read_texts, save
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import get_scheduler
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+from accelerate.utils import DummyOptim, DummyScheduler, parse_flag_from_env, set_seed
 
 ZERO2 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -43,47 +43,57 @@ ZERO2 = {
 }
 
 
-def make_model(name: str | None) -> Any:
-    """The named model, or a tiny GPT-2 with random weights."""
-    if name:
-        return AutoModelForCausalLM.from_pretrained(name)
-    config = GPT2Config(vocab_size=32, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    return AutoModelForCausalLM.from_config(config)
-
-
 def main() -> None:
-    """Train, and print the loss of the last batches."""
+    """Train, and print the validation loss after each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", help="a configuration file of DeepSpeed; ZeRO stage 2 without it")
-    parser.add_argument("--model", help="a causal language model of the Hub or a folder")
-    parser.add_argument("--output_dir", help="folder for the weights")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch_size", type=int, default=8, help="on each process")
-    parser.add_argument("--learning_rate", type=float, default=1e-2)
+    parser.add_argument("--config", help="a configuration file of DeepSpeed; default: that of the launch, or ZeRO 2")
+    add_arguments(parser)
     args = parser.parse_args()
 
-    config = json.loads(Path(args.config).read_text()) if args.config else ZERO2
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
-    set_seed(0)
-    model = make_model(args.model)
-    starts = torch.randint(32, (512,))
-    sequences = [torch.arange(start, start + 16) % 32 for start in starts]
-    loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)
-    optimizer = DummyOptim(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
-    scheduler = DummyScheduler(optimizer, total_num_steps=args.epochs * len(loader), warmup_num_steps=10)
-    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    launched = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") and not args.config  # the launch has chosen a plugin
+    accelerator = Accelerator(
+        deepspeed_plugin=None if launched else DeepSpeedPlugin(hf_ds_config=args.config or ZERO2),
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=args.report_to if args.with_tracking else None,
+        project_dir=args.output_dir,
+    )
+    if args.with_tracking:
+        accelerator.init_trackers("language_modeling", config=vars(args))
+    set_seed(args.seed)
+    texts = read_texts(args, accelerator)
+    tokenizer = make_tokenizer(args, texts[0], accelerator)
+    model = make_model(args, tokenizer, accelerator)
+    train, validation = make_datasets(args, texts, tokenizer)
+    train_loader = DataLoader(train, batch_size=args.per_device_train_batch_size, shuffle=True)
+    eval_loader = DataLoader(validation, batch_size=args.per_device_eval_batch_size)
+    steps = args.num_train_epochs * math.ceil(len(train_loader) / args.gradient_accumulation_steps)  # of one process
+    config = accelerator.deepspeed_plugin.deepspeed_config
+    optimizer_class = DummyOptim if "optimizer" in config else torch.optim.AdamW
+    optimizer = optimizer_class(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    if "scheduler" in config:
+        scheduler = DummyScheduler(optimizer, total_num_steps=steps, warmup_num_steps=args.num_warmup_steps)
+    else:
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
+    model, optimizer, scheduler, train_loader, eval_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, eval_loader
+    )
     accelerator.print(f"ZeRO stage {model.zero_optimization_stage()}")
 
-    for epoch in range(args.epochs):
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)  # DeepSpeed clips, steps and clears the gradients here
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch + 1}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+    for epoch in range(args.num_train_epochs):
+        model.train()
+        for batch in train_loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)  # DeepSpeed clips, steps and clears the gradients here
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        loss = evaluate(accelerator, model, eval_loader)
+        if args.with_tracking:
+            accelerator.log({"loss": loss, "perplexity": math.exp(loss)}, step=epoch)
+        accelerator.print(f"epoch {epoch + 1}: perplexity {math.exp(loss):.3f}, loss {loss:.3f}")
     if args.output_dir:
-        accelerator.save_model(model, args.output_dir)
+        save(accelerator, model, tokenizer, args.output_dir)
     accelerator.end_training()
 
 

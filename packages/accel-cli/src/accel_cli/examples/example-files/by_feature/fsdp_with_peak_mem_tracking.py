@@ -87,12 +87,14 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=args.fsdp_version, auto_wrap_policy="size_based_wrap", min_num_params=1000
     )
-    accelerator = Accelerator(fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, fsdp_plugin=plugin)
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

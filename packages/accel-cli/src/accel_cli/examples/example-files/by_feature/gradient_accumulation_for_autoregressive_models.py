@@ -59,10 +59,12 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=4, help="of a micro-batch, on each process")
     parser.add_argument("--learning_rate", type=float, default=1e-2)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
     plugin = GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps, average_over="weights")
-    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, gradient_accumulation_plugin=plugin)
     set_seed(0)
     model = make_model(args.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -2,72 +2,69 @@
 
     accelerate launch --num_processes 2 --use_megatron_lm --megatron_lm_tp_degree 2 megatron_lm_gpt_pretraining.py
     accelerate launch --num_processes 2 --use_megatron_lm --megatron_lm_pp_degree 2 megatron_lm_gpt_pretraining.py
-    accelerate launch megatron_lm_gpt_pretraining.py --model gpt2 --data stories.txt
+    accelerate launch megatron_lm_gpt_pretraining.py --config_name gpt2 --tokenizer_name gpt2 --train_file stories.txt
 
 Nothing in the program names Megatron-LM: the launch chooses it. Without its options the same program trains on one process, or
-on replicas. Without `--data`, a tiny GPT-2 learns to count. The last line is a loss below 0.5. Needs transformers, and
-megatron-core for Megatron-LM. `--data` is a text file, which is split into sequences of `--length` tokens.
+on replicas. The other file, `language_modeling.py`, has the arguments, and reads texts and models. Without options, a tiny GPT-2
+learns to count. The last line is a loss below 0.5. Needs transformers, and megatron-core for Megatron-LM.
 """
 
 import argparse
-from typing import Any
+import math
 
 import torch
+from language_modeling import add_arguments, evaluate, make_datasets, make_model, make_tokenizer, read_texts, save
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, get_cosine_schedule_with_warmup
+from transformers import get_scheduler
 
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 
-def make_sequences(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Sequences of equal length, shape (length,); models of transformers shift the labels themselves."""
-    if args.data:
-        with open(args.data) as file:
-            tokens = AutoTokenizer.from_pretrained(args.model or "gpt2")(file.read(), return_tensors="pt").input_ids[0]
-        rows = list(tokens[: len(tokens) // args.length * args.length].view(-1, args.length))
-    else:
-        rows = [torch.arange(start, start + args.length) % 64 for start in range(640)]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def make_model(name: str | None) -> Any:
-    """A model with random weights: as large as the named one, or a tiny GPT-2."""
-    sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    tiny = GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(name) if name else tiny)
-
-
 def main() -> None:
-    """Train, and print the loss of the last batch of each epoch."""
+    """Train, and print the validation loss after each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a GPT-2 or Llama of the Hub or a folder, whose sizes are taken")
-    parser.add_argument("--data", help="a text file")
-    parser.add_argument("--length", type=int, default=16, help="tokens of a sequence")
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=8, help="on each data parallel rank")
-    parser.add_argument("--learning_rate", type=float, default=1e-2)
+    add_arguments(parser)
     args = parser.parse_args()
 
-    accelerator = Accelerator()
-    set_seed(0)
-    model = make_model(args.model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
-    loader = DataLoader(make_sequences(args), batch_size=args.batch_size, shuffle=True, drop_last=True)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 10, args.epochs * len(loader))
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=args.report_to if args.with_tracking else None,
+        project_dir=args.output_dir,
+    )
+    if args.with_tracking:
+        accelerator.init_trackers("language_modeling", config=vars(args))
+    set_seed(args.seed)
+    texts = read_texts(args, accelerator)
+    tokenizer = make_tokenizer(args, texts[0], accelerator)
+    model = make_model(args, tokenizer, accelerator)
+    train, validation = make_datasets(args, texts, tokenizer)
+    train_loader = DataLoader(train, batch_size=args.per_device_train_batch_size, shuffle=True, drop_last=True)
+    eval_loader = DataLoader(validation, batch_size=args.per_device_eval_batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
+    steps = args.num_train_epochs * math.ceil(len(train_loader) / args.gradient_accumulation_steps)  # of one process
+    scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps, steps)
+    model, optimizer, scheduler, train_loader, eval_loader = accelerator.prepare(
+        model, optimizer, scheduler, train_loader, eval_loader
+    )
 
-    for epoch in range(args.epochs):
+    for epoch in range(args.num_train_epochs):
         model.train()
-        for batch in loader:
-            loss = model(**batch).loss
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        accelerator.print(f"epoch {epoch + 1}: loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+        for batch in train_loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        loss = evaluate(accelerator, model, eval_loader)
+        if args.with_tracking:
+            accelerator.log({"loss": loss, "perplexity": math.exp(loss)}, step=epoch)
+        accelerator.print(f"epoch {epoch + 1}: perplexity {math.exp(loss):.3f}, loss {loss:.3f}")
+    if args.output_dir:
+        save(accelerator, model, tokenizer, args.output_dir)
     accelerator.end_training()
 
 

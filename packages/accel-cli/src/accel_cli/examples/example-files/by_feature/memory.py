@@ -62,9 +62,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=7)
     parser.add_argument("--batch_size", type=int, default=128, help="on each process, to begin with")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision)
 
     @find_executable_batch_size(starting_batch_size=args.batch_size)
     def train(batch_size: int) -> float:

@@ -62,19 +62,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_trace_dir", default="runs/profiler", help="folder for the traces")
     parser.add_argument("--record_shapes", action="store_true", help="with the shapes of the inputs")
+    parser.add_argument("--profile_memory", action="store_true", help="with what operators allocate and free")
+    parser.add_argument("--with_stack", action="store_true", help="with the lines of Python that called them")
     parser.add_argument("--with_flops", action="store_true", help="with floating point operations")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
     handler = ProfileKwargs(
         schedule_option={"wait": 1, "warmup": 1, "active": 2, "repeat": 1},
         record_shapes=args.record_shapes,
+        profile_memory=args.profile_memory,
+        with_stack=args.with_stack,
         with_flops=args.with_flops,
         output_trace_dir=args.output_trace_dir,
     )
-    accelerator = Accelerator(kwargs_handlers=[handler])
+    accelerator = Accelerator(cpu=args.cpu, mixed_precision=args.mixed_precision, kwargs_handlers=[handler])
     set_seed(0)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)

@@ -60,13 +60,18 @@ def main() -> None:
     """Train and evaluate."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log_with", nargs="+", default=["local"], help="names of trackers, or all")
+    parser.add_argument("--with_tracking", action="store_true", help="has no effect: this program always tracks")
     parser.add_argument("--project_dir", default="runs/tracking", help="where trackers that use files put them")
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch_size", type=int, default=32, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=3e-3)
+    parser.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: as launched")
+    parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     args = parser.parse_args()
 
-    accelerator = Accelerator(log_with=args.log_with, project_dir=args.project_dir)
+    accelerator = Accelerator(
+        cpu=args.cpu, mixed_precision=args.mixed_precision, log_with=args.log_with, project_dir=args.project_dir
+    )
     accelerator.init_trackers("digits", config={"epochs": args.epochs, "learning_rate": args.learning_rate})
     set_seed(0)
     model = make_model()

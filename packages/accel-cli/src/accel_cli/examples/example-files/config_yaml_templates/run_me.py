@@ -1,6 +1,6 @@
 """Show what a config file leads to: the processes, their devices, the mixed precision, and a collective over all of them.
 
-    accelerate launch --config_file single_gpu.yaml run_me.py
+    accelerate launch --config_file single_accelerator.yaml run_me.py
     accelerate launch --config_file multi_gpu.yaml --num_processes 2 run_me.py
     accelerate launch --config_file fsdp.yaml --dry_run run_me.py
 

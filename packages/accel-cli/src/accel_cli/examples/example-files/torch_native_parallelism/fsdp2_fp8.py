@@ -39,8 +39,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=["no", "bf16", "fp8"], default="fp8", help="mixed precision")
     parser.add_argument("--model", help="a causal language model of the Hub or a folder")
-    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
+    parser.add_argument("--length", "--sequence-length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument(
+        "--num_steps", "--num-steps", type=int, help="optimizer steps of one epoch, in place of --epochs"
+    )
+    parser.add_argument("--log_with", nargs="+", help="names of trackers")
     parser.add_argument("--batch_size", type=int, default=8, help="on each process")
     parser.add_argument("--learning_rate", type=float, default=5e-3)
     args = parser.parse_args()
@@ -56,10 +60,16 @@ def main() -> None:
         mixed_precision=args.precision,
         fsdp_plugin=plugin if sharded else None,
         kwargs_handlers=[recipe] if args.precision == "fp8" else None,
+        log_with=args.log_with,
+        project_dir="runs/fsdp2_fp8",
     )
+    accelerator.init_trackers("fsdp2_fp8", config={"precision": args.precision, "length": args.length})
+    if args.num_steps:
+        args.epochs = 1
     set_seed(0)
     model = make_model(args.model)
-    starts = torch.randint(64, (256,))
+    count = args.num_steps * args.batch_size * state.num_processes if args.num_steps else 256
+    starts = torch.randint(64, (count,))
     sequences = [torch.arange(start, start + args.length) % model.config.vocab_size for start in starts]
     loader = DataLoader([{"input_ids": row, "labels": row} for row in sequences], batch_size=args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
@@ -69,11 +79,13 @@ def main() -> None:
 
     for epoch in range(args.epochs):
         model.train()
-        for batch in loader:
+        for step, batch in enumerate(loader, epoch * len(loader)):
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            if args.log_with:
+                accelerator.log({"loss": loss.item()}, step=step)
         accelerator.print(f"epoch {epoch + 1}: loss {accelerator.reduce(loss.detach(), 'mean').item():.4f}")
     accelerator.end_training()
 

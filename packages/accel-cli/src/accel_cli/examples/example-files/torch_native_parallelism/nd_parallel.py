@@ -56,12 +56,16 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
 def main() -> None:
     """Train, and print the mesh and the loss of each epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp_replicate_size", type=int, default=1, help="replicas, which read different data")
-    parser.add_argument("--dp_shard_size", type=int, help="shards of a replica (FSDP2); default: what is left")
-    parser.add_argument("--tp_size", type=int, default=1, help="ranks that share each layer")
-    parser.add_argument("--cp_size", type=int, default=1, help="ranks that share each sequence")
+    parser.add_argument(
+        "--dp_replicate_size", "--dp-replicate-size", type=int, default=1, help="replicas, which read different data"
+    )
+    parser.add_argument(
+        "--dp_shard_size", "--dp-shard-size", type=int, help="shards of a replica (FSDP2); default: what is left"
+    )
+    parser.add_argument("--tp_size", "--tp-size", type=int, default=1, help="ranks that share each layer")
+    parser.add_argument("--cp_size", "--cp-size", type=int, default=1, help="ranks that share each sequence")
     parser.add_argument("--model", help="a causal language model of the Hub or a folder")
-    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
+    parser.add_argument("--length", "--sequence-length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=16, help="over all processes together")
     parser.add_argument("--learning_rate", type=float, default=5e-3)

@@ -2,9 +2,10 @@
 
     accelerate launch --num_processes 2 nd_parallel_trainer.py --tp_size 2
     accelerate launch --num_processes 8 nd_parallel_trainer.py --dp_shard_size 4 --tp_size 2 --model meta-llama/Llama-3.2-1B
+    accelerate launch --config_file configs/tp_hsdp.yaml nd_parallel_trainer.py
 
 What differs from any other use of the Trainer: `TrainingArguments(parallelism_config=...)`. The loop is the Trainer's. The
-product of the sizes is the number of processes; without sizes, all processes are replicas. Without `--model`, a tiny Llama
+product of the sizes is the number of processes; sizes may come from the launch, and without any, all processes are replicas. Without `--model`, a tiny Llama
 learns to count. The last line is a loss below 0.2. Needs transformers.
 """
 
@@ -36,12 +37,30 @@ def make_model(name: str | None) -> Any:
 def main() -> None:
     """Train, and print the loss of the last epoch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dp_replicate_size", type=int, help="replicas; default: what is left")
-    parser.add_argument("--dp_shard_size", type=int, default=1, help="shards of a replica (FSDP2)")
-    parser.add_argument("--tp_size", type=int, default=1, help="ranks that share each layer")
-    parser.add_argument("--cp_size", type=int, default=1, help="ranks that share each sequence")
+    launched = ParallelismConfig()  # what a config file of the launch says
+    replicas = launched.dp_replicate_size if launched.total_size > 1 else None
+    parser.add_argument(
+        "--dp_replicate_size",
+        "--dp-replicate-size",
+        type=int,
+        default=replicas,
+        help="replicas; default: what is left",
+    )
+    parser.add_argument(
+        "--dp_shard_size",
+        "--dp-shard-size",
+        type=int,
+        default=launched.dp_shard_size,
+        help="shards of a replica (FSDP2)",
+    )
+    parser.add_argument(
+        "--tp_size", "--tp-size", type=int, default=launched.tp_size, help="ranks that share each layer"
+    )
+    parser.add_argument(
+        "--cp_size", "--cp-size", type=int, default=launched.cp_size, help="ranks that share each sequence"
+    )
     parser.add_argument("--model", help="a causal language model of the Hub or a folder")
-    parser.add_argument("--length", type=int, default=32, help="tokens of a sequence")
+    parser.add_argument("--length", "--sequence-length", type=int, default=32, help="tokens of a sequence")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch_size", type=int, default=8, help="of each rank that reads data")
     parser.add_argument("--learning_rate", type=float, default=5e-3)
