@@ -6,7 +6,8 @@
     accelerate launch complete_nlp_example.py --model bert-base-cased --data reviews.csv
 
 It is `nlp_example.py` with the features of `by_feature` in one program. The last line is the accuracy on 200 sentences that were
-made on the spot and not trained on: at least 0.95. `--data` is a CSV file with the columns `text` and `label` (0 or 1); `--data_dir` a folder of MRPC,
+made on the spot and not trained on: at least 0.95. `--data` is a CSV file with the columns `text` and `label` (0 or 1);
+`--data_dir` a folder of MRPC,
 as in `nlp_example.py`. Needs transformers.
 """
 

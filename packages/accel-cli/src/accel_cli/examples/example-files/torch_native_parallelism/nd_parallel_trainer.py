@@ -5,7 +5,8 @@
     accelerate launch --config_file configs/tp_hsdp.yaml nd_parallel_trainer.py
 
 What differs from any other use of the Trainer: `TrainingArguments(parallelism_config=...)`. The loop is the Trainer's. The
-product of the sizes is the number of processes; sizes may come from the launch, and without any, all processes are replicas. Without `--model`, a tiny Llama
+product of the sizes is the number of processes; sizes may come from the launch, and without any, all processes are
+replicas. Without `--model`, a tiny Llama
 learns to count. The last line is a loss below 0.2. Needs transformers.
 """
 
