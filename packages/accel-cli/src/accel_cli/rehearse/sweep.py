@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -74,7 +76,7 @@ def changes(world: int, machines: int, uses_deepspeed: bool = False) -> dict[str
 
 
 def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list[Row]:
-    """Rehearse each change.
+    """Rehearse each change, as many at a time as this machine has cores.
 
     Args:
         args: The parsed arguments.
@@ -87,21 +89,23 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
     """
     from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
 
-    rows = [_row("as it is", "", result, device)]
-    uses_deepspeed = bool(settle(args, options).use_deepspeed)
-    for title, values in changes(result.world_size, result.machines, uses_deepspeed).items():
+    def rehearsed(title: str, values: dict[str, Any]) -> Row:
         changed = copy.deepcopy(args)
         vars(changed).update(values, find_batch_size=False)
         changed.nondefault = {*getattr(args, "nondefault", ()), *values}
-        flags = " ".join(
-            f"--{name}" if value is True else f"--{name} {value}"
-            for name, value in values.items()
-            if value is not False
-        )
+        given = {name: value for name, value in values.items() if value is not False}
+        flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
         try:
-            rows.append(_row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device))
+            return _row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device)
         except (UsageError, RehearsalFailedError) as error:
-            rows.append(Row(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}"))
+            return Row(title, flags, reason=f"cannot be rehearsed: {' '.join(str(error).split())[:120]}")
+
+    uses_deepspeed = bool(settle(args, options).use_deepspeed)
+    with ThreadPoolExecutor(os.cpu_count()) as cores:
+        tried = cores.map(
+            lambda change: rehearsed(*change), changes(result.world_size, result.machines, uses_deepspeed).items()
+        )
+        rows = [_row("as it is", "", result, device), *tried]
     return sorted(rows, key=lambda row: (bool(row.reason), not row.fits, -row.samples if row.fits else row.peak_bytes))
 
 

@@ -95,7 +95,7 @@ def main() -> None:
         accelerator.load_state(args.resume_from_checkpoint)
         accelerator.print(f"resumed after step {progress.step}")
 
-    every = len(train_loader) if args.checkpointing_steps == "epoch" else int(args.checkpointing_steps)
+    every_epoch = args.checkpointing_steps == "epoch"
     first_epoch, seen = divmod(progress.step, len(train_loader))
     for epoch in range(first_epoch, args.epochs):
         model.train()
@@ -107,10 +107,11 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             progress.step += 1
-            if progress.step % every == 0:
-                name = f"epoch_{epoch}" if args.checkpointing_steps == "epoch" else f"step_{progress.step}"
-                accelerator.save_state(f"{args.output_dir}/{name}")
+            if not every_epoch and progress.step % int(args.checkpointing_steps) == 0:
+                accelerator.save_state(f"{args.output_dir}/step_{progress.step}")
         accelerator.print(f"epoch {epoch + 1}: accuracy {evaluate(accelerator, model, eval_loader):.3f}")
+        if every_epoch:  # after the evaluation, which draws random numbers
+            accelerator.save_state(f"{args.output_dir}/epoch_{epoch}")
     accelerator.end_training()
 
 
