@@ -72,10 +72,8 @@ def compare(is_rehearsed: bool, world: int, steps: dict[str, Any]) -> None:
         if is_rehearsed:
             off = expected["peak"] / step["peak"] - 1
             counts = sum(row[-1] for row in step["collectives"])
-            print(
-                f"| {world} | `{configuration}` | {step['peak']:,} | {expected['peak']:,} | {off:+.2%} | {counts} |",
-                flush=True,
-            )
+            row = (world, f"`{configuration}`", f"{step['peak']:,}", f"{expected['peak']:,}", f"{off:+.2%}", counts)
+            sys.stdout.write(f"| {' | '.join(map(str, row))} |\n")  # the table of docs/rehearse.md
             assert step["collectives"] == [list(row) for row in expected["collectives"]], configuration
             assert abs(off) <= NEAR.get(configuration, 0.02), configuration
 
