@@ -1,6 +1,7 @@
 """Starting in the middle of an epoch."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,20 @@ def test_an_order_drawn_at_random_does_not_come_twice() -> None:
     loader = prepare_data_loader(DataLoader(Squares(40), batch_size=2, shuffle=True))
     rest = lists(skip_first_batches(loader, 1))
     assert lists(loader)[1:] != rest
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_the_epoch_after_the_one_that_was_continued_is_the_next(skipped: int) -> None:
+    """A run that resumes where an epoch began skips nothing; its next epoch must not come in the same order."""
+
+    def prepared() -> Any:
+        return prepare_data_loader(
+            DataLoader(Squares(12), batch_size=2, shuffle=True), use_seedable_sampler=True, data_seed=1
+        )
+
+    whole, continued = prepared(), prepared()
+    epochs = [lists(whole), lists(whole)]
+    assert [lists(skip_first_batches(continued, skipped)), lists(continued)] == [epochs[0][skipped:], epochs[1]]
 
 
 @pytest.mark.parametrize("wrong", [1.5, None, "1"])

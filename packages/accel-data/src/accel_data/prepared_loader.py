@@ -334,7 +334,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         rest.sequence_shard, rest.after_batch = self.sequence_shard, self.after_batch
         rest.epoch = self.epoch
         rest.num_skipped = self.num_skipped + num_batches
-        rest.rest_of = self if num_batches > 0 else self.rest_of
+        rest.rest_of = self
         draws_for_itself = num_batches > 0 and _draws_for_itself(self.get_sampler())
         rest.leaves_random_numbers = self.leaves_random_numbers or draws_for_itself
         self._leave_to(rest, num_batches)
