@@ -414,7 +414,7 @@ def test_ranks_have_met_before_any_progress() -> None:
             [sys.executable, "-c", program], env={**os.environ, **watch.variables, **ranks},
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert done.stdout == "0\n", "which would be progress"
+        assert done.stdout.split()[-1] == "0", "which would be progress"  # gloo of torch 2.9 prints a line before it
         assert watch.has_met
     finally:
         watch.close()
