@@ -20,7 +20,7 @@ WORDS = {
     "how-to/processes.md": ["print once", "main process", "rank 0"],
     "how-to/several-gpus.md": ["multiple GPUs", "multi-GPU", "DDP", "CUDA_VISIBLE_DEVICES", "data parallel"],
     "how-to/several-machines.md": ["multi-node", "multinode", "nodes", "multiple machines", "two machines"],
-    "how-to/low-precision.md": ["mixed precision", "autocast", "AMP", "half precision", "float16"],
+    "how-to/low-precision.md": ["mixed precision", "autocast", "AMP", "half precision", "float16", "bf16", "fp16"],
     "hangs-and-crashes.md": ["NCCL timeout", "deadlock", "stuck", "hang", "SIGTERM", "segfault"],
     "launch.md": ["accelerate launch", "torchrun"],
     "migrating.md": ["Hugging Face", "upgrade"],
