@@ -50,11 +50,11 @@ def run_grid(words: list[str], only: str | None = None) -> int:
 
 
 def _reference(folder: str, words: list[str]) -> Run:
-    place, status, said = _launch(Configuration(REFERENCE, 1), folder, words, "")
+    records, status, said = _launch(Configuration(REFERENCE, 1), folder, words, "")
     if status:
         print(said, file=sys.stderr)
         raise UsageError(f"{words[0]} fails in one process, with exit status {status}; its output is above.")
-    run = read_run(place)
+    run = read_run(records)
     if not run.losses:
         raise UsageError(
             f"{words[0]} took no optimizer step in one process. The grid needs a script that trains by accelerator.backward(loss) "
@@ -70,17 +70,17 @@ def _result(configuration: Configuration, folder: str, words: list[str], referen
         return Row(name, ranks, NOT_RUN, lacking)
     start = time.monotonic()
     flags = configuration.flags.format(**reference.facts)
-    place, status, said = _launch(configuration, folder, words, flags)
+    records, status, said = _launch(configuration, folder, words, flags)
     seconds = time.monotonic() - start
     if status:
-        facts = read_facts(place)
+        facts = read_facts(records)
         error = next((one["error"] for one in facts if "error" in one), f"exit status {status}")
         reason = " ".join(error.split())
         if facts and not any(one["began"] for one in facts):
             return Row(name, ranks, NOT_RUN, reason, seconds=seconds)
         print(said, file=sys.stderr)
         return Row(name, ranks, FAILED, reason, seconds=seconds)
-    comparison = compare(read_run(place), reference)
+    comparison = compare(read_run(records), reference)
     return Row(name, ranks, DIFFERS if comparison.reason else OK, comparison.reason, comparison.errors, seconds)
 
 
@@ -101,8 +101,8 @@ def _launch(configuration: Configuration, folder: str, words: list[str], flags: 
     Returns:
         The folder with the records of its ranks, the exit status, and what was printed.
     """
-    place = os.path.join(folder, configuration.name.replace(" ", "-"))
-    os.mkdir(place)
+    records = os.path.join(folder, configuration.name.replace(" ", "-"))
+    os.mkdir(records)
     no_settings = os.path.join(folder, "settings.yaml")
     with open(no_settings, "w", encoding="utf-8") as file:
         file.write("distributed_type: 'NO'\n")  # the default config file must not count
@@ -112,7 +112,7 @@ def _launch(configuration: Configuration, folder: str, words: list[str], flags: 
     # one thread, so that every configuration adds numbers in the same order
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(
-        [sys.executable, *launch, "--module", "accel_cli.grid.observe", place, *words],
+        [sys.executable, *launch, "--module", "accel_cli.grid.observe", records, *words],
         env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    return place, done.returncode, done.stdout
+    return records, done.returncode, done.stdout
