@@ -21,18 +21,18 @@ CASES = {1: ("alone",), 2: ("DDP, 2 ranks", "FSDP 2, 2 ranks")}
 
 def rows(reference: Path) -> list[Row]:
     """Measure ours beside plain torchao; accelerate 1.15 does not train in FP8 on the CPU."""
-    found = []
+    figures = []
     for ranks in CASES:
         for case, curves in run_on_ranks(sys.executable, __file__, world=ranks).items():
             hand, ours, bf16 = curves["hand"], curves["fp8"], curves["bf16"]
             apart = max(abs(one - other) / other for one, other in zip(ours, hand, strict=True))
-            found.append(
+            figures.append(
                 Row(f"FP8 loss curve off that of torchao by hand: {case}", "x", apart, None, 0.0, apart, APART)
             )
             ends = [sum(curve[-10:]) / 10 for curve in (ours, hand, bf16)]
             what = f"FP8 loss of the last 10 of {STEPS} steps, over bf16's: {case}"
-            found.append(Row(what, "", ends[0], None, ends[1], ends[0] / ends[2], WORSE))
-    return found
+            figures.append(Row(what, "", ends[0], None, ends[1], ends[0] / ends[2], WORSE))
+    return figures
 
 
 def worker() -> None:
@@ -44,16 +44,16 @@ def worker() -> None:
 
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
-    found = {}
+    curves_of = {}
     for case in CASES[state.num_processes]:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
         )
         settings = {"fsdp_plugin": plugin} if case.startswith("FSDP") else {}
         curves = {name: prepared({"mixed_precision": name, **settings}) for name in ("fp8", "bf16")}
-        found[case] = {**curves, "hand": by_hand(case)}
+        curves_of[case] = {**curves, "hand": by_hand(case)}
     if state.is_main_process:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(curves_of), flush=True)
     state.destroy_process_group()
 
 

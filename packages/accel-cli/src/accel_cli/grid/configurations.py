@@ -78,10 +78,10 @@ def chosen(names: str | None) -> tuple[Configuration, ...]:
     if names is None:
         return CONFIGURATIONS
     rows = {row.name: row for row in CONFIGURATIONS}
-    wanted = [name.strip() for name in names.split(",") if name.strip()]
-    for name in wanted or [names]:
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    for name in listed or [names]:
         if name not in rows:
             raise UsageError(
                 f"--only {names}: there is no configuration {name!r}.{did_you_mean(name, list(rows))} Choose from {', '.join(rows)}."
             )
-    return tuple(rows[name] for name in dict.fromkeys(wanted))
+    return tuple(rows[name] for name in dict.fromkeys(listed))

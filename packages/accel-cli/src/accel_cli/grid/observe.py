@@ -139,14 +139,14 @@ class Observer:
     def _full_parameters(self) -> dict[str, torch.Tensor]:
         accelerator = self._accelerator
         keeps = accelerator.is_main_process
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         with accelerator.engine.keeping_full_states(keeps):
             for index, model in enumerate(accelerator._prepared.wrapped):
                 prefix = f"{index}." if index else ""
                 for name, value in accelerator.engine.full_state_dict(model).items():
                     if keeps and value.is_floating_point():
-                        found[prefix + name] = value.detach().to("cpu", torch.float32, copy=True)
-        return found
+                        tensors[prefix + name] = value.detach().to("cpu", torch.float32, copy=True)
+        return tensors
 
     def write(self, folder: str) -> None:
         """Write what was recorded into files of this rank."""

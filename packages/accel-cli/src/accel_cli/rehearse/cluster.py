@@ -78,8 +78,8 @@ def settle(args: Namespace, options: tuple[Option, ...], environ: Mapping[str, s
 def rank_environment(settings: LaunchSettings, rank: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment variables of a rank."""
     world_size, per_machine = settings.num_processes, settings.num_processes // settings.num_machines
-    place = ClusterPlace("torchrun", rank, world_size, rank % per_machine, per_machine, "127.0.0.1", DEFAULT_PORT)
-    variables = place.torch_variables() if world_size > 1 else {}
+    rank_info = ClusterPlace("torchrun", rank, world_size, rank % per_machine, per_machine, "127.0.0.1", DEFAULT_PORT)
+    variables = rank_info.torch_variables() if world_size > 1 else {}
     return environment(settings, environ) | variables | ON_THE_CPU
 
 

@@ -11,7 +11,7 @@ import torch
 
 from accel_integrations.parallel.pipeline.model import Pipeline
 from accel_integrations.parallel.pipeline.shapes import Structure
-from accel_integrations.parallel.pipeline.stage import StagedModel
+from accel_integrations.parallel.pipeline.stage import StagedModel, _without_cache
 from accel_integrations.parallel.pipeline.stage_modules import reallocate
 
 Structures = dict[str, list[Structure]]
@@ -41,7 +41,8 @@ def measured_stages() -> Iterator[None]:
             args, kwargs = batch.inputs[0]
             recorded[pipeline.staged] = {}
             try:
-                output = pipeline.staged._forward(*args, **kwargs)
+                with _without_cache(getattr(pipeline.staged.model, "config", None)):
+                    output = pipeline.staged._forward(*args, **kwargs)
             finally:
                 structures = recorded.pop(pipeline.staged)
             pipeline._measured[key] = structures | {"": [Structure.of(output)]}

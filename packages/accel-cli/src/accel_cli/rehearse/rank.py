@@ -127,8 +127,8 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
     notes: list[str] = []
     batches = Batches(recorder, notes, repeats_first=settings.fake_data)
     zero = zero_from_environment(settings.world_size)
-    place = _placement(zero, notes)
-    end = _End(settings, device, batches, place)
+    placement = _placement(zero, notes)
+    end = _End(settings, device, batches, placement)
     with _cluster(settings.rank, settings.world_size):
         with ExitStack() as stack, suppress(EndOfRehearsal):
             stack.enter_context(skipped_aloud(notes))
@@ -153,18 +153,20 @@ def rehearse(run: Callable[[], object], settings: Settings, script: str = "") ->
             notes.append(
                 f"the script ended after {len(recorder.steps)} of {settings.steps} steps; give it more batches for the rest"
             )
-        result = _result(recorder.steps[: settings.steps], settings, place, end.largest_batch, notes)
+        result = _result(recorder.steps[: settings.steps], settings, placement, end.largest_batch, notes)
         return result if zero is None else replace(result, by_module={}, exchanges=zero.exchanges(result.exchanges))
 
 
 class _End:
     """When a rehearsal ends: after its steps, or once the largest batch that fits has been looked for by doubling and bisecting."""
 
-    def __init__(self, settings: Settings, device: Device, batches: Batches, place: Callable[[Kinds], Kinds]) -> None:
+    def __init__(
+        self, settings: Settings, device: Device, batches: Batches, placement: Callable[[Kinds], Kinds]
+    ) -> None:
         self._left = settings.steps
         self._limit = device.memory_bytes * (1 - RESERVE) if settings.find_batch_size else 0
         self._batches = batches
-        self._place = place
+        self._placement = placement
         self._fits, self._too_large = 0, LARGEST_BATCH
         self.largest_batch: int | None = None
 
@@ -174,7 +176,7 @@ class _End:
             return
         if not self._limit or not self._batches.size:
             raise EndOfRehearsal
-        if on_device(_peak(step, self._place)) <= self._limit:
+        if on_device(_peak(step, self._placement)) <= self._limit:
             self._fits = self._batches.size
         else:
             self._too_large = self._batches.size
@@ -239,27 +241,31 @@ def _placement(zero: Zero | None, notes: list[str]) -> Callable[[Kinds], Kinds]:
     return dict
 
 
-def _peak(step: Step, place: Callable[[Kinds], Kinds]) -> Kinds:
+def _peak(step: Step, placement: Callable[[Kinds], Kinds]) -> Kinds:
     """The memory of a rank at its peak, which may be at another time than that of what was counted."""
-    return max((place(live) for live in (step.at_peak, *(live for _, live in step.timeline))), key=on_device)
+    return max((placement(live) for live in (step.at_peak, *(live for _, live in step.timeline))), key=on_device)
 
 
 def _result(
-    steps: list[Step], settings: Settings, place: Callable[[Kinds], Kinds], largest_batch: int | None, notes: list[str]
+    steps: list[Step],
+    settings: Settings,
+    placement: Callable[[Kinds], Kinds],
+    largest_batch: int | None,
+    notes: list[str],
 ) -> Result:
     last = steps[-1]
     titles = _mesh_titles()
     modules = Counter[str]()
     for name, num_bytes in last.by_module.items():
         modules[re.sub(r"\.\d+(\..*)?$", ".*", name)] += num_bytes
-    timeline = [(operation, place(live)) for operation, live in last.timeline]
+    timeline = [(operation, placement(live)) for operation, live in last.timeline]
     every = max(1, len(timeline) // MOST_POINTS)
     return Result(
         rank=settings.rank,
         world_size=settings.world_size,
         machines=settings.machines,
         steps=len(steps),
-        at_peak=_peak(last, place),
+        at_peak=_peak(last, placement),
         by_module=dict(modules.most_common(MOST_MODULES)),
         timeline=[
             max(timeline[start : start + every], key=lambda point: on_device(point[1]))

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from accel_cli.estimate.training_report import ACTIVATIONS, GRADIENTS
 from accel_cli.rehearse.devices import Device
 from accel_cli.rehearse.memory import RankMemory
-from accel_cli.rehearse.result import COMMUNICATION, HOST, on_device
+from accel_cli.rehearse.result import COMMUNICATION, HOST
 from accel_cli.rehearse.roofline import Roofline, Work
 from accel_cli.rehearse.traffic import Collective, Traffic
 
@@ -40,11 +40,6 @@ class Step:
     collectives: Counter[Collective]
     work: Work
     batch: list[list[int]] = field(default_factory=list)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak on the device."""
-        return on_device(self.at_peak)
 
 
 class Recorder:

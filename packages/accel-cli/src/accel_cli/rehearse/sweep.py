@@ -93,8 +93,10 @@ def sweep(args: Namespace, options: Any, device: Device, result: Result) -> list
         changed = copy.deepcopy(args)
         vars(changed).update(values, find_batch_size=False)
         changed.nondefault = {*getattr(args, "nondefault", ()), *values}
-        given = {name: value for name, value in values.items() if value is not False}
-        flags = " ".join(f"--{name}" if value is True else f"--{name} {value}" for name, value in given.items())
+        launch_options = {name: value for name, value in values.items() if value is not False}
+        flags = " ".join(
+            f"--{name}" if value is True else f"--{name} {value}" for name, value in launch_options.items()
+        )
         try:
             return _row(title, flags, rehearse(settle(changed, options), changed, is_quiet=True), device)
         except (UsageError, RehearsalFailedError) as error:

@@ -74,9 +74,8 @@ class Meeting:
                 return
             while not (self._has_met() or time.monotonic() - self._began > MOST_SECONDS):
                 fault = self._look()
-                if (
-                    fault and not self._done.wait(LOOK_SECONDS) and not self._has_met()
-                ):  # otherwise all were about to end
+                # A launch that ends with all others, or after the ranks have met, is no fault.
+                if fault and not self._done.wait(LOOK_SECONDS) and not self._has_met():
                     self.fault = f"{fault} while the run was starting, which cannot begin without it."
                     self._end(self.fault)
                     return
