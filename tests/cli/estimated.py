@@ -13,7 +13,7 @@ import torch
 
 from accel_cli.estimate.batches import BATCHES, BatchSize
 from accel_cli.estimate.building import build
-from accel_cli.estimate.optimizers import OPTIMIZERS
+from accel_cli.estimate.optimizers import make_optimizer
 from accel_cli.estimate.source import find_model
 from accel_cli.estimate.training import AUTOCAST_DTYPES, StepSettings, enable_checkpointing
 from accel_ops.dtypes import convert_to_fp32
@@ -86,8 +86,7 @@ def _real_step(source: Any, settings: StepSettings, size: BatchSize) -> None:
     model.train()
     if settings.gradient_checkpointing:
         enable_checkpointing(model)
-    row = OPTIMIZERS[settings.optimizer]
-    optimizer = getattr(torch.optim, row.class_name)(model.parameters(), **row.settings)
+    optimizer = make_optimizer(settings.optimizer, list(model.parameters()), foreach=True)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,8 +14,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from accel_cli.errors import UsageError
@@ -23,11 +22,11 @@ from accel_cli.estimate.building import add_timm_hub_prefix, check_has_model, cr
 from accel_cli.estimate.command import estimate_command_parser, gather_data
 from accel_cli.estimate.headers import read_headers
 from accel_cli.estimate.report import create_ascii_table
-from accel_cli.estimate.sharding import PARALLEL, per_device
 from accel_cli.estimate.sizes import estimate_training_usage, measure_folder, measure_model
 from accel_cli.estimate.source import find_model
-from accel_cli.estimate.training_report import ModelStates, Phase, TrainingStep
 from accel_cli.main import COMMANDS, main
+from accel_cli.rehearse.command import OLDEST_TORCH
+from accel_state.libraries import is_torch_version
 from tests.cli.estimated import model_folder, tensor_file
 
 NO_MODEL = ["estimate-memory", "org/model"]
@@ -335,7 +334,7 @@ def test_a_missing_library_is_named_with_its_extra(
         (["--num_devices", "2"], "needs --parallel"),
         (["--parallel", "fsdp"], "needs --num_devices"),
         (["--training", "--batch_size", "0"], "--batch_size must be at least 1, got 0"),
-        (["--sequence_length", "5"], "Add --training"),
+        (["--sequence_length", "5"], "Add --training or --parallel"),
         (["--optimizer", "sgd"], "Add --training or --parallel"),
     ],
 )
@@ -357,58 +356,60 @@ def test_models_that_are_unknown_to_their_library() -> None:
 
 # ---- several devices ------------------------------------------------------------------------------------------------
 
-STATES = ModelStates((((10, 4), 4), ((6,), 4)), 160, 184, 8, 184, 368)
-STEP = TrainingStep(
-    100,
-    0,
-    (
-        Phase("forward pass", {"parameters": 184, "buffers": 8, "optimizer state": 368, "activations": 120}),
-        Phase("optimizer step", {"parameters": 184, "buffers": 8, "gradients": 184, "optimizer state": 368,
-                                 "activations": 184}),
-    ),
-)  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    ("parallel", "parameters", "gradients", "optimizer", "communication"),
-    [
-        ("ddp", 184, 184, 368, 184),
-        ("zero1", 184, 184, 4 * 12 * 2, 0),
-        ("zero2", 184, 4 * 12, 4 * 12 * 2, 0),
-        ("zero3", 4 * 12, 4 * 12, 4 * 12 * 2, 3 * 160),
-        ("fsdp", 4 * (3 * 4 + 2), 4 * (3 * 4 + 2), 2 * 4 * (3 * 4 + 2), 3 * 160),
-        ("tp", 4 * (10 + 6), 4 * (10 + 6), 2 * 4 * (10 + 6), 0),
-    ],
-)
-def test_each_of_four_devices(
-    parallel: str, parameters: int, gradients: int, optimizer: int, communication: int
-) -> None:
-    shares = per_device(parallel, 4, STATES, None)
-    assert (shares.parameters, shares.gradients) == (parameters + 8, gradients)
-    assert (shares.optimizer, shares.communication) == (optimizer, communication)
-    assert shares.peak == shares.parameters + shares.gradients + shares.optimizer + shares.communication
-    assert per_device(parallel, 4, STATES, STEP).peak <= STEP.peak.peak_bytes + communication
-
-
-@given(parallel=st.sampled_from(list(PARALLEL)), num_devices=st.integers(1, 64))
-def test_more_devices_never_need_more_each(parallel: str, num_devices: int) -> None:
-    one, some, more = (per_device(parallel, n, STATES, STEP) for n in (1, num_devices, num_devices + 1))
-    assert one.peak == STEP.peak.peak_bytes
-    assert more.parameters <= some.parameters <= one.parameters
-    assert more.optimizer <= some.optimizer <= one.optimizer
-
-
-def test_the_command_prints_what_each_device_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.takes_turns
+def test_one_of_several_devices_is_rehearsed(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    words = ["estimate-memory", model_folder(tmp_path, "gpt2"), "--parallel", "zero2", "--num_devices", "8"]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "ZeRO 2, each of 8 devices" in said
-    assert "sum, without activations" in said
-    assert main([*words, "--training", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["per_device"]["optimizer"] == pytest.approx(told["states_bytes"]["optimizer"] / 8, rel=0.01)
-    assert told["per_device"]["peak"] < told["training"]["peak_bytes"]
+    if not is_torch_version(">=", OLDEST_TORCH):
+        pytest.skip(f"needs torch {OLDEST_TORCH}")
+    words = [
+        "estimate-memory",
+        model_folder(tmp_path, "llama"),
+        "--num_devices",
+        "4",
+        "--sequence_length",
+        "16",
+        "--json",
+    ]
+
+    def memory(*flags: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_cli.main", *words, *flags],
+            env={**os.environ, "ACCELERATE_MIXED_PRECISION": "bf16", "HF_HOME": str(tmp_path)},  # not of this estimate
+            capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        told: dict[str, Any] = json.loads(done.stdout)
+        return told
+
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").write_text(
+        "num_processes: 2\nnum_machines: 2\nmachine_rank: 1\n"
+    )
+    replicated = memory("--parallel", "ddp", "--training")
+    states, ddp = replicated["states_bytes"], replicated["per_device"]["at_peak"]
+    assert (ddp["parameters"], ddp["optimizer state"]) == (states["parameters"], states["optimizer"])
+    assert replicated["per_device"]["world_size"] == 4
+    sharded = memory("--parallel", "fsdp", "--optimizer", "sgd-momentum")["per_device"]
+    assert sharded["at_peak"]["optimizer state"] == pytest.approx(states["parameters"] / 4, rel=0.01)
+    assert {exchange["name"] for exchange in sharded["exchanges"]} == {"all-gather", "reduce-scatter"}
+    assert sharded["peak_bytes"] < replicated["per_device"]["peak_bytes"]
+
+
+def test_what_cannot_be_rehearsed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "nets.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self): super().__init__(3, 3)\n"
+    )
+    words = ["--parallel", "fsdp", "--num_devices", "2"]
+    assert main(["estimate-memory", f"{tmp_path / 'nets.py'}:Net", *words]) == 2
+    assert "accelerate rehearse train.py" in capsys.readouterr().err
+    if is_torch_version(">=", OLDEST_TORCH):
+        folder = model_folder(tmp_path, "gpt2")
+        assert main(["estimate-memory", folder, *words, "--device", "h1000"]) == 2
+        assert "--device 'h1000' is not in the table" in capsys.readouterr().err
+        assert main(["estimate-memory", folder, "--parallel", "tp", "--num_devices", "2"]) == 2
+        assert "--parallel tp: ValueError: tp_size=2 needs a plan" in capsys.readouterr().err
 
 
 # ---- the rest -------------------------------------------------------------------------------------------------------

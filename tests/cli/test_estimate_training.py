@@ -23,7 +23,7 @@ from tests.cli.estimated import allocated, model_folder
 
 def fake(folder: str, settings: StepSettings, size: BatchSize) -> Any:
     source = find_model(folder)
-    return measure_fake(lambda: build(source), lambda m: BATCHES[source.library or ""](m, size), settings, 0)
+    return measure_fake(lambda: build(source), lambda m: BATCHES[source.library or ""](m, size), settings)
 
 
 @pytest.mark.takes_turns
@@ -77,7 +77,7 @@ def batch_of_five(model: nn.Module) -> Batch:
 
 
 def test_the_kinds_of_memory_add_up() -> None:
-    states, step = measure_fake(two_layers, batch_of_five, StepSettings(), 0)
+    states, step = measure_fake(two_layers, batch_of_five, StepSettings())
     num_values = 8 * 16 + 16 + 16 + 1
     assert (states.parameters, states.gradients, states.buffers) == (4 * num_values, 4 * num_values, 0)
     assert states.optimizer == 2 * 4 * num_values + 4 * 4  # two moments, and a step counter for each tensor
@@ -91,7 +91,7 @@ def test_the_kinds_of_memory_add_up() -> None:
 
 def test_dropout_keeps_a_byte_for_each_value_on_a_gpu() -> None:
     (_, cpu), (_, gpu) = (
-        measure_fake(two_layers, batch_of_five, StepSettings(as_on_gpu=where), 0) for where in (False, True)
+        measure_fake(two_layers, batch_of_five, StepSettings(as_on_gpu=where)) for where in (False, True)
     )
     assert cpu is not None
     assert gpu is not None
@@ -113,19 +113,19 @@ def test_attention_with_dropout_is_fused_on_a_gpu() -> None:
 
     kept = {}
     for where in (False, True):
-        _, step = measure_fake(Block, batch, StepSettings(as_on_gpu=where), 0)
+        _, step = measure_fake(Block, batch, StepSettings(as_on_gpu=where))
         assert step is not None
         kept[where] = step.activations
     assert kept[True] < kept[False] - 4 * 5 * 16 * 16  # no matrix of attention weights
-    _, step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16"), 0)
-    _, cpu_step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16", as_on_gpu=False), 0)
+    _, step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16"))
+    _, cpu_step = measure_fake(Block, batch, StepSettings(mixed_precision="bf16", as_on_gpu=False))
     assert step is not None
     assert cpu_step is not None
     assert step.phases[0].at_peak[ACTIVATIONS] != cpu_step.phases[0].at_peak[ACTIVATIONS]
 
 
 def test_autocast_keeps_copies_of_weights() -> None:
-    _, step = measure_fake(two_layers, batch_of_five, StepSettings(mixed_precision="bf16"), 0)
+    _, step = measure_fake(two_layers, batch_of_five, StepSettings(mixed_precision="bf16"))
     assert step is not None
     assert step.weight_copies == 2 * 16  # of the last layer; the input of the first one needs no gradient
 
@@ -181,7 +181,7 @@ def test_a_step_that_depends_on_values_is_refused() -> None:
             return super().forward(x[x[:, 0] > 0])
 
     with pytest.raises(ValueError, match="cannot run on fake tensors"):
-        measure_fake(lambda: Picky(8, 1), batch_of_five, StepSettings(), 0)
+        measure_fake(lambda: Picky(8, 1), batch_of_five, StepSettings())
 
 
 @pytest.mark.takes_turns

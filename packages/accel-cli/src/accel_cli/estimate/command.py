@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError, without_traceback
 from accel_cli.estimate.optimizers import OPTIMIZERS
+from accel_cli.estimate.several_devices import PARALLEL, rehearse_training
 from accel_cli.estimate.sizes import BITS, FormatRow, ModelSize
 from accel_state.settings.option import INTEGER, one_of
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from accel_cli.estimate.training_report import ModelStates, TrainingStep
 
 HELP = "Estimate the memory that a model needs."
-PARALLEL_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tp")
 
 OPTIONS = (
     Option("model_name", "A folder with a model, the name of one on the Hugging Face Hub, or a class of your own: file.py:Class or "
@@ -39,8 +39,9 @@ TRAINING_OPTIONS = (
            metavar="N"),
     Option("--mixed_precision", "Mixed precision dtype.", default="no", kind=one_of("no", "fp16", "bf16")),
     switch("--gradient_checkpointing", "Activation checkpointing: recompute activations in the backward pass."),
-    Option("--parallel", "Kind of parallelism, to show the memory per device.", kind=one_of(*PARALLEL_NAMES)),
+    Option("--parallel", "Kind of parallelism: rehearse training steps on one of several devices.", kind=one_of(*PARALLEL)),
     Option("--num_devices", "Number of devices.", kind=INTEGER, metavar="N"),
+    Option("--device", "The devices: a name of the table in docs/rehearse.md.", default="h100", metavar="NAME"),
 )  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def gather_data(args: Namespace) -> list[list[Any]]:
     Raises:
         ValueError: The model cannot be found or built.
     """
-    _, rows = _sizes(_find(args), args)
+    _, rows = _sizes(find_source(args), args)
     return [[row.dtype, row.largest_layer, row.total, row.training] for row in rows]
 
 
@@ -109,17 +110,11 @@ def make_report(args: Namespace) -> Report:
     _check(args)
     from accel_cli.estimate.report import Report
 
-    source = _find(args)
+    source = find_source(args)
     size, rows = _sizes(source, args)
-    if not (args.training or args.parallel):
-        return Report(args, source.library, size, rows)
-    states, step = _train(source, size, args)
-    shards = None
-    if args.parallel:
-        from accel_cli.estimate.sharding import per_device
-
-        shards = per_device(args.parallel, args.num_devices, states, step)
-    return Report(args, source.library, size, rows, states, step, shards)
+    states, step = _train(source, args) if args.training else (None, None)
+    rehearsal = rehearse_training(source.library, args) if args.parallel else None
+    return Report(args, source.library, size, rows, states, step, rehearsal)
 
 
 def _check(args: Namespace) -> None:
@@ -128,21 +123,21 @@ def _check(args: Namespace) -> None:
         if value is not None and value < 1:
             raise UsageError(f"--{name} must be at least 1, got {value}.")
     if args.num_devices is not None and args.parallel is None:
-        raise UsageError(
-            f"--num_devices {args.num_devices} needs --parallel. Choose from {', '.join(PARALLEL_NAMES)}."
-        )
+        raise UsageError(f"--num_devices {args.num_devices} needs --parallel. Choose from {', '.join(PARALLEL)}.")
     if args.parallel is not None and args.num_devices is None:
         raise UsageError(f"--parallel {args.parallel} needs --num_devices, the number of ranks.")
-    if not args.training:
-        given: set[str] = getattr(args, "nondefault", set())
-        for name in ("batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing"):
-            if name in given:
-                raise UsageError(f"--{name} only affects a training step. Add --training.")
-        if "optimizer" in given and not args.parallel:
-            raise UsageError("--optimizer only affects a training step. Add --training or --parallel.")
+    if not (args.training or args.parallel):
+        for name in ("batch_size", "sequence_length", "mixed_precision", "gradient_checkpointing", "optimizer"):
+            if name in getattr(args, "nondefault", set()):
+                raise UsageError(f"--{name} only affects a training step. Add --training or --parallel.")
 
 
-def _find(args: Namespace) -> ModelSource:
+def find_source(args: Namespace) -> ModelSource:
+    """Find the model of a command line.
+
+    Raises:
+        UsageError: There is no such model, or what else the command line says does not fit it.
+    """
     from accel_cli.estimate.own_class import find_class, is_class_name
     from accel_cli.estimate.source import find_model
 
@@ -169,7 +164,7 @@ def _sizes(source: ModelSource, args: Namespace) -> tuple[ModelSize, list[Format
     return size, format_rows(size, list(args.dtypes))
 
 
-def _train(source: ModelSource, size: ModelSize, args: Namespace) -> tuple[ModelStates, TrainingStep | None]:
+def _train(source: ModelSource, args: Namespace) -> tuple[ModelStates, TrainingStep | None]:
     from accel_cli.estimate.batches import BATCHES, BatchSize
     from accel_cli.estimate.building import build
     from accel_cli.estimate.training import StepSettings, measure_fake
@@ -179,9 +174,8 @@ def _train(source: ModelSource, size: ModelSize, args: Namespace) -> tuple[Model
     make_batch = BATCHES.get(source.library or "")
     return measure_fake(
         lambda: _built(lambda: build(source, args.trust_remote_code)),
-        (lambda model: make_batch(model, batch)) if args.training and make_batch else None,
+        (lambda model: make_batch(model, batch)) if make_batch else None,
         settings,
-        size.largest_layer,
     )
 
 

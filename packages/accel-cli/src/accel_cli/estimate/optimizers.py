@@ -18,27 +18,43 @@ class OptimizerRow:
 
     Attributes:
         class_name: In `torch.optim`.
-        settings: Its arguments. With `foreach`, the default of torch on GPUs, all parameters are updated at once, which
-            needs memory for intermediate results of their size.
+        settings: Its arguments.
     """
 
     class_name: str
-    settings: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-3, "foreach": True})
+    settings: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-3})
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     "adamw": OptimizerRow("AdamW"),
     "adam": OptimizerRow("Adam"),
     "sgd": OptimizerRow("SGD"),
-    "sgd-momentum": OptimizerRow("SGD", {"lr": 1e-3, "momentum": 0.9, "foreach": True}),
+    "sgd-momentum": OptimizerRow("SGD", {"lr": 1e-3, "momentum": 0.9}),
     "adagrad": OptimizerRow("Adagrad"),
     "rmsprop": OptimizerRow("RMSprop"),
     "adafactor": OptimizerRow("Adafactor"),
 }
 
 
-def make_optimizer(name: str, parameters: list[nn.Parameter], memory: LiveMemory) -> torch.optim.Optimizer:
-    """Make an optimizer that has taken its first step, so that its state is allocated and counted.
+def make_optimizer(name: str, parameters: list[nn.Parameter], foreach: bool | None = None) -> torch.optim.Optimizer:
+    """Make an optimizer.
+
+    Args:
+        name: A name in `OPTIMIZERS`.
+        parameters: The parameters that it updates.
+        foreach: Whether all are updated at once, which needs memory for intermediate results of their size. When None, torch
+            decides by the device.
+    """
+    import torch
+
+    row = OPTIMIZERS[name]
+    make: Any = getattr(torch.optim, row.class_name)
+    optimizer: torch.optim.Optimizer = make(parameters, foreach=foreach, **row.settings)
+    return optimizer
+
+
+def make_optimizer_with_state(name: str, parameters: list[nn.Parameter], memory: LiveMemory) -> torch.optim.Optimizer:
+    """Make an optimizer as on a GPU that has taken its first step, so that its state is allocated and counted.
 
     Args:
         name: A name in `OPTIMIZERS`.
@@ -49,8 +65,7 @@ def make_optimizer(name: str, parameters: list[nn.Parameter], memory: LiveMemory
 
     from accel_cli.estimate.training_report import OPTIMIZER
 
-    row = OPTIMIZERS[name]
-    optimizer: torch.optim.Optimizer = getattr(torch.optim, row.class_name)(parameters, **row.settings)
+    optimizer = make_optimizer(name, parameters, foreach=True)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

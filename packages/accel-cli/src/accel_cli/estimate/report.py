@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from accel_cli.estimate.sharding import PARALLEL, PerDevice
 from accel_cli.estimate.sizes import ADAPTER_SHARE, QUANTIZED, FormatRow, ModelSize
 from accel_cli.estimate.training_report import ModelStates, TrainingStep
+from accel_cli.rehearse.devices import Device
+from accel_cli.rehearse.report import as_json, as_text
+from accel_cli.rehearse.result import Result
 
 FORMAT_HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
 
@@ -26,7 +28,7 @@ class Report:
         formats: Its size in each dtype.
         states: The model states of training; None without training.
         step: A training step; None without training.
-        shards: The memory of each device; None without `--parallel`.
+        rehearsal: Of one of several devices, and its device; None without `--parallel`.
     """
 
     args: Namespace
@@ -35,7 +37,7 @@ class Report:
     formats: list[FormatRow]
     states: ModelStates | None = None
     step: TrainingStep | None = None
-    shards: PerDevice | None = None
+    rehearsal: tuple[Result, Device] | None = None
 
     def format_table(self) -> list[list[Any]]:
         """One row of text for each dtype."""
@@ -50,12 +52,12 @@ class Report:
                 FORMAT_HEADERS, self.format_table(), f"Memory Usage for loading `{self.args.model_name}`"
             )
         ]
-        if self.states is not None and (self.step is not None or self.shards is None):
+        if self.states is not None:
             tables.append(create_ascii_table(["one device", "memory"], self._training_rows(), self._title()))
-        if self.shards is not None:
-            title = f"{PARALLEL[self.shards.parallel].title}, each of {self.shards.num_devices} devices"
-            tables.append(create_ascii_table(["per device", "memory"], self._shard_rows(), title))
-        return "\n".join([*tables, *self._notes()])
+        text = "\n".join([*tables, *self._notes()])
+        if self.rehearsal is None:
+            return text
+        return f"{text}\n\n{as_text(f'{self.args.model_name}, {self.args.parallel}', *self.rehearsal)}"
 
     def _notes(self) -> Iterator[str]:
         """What figures assume, and why one is missing."""
@@ -66,7 +68,7 @@ class Report:
             )
         if any(row.adam < 0 for row in self.formats):
             yield "N/A: weights in float8 alone are not trained; FP8 training keeps them in float32 or bfloat16."
-        if self.args.training and self.step is None and self.shards is None:
+        if self.states is not None and self.step is None:
             yield "Without activations: what a forward pass takes is not known for this kind of model."
 
     def as_json(self) -> str:
@@ -104,8 +106,8 @@ class Report:
                     for phase in self.step.phases
                 ],
             }
-        if self.shards is not None:
-            content["per_device"] = asdict(self.shards)
+        if self.rehearsal is not None:
+            content["per_device"] = {"parallel": self.args.parallel} | json.loads(as_json(*self.rehearsal))
         return json.dumps(content, indent=2)
 
     def _settings(self) -> dict[str, Any]:
@@ -133,15 +135,6 @@ class Report:
             rows.append([f"weights in {self.args.mixed_precision}", readable(self.step.weight_copies)])
         rows += [[f"peak, {phase.name}", readable(phase.peak_bytes)] for phase in self.step.phases]
         return [*rows, ["peak", readable(self.step.peak.peak_bytes)]]
-
-    def _shard_rows(self) -> list[list[str]]:
-        shards = self.shards
-        assert shards is not None
-        rows = _state_rows(shards.parameters, shards.gradients, shards.optimizer)
-        rows.append(["communication", readable(shards.communication)])
-        if shards.activations is None:
-            return [*rows, ["sum, without activations", readable(shards.peak)]]
-        return [*rows, ["activations", readable(shards.activations)], ["peak", readable(shards.peak)]]
 
 
 def _state_rows(parameters: int, gradients: int, optimizer: int) -> list[list[str]]:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from accel_cli.errors import UsageError
 from accel_cli.estimate.batches import Batch
 from accel_cli.estimate.live_memory import LiveMemory
-from accel_cli.estimate.optimizers import make_optimizer
+from accel_cli.estimate.optimizers import make_optimizer_with_state
 from accel_cli.estimate.training_report import (
     ACTIVATIONS,
     BACKWARD,
@@ -57,7 +57,6 @@ def measure_fake(
     build: Callable[[], nn.Module],
     make_batch: Callable[[nn.Module], Batch] | None,
     settings: StepSettings,
-    largest_layer_bytes: int,
 ) -> tuple[ModelStates, TrainingStep | None]:
     """Run a training step on fake tensors, and measure its memory.
 
@@ -65,7 +64,6 @@ def measure_fake(
         build: Makes the model, in float32.
         make_batch: Makes a batch; without it, no step is run.
         settings: The settings of the step.
-        largest_layer_bytes: Of the model; only recorded.
 
     Raises:
         ValueError: The step cannot run on fake tensors.
@@ -73,7 +71,7 @@ def measure_fake(
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # the reason is in our error, too
     with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as memory:
         try:
-            return measure(memory, build(), make_batch, settings, largest_layer_bytes)
+            return measure(memory, build(), make_batch, settings)
         except UsageError:
             raise
         except Exception as error:  # any error of a model's code about fake tensors
@@ -89,7 +87,6 @@ def measure(
     model: nn.Module,
     make_batch: Callable[[nn.Module], Batch] | None,
     settings: StepSettings,
-    largest_layer_bytes: int,
 ) -> tuple[ModelStates, TrainingStep | None]:
     """Run a step and measure; as `measure_fake`, but with a model that was built inside `memory`."""
     model.train()
@@ -98,10 +95,9 @@ def measure(
     for kind, tensors in ((PARAMETERS, model.parameters()), (BUFFERS, model.buffers())):
         for tensor in tensors:
             memory.call(tensor, kind)
-    optimizer = make_optimizer(settings.optimizer, [p for p in model.parameters() if p.requires_grad], memory)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = make_optimizer_with_state(settings.optimizer, trainable, memory)
     states = ModelStates(
-        shapes=tuple((tuple(p.shape), p.element_size()) for p in model.parameters()),
-        largest_layer_bytes=largest_layer_bytes,
         parameters=memory.live.get(PARAMETERS, 0),
         buffers=memory.live.get(BUFFERS, 0),
         gradients=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),

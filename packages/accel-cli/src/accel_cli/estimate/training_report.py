@@ -41,16 +41,12 @@ class ModelStates:
     """The memory that persists from step to step.
 
     Attributes:
-        shapes: Shape of each parameter and bytes per value; tied ones once.
-        largest_layer_bytes: Parameters and buffers of the largest layer.
         parameters: Bytes of all parameters.
         buffers: Bytes of all buffers.
         gradients: Bytes of the gradients of the parameters that are trainable.
         optimizer: Bytes of the optimizer's state.
     """
 
-    shapes: tuple[tuple[tuple[int, ...], int], ...]
-    largest_layer_bytes: int
     parameters: int
     buffers: int
     gradients: int

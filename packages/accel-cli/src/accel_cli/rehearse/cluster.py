@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,9 +40,8 @@ class RehearsalFailedError(Exception):
     """
 
     def __init__(self, status: int, reason: str = "") -> None:
-        super().__init__(
-            reason.removeprefix("accelerate rehearse: error: ") or f"The script ended with status {status}."
-        )
+        reason = re.sub(r"^(accelerate rehearse: error|\[rank\d+\]): ", "", reason)
+        super().__init__(reason or f"The script ended with status {status}.")
         self.status = status
 
 
@@ -83,12 +83,15 @@ def rank_environment(settings: LaunchSettings, rank: int, environ: Mapping[str, 
     return environment(settings, environ) | variables | ON_THE_CPU
 
 
-def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) -> Result:
+def rehearse(
+    settings: LaunchSettings, args: Namespace, environ: Mapping[str, str] = os.environ, is_quiet: bool = False
+) -> Result:
     """Run the script as one rank. What it prints comes on standard error.
 
     Args:
         settings: The resolved settings.
         args: The parsed arguments.
+        environ: The environment variables.
         is_quiet: Print nothing; the last line of an error is in the exception.
 
     Raises:
@@ -113,7 +116,7 @@ def rehearse(settings: LaunchSettings, args: Namespace, is_quiet: bool = False) 
         ]
         done = subprocess.run(
             words,
-            env=os.environ | rank_environment(settings, args.rank, os.environ),
+            env={**environ, **rank_environment(settings, args.rank, environ)},
             stdout=subprocess.DEVNULL if is_quiet else sys.stderr.fileno(),
             stderr=subprocess.PIPE if is_quiet else None,
             text=True,

@@ -6,7 +6,7 @@ import sys
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
-from accel_cli.arguments import CommandParser, Option, add_options, switch
+from accel_cli.arguments import CommandParser, Option, add_options, command_parser, switch
 from accel_cli.errors import UsageError
 from accel_cli.launch.flags.table import SHOWN_WITH, add_launch_options
 from accel_state.settings.option import INTEGER, NUMBER
@@ -44,6 +44,11 @@ def add_arguments(parser: CommandParser) -> None:
     add_launch_options(parser)
 
 
+def rehearse_command_parser() -> CommandParser:
+    """Build the parser of `accelerate rehearse`."""
+    return command_parser(None, "rehearse", HELP, add_arguments, run)
+
+
 def run(args: Namespace) -> int:
     """Rehearse a script, and print what it needs.
 
@@ -59,8 +64,7 @@ def run(args: Namespace) -> int:
     from accel_cli.rehearse.cluster import RehearsalFailedError, rehearse, settle
     from accel_cli.rehearse.report import as_json, as_text
 
-    _check_torch()
-    device = _device(args)
+    device = rehearsed_device(args)
     settings = settle(args, REHEARSE)
     if not settings.quiet:
         for note in settings.notes:
@@ -83,7 +87,7 @@ def run(args: Namespace) -> int:
 
 
 def _check_torch() -> None:
-    """Raise an error for a torch whose collectives need values, as those of 2.9 and 2.10 do."""
+    """Reject a torch whose collectives need values, as those of 2.9 and 2.10 do."""
     from importlib.metadata import version
 
     from accel_state.libraries import is_torch_version
@@ -95,12 +99,20 @@ def _check_torch() -> None:
         )
 
 
-def _device(args: Namespace) -> Device:
-    """The row of `--device`, with the bandwidths that were given."""
+def rehearsed_device(args: Namespace) -> Device:
+    """The row of `--device`, with the bandwidths that were given.
+
+    Args:
+        args: The parsed arguments, in which the device gets its full name.
+
+    Raises:
+        UsageError: A value is not valid, or this torch cannot rehearse.
+    """
     from dataclasses import replace
 
     from accel_cli.rehearse.devices import device_named
 
+    _check_torch()
     device = device_named(args.device)
     args.device = device.name
     if args.steps < 2:
