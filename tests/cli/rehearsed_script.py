@@ -33,6 +33,11 @@ ENGINES: dict[str, Any] = {
     "pp-1f1b": lambda: {
         "parallelism_config": ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(schedule="1f1b"))
     },
+    "pp-interleaved": lambda: {
+        "parallelism_config": ParallelismConfig(
+            pp_size=2, pp_handler=PipelineParallelConfig(schedule="interleaved1f1b", stages_per_rank=2)
+        )
+    },
     "fsdp2-pp": lambda: {"fsdp_plugin": fsdp(), "parallelism_config": ParallelismConfig(dp_shard_size=2, pp_size=2)},
     "sp": lambda: {"parallelism_config": ParallelismConfig(sp_size=2, sp_backend="torch")},
 }
